@@ -1,8 +1,7 @@
 """Hosts that are namespaces of this machine, behind a switch, with links of a given rate. Needs root.
 
-The switch is a bridge in a namespace of its own, so nothing of it is seen outside, and all is gone with the
-namespaces. Each host has its own network, processes, mounts and name, so that ranks on two of them share no memory.
-Links are shaped in both directions by `tc tbf`; there is no delay but that of its queues.
+Each host has its own network, processes, mounts and name, so that ranks on two of them share no memory. Links are
+shaped in both directions by `tc tbf`; there is no delay but that of its queues. `tests/cluster` puts sshd on them.
 """
 
 from __future__ import annotations
@@ -14,16 +13,20 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 NETWORK = "10.78.0"
 INTERFACE = "eth0"
 PORT = 29500
+UNTIL_WE_END = ("setpriv", "--pdeathsig", "KILL", "--")
+"""Before a command: the kernel ends it with the thread that started it, however that ends."""
+OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "--mount")
 _PREFIX = "swb"
-_TOOLS = ("ip", "tc", "unshare")
+_TOOLS = ("ip", "tc", "unshare", "setpriv")
 _QUEUE_SECONDS = 0.05
 _BURST_BYTES = 2**18
 """At once: four of the largest packets that a stack hands down in one piece."""
@@ -33,35 +36,161 @@ class NetworkError(Exception):
     """A command that failed, in words."""
 
 
-def obstacle() -> str:
+@cache
+def obstacle(tools: Iterable[str] = _TOOLS) -> str:
     """Why hosts cannot be made here, in a few words; `""` if they can."""
     if os.geteuid() != 0:
         return "needs root"
-    for tool in _TOOLS:
+    for tool in tools:
         if shutil.which(tool) is None:
             return f"needs {tool}"
     name = f"{_PREFIX}{os.getpid()}-probe"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    return f"needs network namespaces ({made.stderr.strip()})" if made.returncode else ""
+    if made.returncode:
+        return f"needs network namespaces ({made.stderr.strip()})"
+    made = subprocess.run([*OWN_PROCESSES, "hostname", "probe"], capture_output=True, text=True, check=False)
+    return f"needs namespaces of processes, names and mounts ({made.stderr.strip()})" if made.returncode else ""
+
+
+class Network:
+    """Hosts by name; the n-th one has the address `NETWORK.n`. To `close` it ends what runs there."""
+
+    def __init__(self, mark: str, network: str, *, reached_from_here: bool) -> None:
+        """Names of all that is made begin with `mark`, which has up to 11 letters. The switch is a bridge: of this
+        machine if hosts are to be `reached_from_here`, which is `NETWORK.254` then; else in a namespace of its own, so
+        that nothing of it is seen outside, and several may have the same `network`."""
+        self.mark, self.network = mark, network
+        self.addresses: dict[str, str] = {}
+        self._is_here = reached_from_here
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def open(self) -> None:
+        """The switch."""
+        self._remove()  # of whoever had the mark, and was killed
+        if not self._is_here:
+            _run("ip", "netns", "add", f"{self.mark}-switch")
+        self._at_switch("ip", "link", "add", self.mark, "type", "bridge")
+        if self._is_here:
+            _run("ip", "address", "add", f"{self.network}.254/24", "dev", self.mark)
+        self._at_switch("ip", "link", "set", self.mark, "up")
+
+    def add(self, name: str) -> str:
+        """A host, with its cable in the switch; returns its address."""
+        number = len(self.addresses) + 1
+        address = self.addresses[name] = f"{self.network}.{number}"
+        space, cable = self._space(name), self._cable(name)
+        _run("ip", "netns", "add", space)
+        self._at_switch("ip", "link", "add", cable, "type", "veth", "peer", "name", INTERFACE, "netns", space)
+        self._at_switch("ip", "link", "set", cable, "master", self.mark, "up")
+        for words in (f"address add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} up", "link set lo up"):
+            self.ip(name, *words.split())
+        return address
+
+    def within(self, name: str) -> list[str]:
+        """Before a command: it is in the network of a host."""
+        return ["ip", "netns", "exec", self._space(name)]
+
+    def ip(self, name: str, *words: str) -> str:
+        """What `ip` says on a host."""
+        return _run("ip", "-n", self._space(name), *words)
+
+    def link(self, name: str, state: str) -> None:
+        """Take a host's cable out of the switch (`down`), or put it back (`up`)."""
+        self._at_switch("ip", "link", "set", self._cable(name), state)
+
+    def shape(self, bits_per_second: float | None) -> None:
+        """Let every link carry so much each way from now on; `None` for all that the machine can."""
+        for name in self.addresses:
+            _shape(bits_per_second, INTERFACE, *self.within(name))
+            _shape(bits_per_second, self._cable(name), *self._switch())
+
+    def counters(self, name: str) -> tuple[int, int]:
+        """Bytes that a host's interface has sent and received, headers of Ethernet, IP and TCP included."""
+        stats = json.loads(self.ip(name, "-s", "-j", "link", "show", INTERFACE))[0]["stats64"]
+        return int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])
+
+    def start(
+        self,
+        name: str,
+        script: str,
+        environment: Mapping[str, str],
+        *,
+        out: IO[bytes] | int | None = None,
+        folder: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """A shell script on a host, with processes, mounts and a name of its own. To kill it ends all of them.
+
+        The shell is their init: the script has to wait for what it starts, or what is orphaned stays a zombie.
+        """
+        shell = [*UNTIL_WE_END, *self.within(name), *OWN_PROCESSES, "sh", "-ec", f"hostname {name}\n{script}"]
+        process = subprocess.Popen(
+            shell,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT if out is not None else None,
+            cwd=folder,
+            start_new_session=True,  # Ctrl-C is for the process that made the hosts, which ends these
+        )
+        self._processes.append(process)
+        return process
+
+    def kill(self, name: str) -> None:
+        """End all processes of a host at once, with no chance to say a word."""
+        for pid in _processes_of(self._space(name)):
+            _kill(pid)
+
+    def close(self) -> None:
+        """End and remove all of it."""
+        for process in self._processes:
+            process.kill()
+        self._remove()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def left(self) -> list[str]:
+        """Namespaces and links that are there."""
+        links = [path.name for path in Path("/sys/class/net").iterdir()]
+        return [name for name in (*_spaces(), *links) if self._is_mine(name)]
+
+    def _remove(self) -> None:
+        # a namespace goes with its last process, which may take a while: its link and its name go now
+        for name in self.left():
+            if Path("/sys/class/net", name).exists():
+                subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+        _remove(self.mark)
+
+    def _is_mine(self, name: str) -> bool:
+        return name == self.mark or name.startswith(f"{self.mark}-")
+
+    def _space(self, name: str) -> str:
+        return f"{self.mark}-{name}"
+
+    def _cable(self, name: str) -> str:
+        return f"{self.mark}-{list(self.addresses).index(name) + 1}"
+
+    def _switch(self) -> list[str]:
+        return [] if self._is_here else ["ip", "netns", "exec", f"{self.mark}-switch"]
+
+    def _at_switch(self, *command: str) -> None:
+        _run(*self._switch(), *command)
 
 
 class Hosts:
-    """`num_hosts` of them, from 0; number n has the address `10.78.0.{n + 1}`. Use it in a `with`."""
+    """`num_hosts` of them, from 0, for ranks; number n has the address `10.78.0.{n + 1}`. Use it in a `with`."""
 
     def __init__(self, num_hosts: int) -> None:
         self.num_hosts = num_hosts
-        self._mark = f"{_PREFIX}{os.getpid()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._network = Network(f"{_PREFIX}{os.getpid()}", NETWORK, reached_from_here=False)
 
     def __enter__(self) -> Hosts:
         remove_leftovers()
         try:
-            _run("ip", "netns", "add", self._switch)
-            self._in_switch("ip", "link", "add", "br0", "type", "bridge")
-            self._in_switch("ip", "link", "set", "br0", "up")
+            self._network.open()
             for host in range(self.num_hosts):
-                self._add(host)
+                self._network.add(_name(host))
         except BaseException:
             self.close()
             raise
@@ -71,23 +200,19 @@ class Hosts:
         self.close()
 
     def address(self, host: int) -> str:
-        return f"{NETWORK}.{host + 1}"
+        return self._network.addresses[_name(host)]
 
     def shape(self, bits_per_second: float | None) -> None:
-        """Let every link carry so much each way from now on; `None` for all that the machine can."""
-        for host in range(self.num_hosts):
-            _shape(bits_per_second, INTERFACE, "ip", "netns", "exec", self._name(host))
-            _shape(bits_per_second, f"p{host}", "ip", "netns", "exec", self._switch)
+        """See `Network.shape`."""
+        self._network.shape(bits_per_second)
 
     def link(self, host: int, state: str) -> None:
-        """Take a host's cable out of the switch (`down`), or put it back (`up`)."""
-        self._in_switch("ip", "link", "set", f"p{host}", state)
+        """See `Network.link`."""
+        self._network.link(_name(host), state)
 
     def counters(self, host: int) -> tuple[int, int]:
-        """Bytes that a host's interface has sent and received, headers of Ethernet, IP and TCP included."""
-        said = _run("ip", "-n", self._name(host), "-s", "-j", "link", "show", INTERFACE)
-        stats = json.loads(said)[0]["stats64"]
-        return int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])
+        """See `Network.counters`."""
+        return self._network.counters(_name(host))
 
     def start(
         self,
@@ -111,58 +236,24 @@ class Hosts:
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
-        lines = [f"hostname host-{host}", "pids="]
+        lines = ["pids="]
         for local in range(num_ranks):
             settings = f"RANK={host * num_ranks + local} LOCAL_RANK={local}"
             lines += [f"env {settings} {shlex.join(command)} &", 'pids="$pids $!"']
         lines += ["status=0", "for pid in $pids; do wait $pid || status=1; done", "exit $status"]
-        unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "--mount"]
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self._name(host), *unshare, "sh", "-c", "\n".join(lines)],
-            env={**environment, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT if out is not None else None,
-            cwd=folder,
-            start_new_session=True,  # Ctrl-C is for the process that made the hosts, which ends these
-        )
-        self._processes.append(process)
-        return process
+        script = "\n".join(lines)
+        return self._network.start(_name(host), script, {**environment, **variables}, out=out, folder=folder)
 
     def kill(self, host: int) -> None:
-        """End all processes of a host at once, with no chance to say a word."""
-        for pid in _processes_of(self._name(host)):
-            _kill(pid)
+        """See `Network.kill`."""
+        self._network.kill(_name(host))
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        _remove(self._mark)
-        for process in self._processes:
-            process.wait()
-        self._processes.clear()
+        self._network.close()
 
-    @property
-    def _switch(self) -> str:
-        return f"{self._mark}-switch"
 
-    def _name(self, host: int) -> str:
-        return f"{self._mark}-host{host}"
-
-    def _add(self, host: int) -> None:
-        space, port = self._name(host), f"p{host}"
-        _run("ip", "netns", "add", space)
-        self._in_switch("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", space)
-        self._in_switch("ip", "link", "set", port, "master", "br0", "up")
-        for words in (
-            f"address add {self.address(host)}/24 dev {INTERFACE}",
-            f"link set {INTERFACE} up",
-            "link set lo up",
-        ):
-            _run("ip", "-n", space, *words.split())
-
-    def _in_switch(self, *command: str) -> None:
-        _run("ip", "netns", "exec", self._switch, *command)
+def _name(host: int) -> str:
+    return f"host-{host}"
 
 
 def remove_leftovers() -> None:

@@ -28,15 +28,22 @@ def one_in(number: int) -> pytest.MarkDecorator:
     return pytest.mark.one_in(number)
 
 
+def thorough_only(why: str) -> pytest.MarkDecorator:
+    """For modules or tests that take too long for `make test`."""
+    return pytest.mark.thorough_only(why)
+
+
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Which of `items` are run now, and which the other time."""
     numbers = Counter(_test_of(item) for item in items)
     counts: Counter[str] = Counter()
     now, later = [], []
     for item in items:
-        mark = item.get_closest_marker("one_in")
+        mark, first = item.get_closest_marker("one_in"), "test"
+        if item.get_closest_marker("thorough_only") is not None:
+            first = "thorough"
         if mark is None:
-            now.append(item)
+            (later if first == "thorough" and _SHARE == "test" else now).append(item)
             continue
         test = _test_of(item)
         place, every = counts[test], min(mark.args[0], numbers[test])
@@ -44,7 +51,7 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
         # One of each `every` that follow each other, another one each time: or cases of two parameters, of which the
         # inner one has as many values, were all of one value.
         turn = (place + place // every + zlib.crc32(test.encode())) % every
-        share = "test" if turn == 0 else "thorough" if turn <= _MOST_TURNS else "exhaustive"
+        share = first if turn == 0 else "thorough" if turn <= _MOST_TURNS else "exhaustive"
         (now if share == _SHARE else later).append(item)
     return now, later
 

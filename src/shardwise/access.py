@@ -1,7 +1,7 @@
-"""Whole tensors of a sharded model: to read, to edit, to take away.
+"""Whole tensors of a sharded model: to read, to edit, to export.
 
-Everything here is collective: all ranks call, with the same names. At no time is more than one unit whole
-besides those that the caller asked for.
+Everything here is collective: all ranks call, with the same names. At no time is more than one unit whole, except those
+that the caller asked for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Access:
         return None if part is None else self._agreement.assembled(flat, flat.slots[index], part)
 
     def read_part(self, name: str, what: str = PARAM) -> Tensor | None:
-        """The same of the part that a model axis leaves to this rank and those that share it."""
+        """`read` for the part that a model axis leaves to this rank and those that share it."""
         flat, index = self._home(name)
         piece = self._piece(flat, index, what)
         whole = self._whole(flat, {index: piece} if piece is not None else {}, self._dtype(flat, what))
@@ -59,7 +59,7 @@ class Access:
         return whole[slot.start : slot.span.stop].view(slot.shape).clone()
 
     def write(self, name: str, value: Tensor, what: str = PARAM) -> None:
-        """Put `value`, whole and the same on all ranks, in the place of what was there."""
+        """Overwrite it with `value`, whole and the same on all ranks."""
         flat, index = self._home(name)
         slot = flat.slots[index]
         if tuple(value.shape) != slot.whole_shape:
@@ -78,11 +78,11 @@ class Access:
             self._runner.step.restore_params()
 
     def state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
-        """Every parameter and persistent buffer, whole, on the CPU, under the names that the plain model has; and
-        copies of what modules return from `get_extra_state`.
+        """Every parameter and persistent buffer, whole, on the CPU, under the plain model's names; and copies of what
+        modules return from `get_extra_state`.
 
-        Parameters have the precision in which the optimizer keeps them. A rank that asks with
-        `on_rank=False` takes part and keeps nothing.
+        Parameters have the precision in which the optimizer keeps them. A rank that passes `on_rank=False` takes part
+        and keeps nothing.
         """
         params: dict[str, Tensor] = {}
         for name, param in self.whole_params():
@@ -103,8 +103,8 @@ class Access:
         return whole
 
     def kept_params(self) -> dict[str, Tensor]:
-        """The sharded parameters in the order of `whole_params`: whole, in the dtypes in which they are kept, without
-        memory."""
+        """The sharded parameters in the order of `whole_params`, as meta tensors: whole, in the dtypes in which they
+        are kept."""
         return {
             slot.name: torch.empty(slot.whole_shape, dtype=self._dtype(flat, PARAM), device="meta")
             for flat in self._flats
@@ -112,10 +112,10 @@ class Access:
         }
 
     def whole_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Each sharded parameter by its name, whole, in the precision in which the optimizer keeps it.
+        """Each sharded parameter by name, whole, in the precision in which the optimizer keeps it.
 
-        Ranks meet once for each unit, so all of them have to go through all of it. A tensor is good until the
-        next one of another unit.
+        There is one exchange per unit, so all ranks have to iterate to the end. A tensor is valid until the first one
+        of the next unit.
         """
         for flat in self._flats:
             every = range(len(flat.slots))
@@ -125,7 +125,7 @@ class Access:
                 yield slot.name, self._agreement.assembled(flat, slot, _cut(whole, slot.span))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over whole values, the same on all ranks, as `state_dict` returns them."""
+        """Load whole values, the same on all ranks, as `state_dict` returns them."""
         own = self._model.state_dict(keep_vars=True)
         by_tensor: dict[Tensor, str] = {param: name for name, param in self._model.named_parameters()}
         _check_names(own, state)
@@ -160,7 +160,7 @@ class Access:
     ) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be: whole states, on the CPU, under the same numbers.
 
-        Of `member`, or of all optimizers as one. A rank that asks with `on_rank=False` takes part and keeps nothing.
+        For `member`, or for all optimizers as one. A rank that passes `on_rank=False` takes part and keeps nothing.
         """
         optimizer = self._optimizer
         if optimizer is None:
@@ -180,7 +180,7 @@ class Access:
     def _whole_states(
         self, flat: Flat, optimizer: AdoptedOptimizer, *, on_rank: bool
     ) -> dict[tuple[str, int], dict[str, Any]]:
-        """The states of one flat buffer's parameters, one state of all of them at a time."""
+        """The states of one flat buffer's parameters, gathered one key at a time."""
         pieces = {piece.index: piece for piece in optimizer.pieces if piece.flat is flat}
         local = {index: optimizer.state_of(piece) for index, piece in pieces.items()}
         mine = {
@@ -191,7 +191,7 @@ class Access:
         states: dict[tuple[str, int], dict[str, Any]] = {}
         wholes: dict[str, Tensor] = {}
         facts = self._agreement.merged(flat, mine)
-        for name in facts if flat.slots[0].box is None else sorted(facts):  # ranks along a model axis meet in one order
+        for name in facts if flat.slots[0].box is None else sorted(facts):  # model axes need a common order
             fact = facts[name]
             index, key = int(name.split(" ", 1)[0]), name.split(" ", 1)[1]
             if fact["is_piece"] and key not in wholes:
@@ -210,7 +210,7 @@ class Access:
     def gathered(self, names: Sequence[str], *, write: bool) -> Iterator[None]:
         """Inside, the parameters `names` (or all) of the model are whole and may be read and, with `write`, edited.
 
-        On leaving, rank 0's edits are taken over by all. What was not edited keeps its full precision.
+        On leaving, all ranks take over rank 0's edits. What was not edited keeps its full precision.
         """
         homes = [self._home(name) for name in names] or list(self._homes.values())
         for flat, index in homes:
@@ -246,7 +246,7 @@ class Access:
         flat.put(flat.master, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
-        """That of the unsplit model's `name`, which is `value` here."""
+        """The shape of the unsplit model's `name`, which is `value` here."""
         home = self._homes.get(name)
         return tuple(value.shape) if home is None else home[0].slots[home[1]].whole_shape
 
@@ -277,7 +277,7 @@ class Access:
         return torch_dtype(table.optim.dtype if is_kept_wide else table.param.dtype)
 
     def _whole(self, flat: Flat, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
-        """The whole buffer, made of every rank's `pieces`; zero where nobody has one."""
+        """The whole buffer, from every rank's `pieces`; zero where no rank has one."""
         whole = torch.zeros(flat.spec.numel, dtype=dtype, device=flat.device)
         for index, piece in pieces.items():
             start = flat.slots[index].start + _span(flat, index).start
@@ -288,7 +288,7 @@ class Access:
 
 
 def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that keep more than tensors, by the name under which a state dict has it."""
+    """Modules that keep more than tensors, by the name of that entry in a state dict."""
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{name}._extra_state" if name else "_extra_state", module

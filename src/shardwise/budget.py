@@ -1,8 +1,8 @@
-"""The least offload with which a model fits the memory that a plan allows: found before anything is changed.
+"""The least offload with which a model fits a plan's memory budget, found before anything is changed.
 
-First states and update of as few units as need be go to the host; if that is not enough, what rests of parameters, too.
-Where the host has no room for all of it, states of as few units as need be go on to a disk; if that is not enough, what
-rests of parameters, too, where a rank has the same range of both.
+First the states and updates of as few units as necessary go to the host; if that is not enough, parameters at rest too.
+If the host has no room for all of it, the states of as few units as necessary go to a disk; if that is not enough,
+parameters at rest too, if a rank has the same range of both.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,15 +22,30 @@ from shardwise.experts import ExpertSplit, expert_split
 from shardwise.mesh import Mesh
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.placement import check_offload, table_for
-from shardwise.program import NUM_DISK_BUFFERS, Footprint, UnitSpec, Update, disk_bytes, plan_step, straight_trace
+from shardwise.program import (
+    NUM_DISK_BUFFERS,
+    Footprint,
+    Trace,
+    UnitSpec,
+    Update,
+    disk_bytes,
+    plan_step,
+    schedule_trace,
+    straight_passes,
+    straight_trace,
+)
+from shardwise.program.schedule import Op
 from shardwise.storage import UnitChoice, choose_units, trained_numel, unit_spec
 from shardwise.units import format_bytes
+
+SETTLED_AFTER = 2
+"""Micro-batches, times the ranks of a pipeline, after which later ones hold what those before them do."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What is known of the ranks: whether they compute on a CPU, how many of them are on a host, and the memory of the
-    host with least, if that is known."""
+    """Facts about the ranks: whether they compute on a CPU, how many share a host, and the memory of the smallest host
+    in bytes, if known."""
 
     on_cpu: bool
     num_local: int
@@ -38,16 +54,24 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan with `offload` in the place of its budget, and in words what that came to, and why; "" if it had none."""
+    """A plan with `offload` in place of its budget, and a description of the result and its reason; "" without a
+    budget."""
 
     plan: Plan
     said: str = ""
 
 
+class _Stages(NamedTuple):
+    """What a rank of a pipeline does in a step, and the names of the units of each of its stages."""
+
+    row: Sequence[Op]
+    names: Mapping[int, Collection[str]]
+
+
 @dataclass(frozen=True)
 class _Held:
-    """By one choice: what a rank that holds most has on its device, and bytes of a host's memory and of its disk for
-    all ranks there."""
+    """What one choice holds: on the device of the fullest rank, and in bytes on a host and its disk for all ranks
+    there."""
 
     device: Footprint
     on_host: int
@@ -64,18 +88,18 @@ def within_budget(
     *,
     is_live: bool = False,
 ) -> Fitted:
-    """`plan` with, in the place of its `budget`, the least `offload` that fits; as it is, if it has none. The same on
-    all ranks.
+    """`plan` with the least `offload` that fits, in place of its `budget`; unchanged if it has none. The same on all
+    ranks.
 
     `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `is_live`:
-    the model is sharded already. Raises `ConfigError`, with figures, if nothing fits.
+    the model is already sharded. Raises `ConfigError`, with figures, if nothing fits.
     """
     if not _is_meant(plan, mesh, ranks):
         return Fitted(plan)
     if is_live and (mesh.has_experts or mesh.same_params_axes):
         raise ConfigError(
-            f"A model that is live and split ({mesh}) has other parts on each rank, of which a budget knows one. Say "
-            f"offload for reshard(), or give the budget to shard()."
+            f"A live model that is split ({mesh}) has other parts on each rank, and a budget knows only one of them. "
+            f"Give offload to reshard(), or the budget to shard()."
         )
     search = _Search(model, plan, mesh, ranks, updates, states_per_param)
     found = search.least_off_device()
@@ -84,8 +108,8 @@ def within_budget(
 
 
 def choices_by_place(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
-    """The units of each place along the pipeline (of one, without any), and the experts' split. Along other axes they
-    are those of the first rank, which has no less than any other."""
+    """The units of each pipeline place (of a single one without a pipeline), and the experts' split. Along other axes
+    they are those of the first rank, which has at least as much as any other."""
     experts = expert_split(model, plan, mesh, 0)
     boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
     choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
@@ -94,8 +118,29 @@ def choices_by_place(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[lis
     return [of_params(choices, params) for params in params_by_place(model, stage_layout(model, plan, mesh))], experts
 
 
+def _stages_by_place(model: nn.Module, plan: Plan, mesh: Mesh, places: Sequence[Sequence[UnitChoice]]) -> list[_Stages]:
+    """By place along the pipeline; empty without one. `places` are the units of each."""
+    if not has_pipeline(mesh):
+        return []
+    layout = stage_layout(model, plan, mesh)
+    most = SETTLED_AFTER * layout.num_ranks
+    if plan.accumulate > most:
+        layout = stage_layout(model, plan.model_copy(update={"accumulate": most}), mesh)
+    return [
+        _Stages(
+            layout.schedule.rows[place],
+            {
+                stage: {one.name for one in choices if not params.isdisjoint(one.params.values())}
+                for stage in layout.at(place)
+                for params in [layout.params_of(model, stage)]
+            },
+        )
+        for place, choices in enumerate(places)
+    ]
+
+
 def of_params(choices: Sequence[UnitChoice], params: Collection[torch.Tensor]) -> list[UnitChoice]:
-    """What of the units has `params`."""
+    """The parts of the units that have `params`."""
     own = [
         replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
     ]
@@ -103,22 +148,23 @@ def of_params(choices: Sequence[UnitChoice], params: Collection[torch.Tensor]) -
 
 
 def params_by_place(model: nn.Module, layout: StageLayout) -> list[set[torch.Tensor]]:
-    """By place along the pipeline."""
+    """The parameters of each place along the pipeline."""
     return [layout.params_at(model, place) for place in range(layout.num_ranks)]
 
 
 def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
-    """Whether there is a budget. Raises `ConfigError` for one that makes no sense beside the rest of the plan."""
+    """Whether there is a budget. Raises `ConfigError` if it contradicts the rest of the plan."""
     budget = plan.budget
     if budget.device is None:
         if budget.host is not None or budget.disk is not None:
             which = "host" if budget.host is not None else "disk"
-            raise ConfigError(f"budget.{which} says what may leave the device; say budget.device too, what need not.")
+            raise ConfigError(
+                f"budget.{which} limits what may leave the device; give budget.device too, the limit of the device."
+            )
         return False
     if budget.disk is not None and budget.host is None:
         raise ConfigError(
-            "budget.disk takes what the host has no room for; say budget.host too, how much room that is, or nothing "
-            "would ever go there."
+            "budget.disk takes what the host has no room for; give budget.host too, or nothing would ever go there."
         )
     if budget.disk is not None and plan.disk not in (None, budget.disk):
         raise ConfigError(f"The plan's disk is {plan.disk} and budget.disk {budget.disk}. Name one folder.")
@@ -128,13 +174,13 @@ def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
             f"of memory: {format_bytes(budget.host - ranks.host_bytes)} less. Allow what there is."
         )
     if plan.offload != Offload():
-        raise ConfigError("The plan has offload and budget, which would choose it. Leave out either.")
+        raise ConfigError("The plan has offload and budget, and the budget would choose the offload. Leave out either.")
     check_offload(plan.with_offload(Offload(optim=1.0)), mesh)
     return True
 
 
 class _Search:
-    """What each choice would hold, and the least that fits."""
+    """What each choice would hold, and the least one that fits."""
 
     def __init__(
         self,
@@ -148,19 +194,20 @@ class _Search:
         self._model, self._plan, self._mesh, self._ranks = model, plan, mesh, ranks
         self._updates, self._states_per_param = updates, states_per_param
         self._places, self._experts = choices_by_place(model, plan, mesh)
+        self._stages = _stages_by_place(model, plan, mesh, self._places)
         self._units = choose_units(model, plan)
         self._held: dict[Offload, _Held] = {}
         trained = [(unit.name, trained_numel(unit)) for unit in self._units]
         self._names = [name for name, size in reversed(trained) if size]
-        """Of units that are trained, the last one first: the order in which they leave the device."""
+        """The trained units, the last one first: the order in which they leave the device."""
         self._shares, together, numel = [], 0, sum(size for _, size in trained)
         for size in (size for _, size in reversed(trained) if size):
             together += size
-            self._shares.append((together - 0.5) / max(1, numel))  # so that rounding takes no unit more
+            self._shares.append((together - 0.5) / max(1, numel))  # so that rounding does not take one more unit
 
     def least_off_device(self) -> Offload:
-        """Unit by unit, first what is updated on the host, then what rests there: the first choice with which each
-        device has room. All that come after it have it as well."""
+        """The first choice that fits every device: unit by unit, first updates on the host, then parameters at rest
+        there. All later choices fit as well."""
         updated = [Offload(optim=share) for share in self._shares]
         resting = [Offload(optim=1.0, param=share) for share in self._shares]
         choices = [Offload(), *updated, *resting]
@@ -172,13 +219,13 @@ class _Search:
         raise ConfigError(
             f"budget.device is {format_bytes(allowed)}, but with all that can go on the host each rank still holds "
             f"{format_bytes(least.total)} on its device ({format_bytes(least.total - allowed)} too much), of which "
-            f"{format_bytes(least.working)} is what comes and goes. {self._largest()}: make units smaller, or "
+            f"{format_bytes(least.working)} is gathered or in flight. {self._largest()}: make units smaller, or "
             f"prefetch_bytes, or shard parameters over more ranks."
         )
 
     def least_on_disk(self, found: Offload) -> Offload:
-        """`found`, with states of as few units on the disk as leaves room on the host for the rest, and then what rests
-        of their parameters."""
+        """`found`, with the states of as few units on the disk as make the rest fit the host, and then their parameters
+        at rest."""
         budget, taken = self._plan.budget, self.holds(found).on_host
         if budget.host is None or taken <= budget.host:
             return found
@@ -198,12 +245,12 @@ class _Search:
         raise self._too_much_for_host(found, choices)
 
     def holds(self, offload: Offload) -> _Held:
-        """Of the ranks of a host, as far as their places along a pipeline differ."""
+        """The figures for the ranks of a host, whose places along a pipeline may differ."""
         if offload not in self._held:
             prefetch_bytes = None if self._plan.prefetch_bytes == "auto" else self._plan.prefetch_bytes
             prints = []
-            for units in self._specs(offload):
-                step = plan_step(units, straight_trace(units), prefetch_bytes=prefetch_bytes)
+            for place, units in enumerate(self._specs(offload)):
+                step = plan_step(units, self._trace(place, units), prefetch_bytes=prefetch_bytes)
                 num = self._plan.accumulate
                 prints.append(step.footprint(states_per_param=self._states_per_param, num_micro_batches=num))
             on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
@@ -211,8 +258,16 @@ class _Search:
             self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_host, on_disk)
         return self._held[offload]
 
+    def _trace(self, place: int, units: tuple[UnitSpec, ...]) -> Trace:
+        """The order in which they are used in a micro-batch, or in all of a step that goes through stages."""
+        if not self._stages:
+            return straight_trace(units)
+        stages = self._stages[place]
+        of_stages = {stage: [unit for unit in units if unit.name in names] for stage, names in stages.names.items()}
+        return schedule_trace(stages.row, straight_passes(stages.row, of_stages))
+
     def said(self, found: Offload) -> str:
-        """What was picked and why, in a few lines."""
+        """What was chosen and why, in a few lines."""
         budget, held, without = self._plan.budget, self.holds(found), self.holds(Offload())
         allowed = budget.device or 0
         picked = self._picked(found)
@@ -251,7 +306,7 @@ class _Search:
         return said
 
     def _count(self, share: float) -> int:
-        """Units that a share takes."""
+        """The number of units that a share takes."""
         return sum(one <= share for one in self._shares)
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
@@ -265,12 +320,12 @@ class _Search:
         return [tuple(spec for spec in specs if spec.flats) for specs in every]
 
     def _of_host(self, by_place: Sequence[int]) -> int:
-        """Bytes of all ranks of a host, of those of one rank at each place along the pipeline."""
+        """Bytes of all ranks of a host, from those of one rank at each place along the pipeline."""
         num_local, size = self._ranks.num_local, self._mesh.world_size
         return num_local * max(by_place) if num_local < size else sum(by_place) * (size // len(by_place))
 
     def _on_host_beside_disk(self, found: Offload) -> list[int]:
-        """What a host would hold, to a few pages, with the states of so many units on the disk: of one, of two ..."""
+        """What a host would hold, within a few pages, with the states of one, two, ... units on the disk."""
         before, after = self._specs(found), self._specs(_on_disk(found, found.optim))
         resting, foreseen = self.holds(found).on_host, []
         for count in range(1, len(self._names) + 1):
@@ -280,8 +335,8 @@ class _Search:
         return foreseen
 
     def _saved(self, units: Sequence[UnitSpec], moved: Sequence[UnitSpec], there: Collection[str]) -> int:
-        """Bytes of a rank's host that are free with the states of the units `there` on the disk, where `moved` says
-        how large their files are."""
+        """Bytes of host memory that a rank frees with the states of the units `there` on the disk; `moved` has the
+        sizes of their files."""
         files, left = [], 0
         for unit, same in zip(units, moved, strict=True):
             for flat, of_disk in zip(unit.flats, same.flats, strict=True) if unit.name in there else ():
@@ -317,12 +372,12 @@ class _Search:
 
 
 def _on_disk(offload: Offload, states: float, params: float = 0.0) -> Offload:
-    """The same with other shares of states and of parameters on a disk."""
+    """`offload` with other shares of states and of parameters on a disk."""
     return offload.model_copy(update={"optim_disk": states, "param_disk": params})
 
 
 def _of_units(names: Sequence[str], count: int, num: int) -> str:
-    """`3 of 5 units (h.2 to head)`; `names` has the last one first."""
+    """Such as `3 of 5 units (h.2 to head)`; `names` has the last unit first."""
     first, last = names[count - 1], names[0]
     which = last if count == 1 else f"{first} to {last}"
     return f"all {num} units" if count == num else f"{count} of {num} units ({which})"

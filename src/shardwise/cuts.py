@@ -1,6 +1,7 @@
-"""What model axes cut of a model: which part of each parameter a rank has, and what modules do about it.
+"""How model axes cut a model: each rank's part of every parameter, and the changes to its modules.
 
-`tensor/` and `experts/` know how, and nothing of each other; here a plan and a mesh say which of them are asked.
+`tensor/` and `experts/` implement this independently of each other; here a plan and a mesh determine which of them
+apply.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, RankTotal, share_totals
 from shardwise.mesh import Mesh
+from shardwise.pipeline import StageLayout
 from shardwise.placement import Box
 from shardwise.storage import LabelledTable, tables_for
-from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, draws, split_for
+from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, begin_stages, draws, split_for
 
 Boxes = Mapping[nn.Parameter, Box]
 
@@ -26,7 +28,7 @@ Boxes = Mapping[nn.Parameter, Box]
 def boxes_for(
     model: nn.Module, mesh: Mesh, rank: int, split: Split | None, experts: ExpertSplit | None = None
 ) -> Boxes:
-    """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
+    """The boxes of `rank` for the parameters of `model`; empty if no axis cuts or copies any."""
     axes = mesh.same_params_axes
     copies = mesh.among(rank, axes)
     place = copies.index(rank)
@@ -48,8 +50,8 @@ def boxes_for(
 def boxes_after(
     model: nn.Module, mesh: Mesh, rank: int, known: Boxes, had: ExpertSplit | None, experts: ExpertSplit | None
 ) -> Boxes:
-    """The parts that `rank` will have where a live model is dealt out anew: of experts other ones (`had` are those of
-    now), of what `tp` cuts the same as now, which `known` says."""
+    """The boxes of `rank` after a live model is resharded: experts may be split anew (`had` is their current split),
+    while `tp` cuts stay as in `known`."""
     axes = mesh.same_params_axes
     copies = mesh.among(rank, axes)
     place = copies.index(rank)
@@ -61,7 +63,7 @@ def boxes_after(
                 f"{name} is cut along {AXIS}, and along {EXPERTS} ranks have whole experts. Save a checkpoint, and "
                 f"resume it with a plan whose tensor.plan leaves {name} out."
             )
-    whole = {  # what was a part has the shape of one until it is laid out, so its box says what it will be
+    whole = {  # a former part keeps its shape until it is laid out, so its box is computed from the whole shape
         param: Box.whole(whole_shapes.get(param, tuple(param.shape)), len(copies), place)
         for param in (model.parameters() if had is not None else ())
     }
@@ -72,8 +74,8 @@ def boxes_after(
 def rows_for(
     model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None, known: Boxes | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter: those of experts are shared along all axes but `ep`. `known` are the parts of a model
-    that is cut already."""
+    """The table of every parameter: those of experts are sharded along all axes but `ep`. `known` are the boxes of a
+    model that is already cut."""
     rows = tables_for(model, plan, mesh, known)
     for param in experts.params if experts is not None else ():
         row = rows[param]
@@ -92,20 +94,31 @@ def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: Exper
     return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), apart)
 
 
+def sequence_parts(split: Split | None, mesh: Mesh, stages: StageLayout) -> dict[int, int]:
+    """By pipeline stage, into how many parts the sequence that it receives is split. The blocks with which such stages
+    begin are told so."""
+    firsts = [names[0] for names in stages.stages]
+    if split is None:
+        return {}
+    begin_stages(split, firsts)
+    return {stage: mesh.size(AXIS) for stage, name in enumerate(firsts) if split.receives_part(name)}
+
+
 def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
-    """Change the model in place, whose parameters are parts already. All ranks call."""
+    """Change the model in place. Its parameters are already parts. All ranks must call."""
     group = world.group(mesh, AXIS)
     line = Line(world.collectives(device), group)
     regions = Regions(line, agree_on_generators(model, mesh, world))
     split.carry_out(line, regions)
     model.register_forward_pre_hook(lambda *_: regions.forget())
+    model.register_forward_hook(lambda *_: regions.end())
     model.register_forward_pre_hook(FirstBatch(line), with_kwargs=True)
 
 
 def carry_out_experts(
     model: nn.Module, experts: ExpertSplit | None, mesh: Mesh, world: World, device: torch.device
 ) -> None:
-    """Lead tokens to the ranks that have their experts, and let routers balance over the tokens of all ranks."""
+    """Dispatch tokens to the ranks that have their experts, and let routers balance over the tokens of all ranks."""
     collectives = world.collectives(device)
     if experts is not None:
         experts.carry_out(Line(collectives, world.group(mesh, EXPERTS)))
@@ -114,7 +127,7 @@ def carry_out_experts(
 
 
 def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
-    """Ranks that share a sample draw the same from here on, where the model draws at all. All ranks call."""
+    """Make ranks that share a sample draw the same numbers from now on, if the model draws any. All ranks must call."""
     if AXIS not in mesh.model_axes or not draws(model):
         return None
     group = world.group(mesh, AXIS)

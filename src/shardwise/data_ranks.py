@@ -1,4 +1,4 @@
-"""Which share of every batch a rank reads, and who knows when that changes."""
+"""A rank's share of every batch, and the interfaces by which it follows changes of the ranks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Protocol
 
 
 class Reader(Protocol):
-    """What hands out batches, and can say where it stands."""
+    """A loader that hands out batches and can save its position."""
 
     def state_after(self, num_steps: int) -> dict[str, Any]:
-        """Where it goes on once the engine has taken `num_steps` steps that count: a few numbers, JSON."""
+        """Its position once the engine has taken `num_steps` steps that count: a few numbers, JSON."""
         ...
 
     @property
     def can_leave_out(self) -> bool:
-        """Whether it can go on behind a batch that it has not read."""
+        """Whether it can continue after a batch that it has not read."""
         ...
 
     def leave_out(self, num_steps: int) -> None:
-        """The batch handed out after `num_steps` steps is bad: once that step was made void, go on behind it."""
+        """Skip the bad batch handed out after `num_steps` steps, once that step was made void."""
         ...
 
     def go_where(self, state: Any) -> None:
-        """Go on where the reader of others does, to whom this rank has come, unless somebody has said where."""
+        """On a joining rank, continue at the position of the others' reader, unless the position was set explicitly."""
         ...
 
 
 class Follows(Protocol):
-    """What a loader asks of its engine before each batch."""
+    """What a loader needs of its engine before each batch."""
 
     @property
     def data_ranks(self) -> tuple[int, int]:
@@ -43,30 +43,30 @@ class Follows(Protocol):
 
     @property
     def num_void(self) -> int:
-        """How often steps were made void: their batches are to come again."""
+        """How often steps were made void, whose batches come again."""
         ...
 
     def follow(self, reader: Reader) -> None:
-        """`reader` asks from now on. On all ranks in the same order."""
+        """Let `reader` follow from now on. All ranks must call, in the same order."""
         ...
 
     def begin_to_read(self) -> None:
-        """A batch is about to be handed out. On a rank that has come to others, readers go where theirs are."""
+        """Called before a batch is handed out. On a joining rank, readers move to the position of the others."""
         ...
 
     def weigh(self, samples: int, of: float) -> None:
-        """This rank has `samples` of the `of` that all ranks have in the next micro-batch."""
+        """This rank has `samples` of the `of` samples that all ranks have in the next micro-batch."""
         ...
 
 
 class Names(Protocol):
-    """Who can say which samples it has handed out."""
+    """A loader that can name the samples it has handed out."""
 
     def named(self, step: int) -> str: ...
 
 
 class HandedOut(threading.local):
-    """Of each thread, since ranks may be threads: what it was given to train on last."""
+    """What each thread was last given to train on; per thread, because ranks may be threads."""
 
     def __init__(self) -> None:
         self._loader: weakref.ref[Names] | None = None
@@ -78,7 +78,7 @@ class HandedOut(threading.local):
         self._step = step
 
     def text(self) -> str:
-        """In words; empty if nothing is known."""
+        """The samples as text; empty if unknown."""
         loader = self._loader() if self._loader is not None else None
         return loader.named(self._step) if loader is not None else ""
 
@@ -87,7 +87,7 @@ HANDED_OUT = HandedOut()
 
 
 class DataRanks(tuple[int, int]):
-    """A rank and a number of ranks, as a plain pair; with who knows them when they have changed."""
+    """A rank and a number of ranks, as a plain pair, with a reference to the engine that updates them."""
 
     _engine: weakref.ref[Any]
 
@@ -99,7 +99,7 @@ class DataRanks(tuple[int, int]):
 
     @property
     def engine(self) -> Follows | None:
-        """`None` if it is gone."""
+        """`None` if the engine is gone."""
         engine: Follows | None = self._engine()
         return engine
 

@@ -1,14 +1,14 @@
-"""The device that a rank computes on, through what torch asks of any kind of accelerator.
+"""The device of a rank, through torch's interface for all kinds of accelerators.
 
-[Note: the current device] Torch keeps a current device for every thread: the first one, unless somebody has said
-otherwise. What is made on "cuda" lies there, generators are read there, and a thread that only asks whether an event
-has come opens a context there, which takes hundreds of megabytes from the rank that owns it. So a world makes its
-rank's device the current one, of the thread that joins it, and gives the old one back when it is closed; and threads of
-the library say which device they mean (`RankDevice.here`).
+[Note: the current device] Torch keeps a current device for every thread, by default the first one. Tensors made on
+"cuda" are allocated there, generators are read there, and a thread that only queries an event opens a context there,
+which takes hundreds of megabytes from the rank that owns the device. So a world makes its rank's device the current one
+of the thread that joins it, and restores the old one when it is closed; threads of the library name their device
+(`RankDevice.here`).
 
-What is used is the interface that torch has for all of them (`torch.accelerator`, `torch.Stream`, `torch.Event`): CUDA,
-ROCm, XPU and NPUs differ in the name of the backend that moves tensors, which `torch.distributed` knows. What only
-NCCL has is in `comm/nccl.py`.
+Only torch's common interface is used (`torch.accelerator`, `torch.Stream`, `torch.Event`): CUDA, ROCm, XPU and NPUs
+differ in the name of the communication backend, which `torch.distributed` knows. What is specific to NCCL is in
+`comm/nccl.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, ModelError
 
 WITHOUT_STREAMS = "cpu", "meta", "mps"
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"
-"""What a launcher sets so that each rank sees one device, which all of them call the first."""
+"""Variables by which a launcher restricts each rank to one device, which every rank then calls the first."""
 
 
 class Event(Protocol):
@@ -46,11 +46,11 @@ class Stream(Protocol):
 
 
 class Accelerator(Protocol):
-    """One kind of device. Everything concerns the calling thread."""
+    """One kind of device. All methods apply to the calling thread."""
 
     @property
     def kind(self) -> str:
-        """What torch calls it: `cuda` (of ROCm too), `xpu`, `npu`."""
+        """Torch's name: `cuda` (also for ROCm), `xpu`, `npu`."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Accelerator(Protocol):
         ...
 
     def identity(self, index: int) -> str:
-        """What tells a device of this host from the others, however each process numbers them; `""` if unknown."""
+        """Identifies a device among those of the host, however each process numbers them; `""` if unknown."""
         ...
 
     def event(self) -> Event: ...
@@ -71,23 +71,24 @@ class Accelerator(Protocol):
     def current_stream(self) -> Stream: ...
 
     def new_stream(self) -> Stream:
-        """One of its own, of the current device."""
+        """A new stream of the current device."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Inside, `stream` is the current one."""
+        """A context in which `stream` is the current one."""
         ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """So many bytes of the host's memory, pinned: copies to and from the device need no detour."""
+        """Pinned host memory of `num_bytes`, so that copies to and from the device need no staging."""
         ...
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between pinned memory of the host and the device on the current stream; nobody waits for it."""
+        """Copy asynchronously between pinned host memory and the device, on the current stream."""
         ...
 
     def keep_for(self, tensor: torch.Tensor, reader: Stream) -> torch.Tensor:
-        """The same tensor, whose memory is used again only when `reader`, another stream than its own, is through."""
+        """Keep the memory of `tensor` from being reused until `reader`, a stream other than its own, has finished;
+        returns it."""
         ...
 
     def rng_state(self) -> torch.Tensor:
@@ -97,17 +98,17 @@ class Accelerator(Protocol):
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
     def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
-        """Lock pages of the host's memory, so that copies need no detour; returns what unlocks them.
+        """Pin existing pages of host memory, so that copies need no staging; returns a function that unpins them.
 
-        That waits for the current device first, whose copies may still use them.
+        That function first synchronizes with the current device, whose copies may still use them.
 
-        `None` where pages in use cannot be locked: ask torch for pinned memory then.
+        `None` if allocated pages cannot be pinned; then allocate pinned memory with torch instead.
         """
         ...
 
 
 class TorchAccelerator:
-    """The one that this torch was built for."""
+    """The accelerator that this torch was built for."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -115,7 +116,7 @@ class TorchAccelerator:
 
     @classmethod
     def found(cls) -> TorchAccelerator | None:
-        """`None` where there is none with streams of its own, or torch was built for the CPU alone."""
+        """`None` if there is none with streams, or torch was built for the CPU only."""
         if not torch.accelerator.is_available():
             return None
         device = torch.accelerator.current_accelerator()
@@ -168,7 +169,7 @@ class TorchAccelerator:
         self._module.set_rng_state(state)
 
     def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
-        """Of the CUDA runtime, and ROCm's, which torch shows under the same names."""
+        """By the CUDA runtime, or ROCm's, which torch exposes under the same names."""
         runtime = self._module.cudart() if hasattr(self._module, "cudart") else None
         if runtime is None or int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
             return None
@@ -184,7 +185,7 @@ class RankDevice:
     """The device of one rank: the CPU, or one of the host's accelerators."""
 
     def __init__(self, device: torch.device, accelerator: Accelerator | None = None, index: int = 0) -> None:
-        """`index` is that of `device` among those of `accelerator`."""
+        """`index` is that of `device` among the accelerator's devices."""
         self.device = device
         self.accelerator = accelerator
         self._index = index
@@ -200,11 +201,12 @@ class RankDevice:
 
     @property
     def identity(self) -> str:
-        """What tells it from all others, whatever each process calls it; `""` for the CPU, which all may share."""
+        """Identifies the device among all others, independent of its index in a process; `""` for the CPU, which may be
+        shared."""
         if self.accelerator is None:
             return ""
         visible = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
-        with self.here():  # whoever asks may open a context on the current one
+        with self.here():  # the query may open a context on the current device
             return self.accelerator.identity(self._index) or f"{socket.gethostname()} {self.device} {visible}"
 
     def enter(self) -> None:
@@ -214,19 +216,19 @@ class RankDevice:
             self.accelerator.use(self._index)
 
     def leave(self) -> None:
-        """Give the device back that was current before. May be called twice."""
+        """Restore the previous current device. May be called twice."""
         before, self._before = self._before, None
         if self.accelerator is not None and before is not None:
             self.accelerator.use(before)
 
     def here(self) -> AbstractContextManager[None]:
-        """Inside, it is the current device, of whatever thread calls."""
+        """A context in which it is the current device of the calling thread."""
         if self.accelerator is None:
             return contextlib.nullcontext()
         return _using(self.accelerator, self._index)
 
     def resolve(self, device: torch.device | str) -> torch.device:
-        """`device` with this rank's index where it has none. Raises `ConfigError` for another rank's."""
+        """`device`, with this rank's index if it has none. Raises `ConfigError` for another rank's device."""
         wanted = torch.device(device)
         if wanted.type != self.device.type or wanted.type == "cpu":
             return wanted
@@ -235,13 +237,13 @@ class RankDevice:
             return self.device
         if index != self.device.index:
             raise ConfigError(
-                f"device is {wanted}, but this rank's device is {self.device}. Leave it out, or say "
+                f"device is {wanted}, but this rank's device is {self.device}. Leave it out, or give "
                 f"{wanted.type!r}: that is the rank's own."
             )
         return wanted
 
     def check(self, device: torch.device, name: str) -> None:
-        """Raise `ModelError` if parameter `name` lies on `device`, the accelerator of another rank."""
+        """Raise `ModelError` if parameter `name` is on `device`, the accelerator of another rank."""
         if device.type == self.device.type and device.type != "cpu" and device.index not in (None, self.device.index):
             raise ModelError(
                 f"Parameter {name} is on {device}, but this rank's device is {self.device}: the models of several "
@@ -251,7 +253,7 @@ class RankDevice:
 
 @contextmanager
 def _using(accelerator: Accelerator, index: int) -> Iterator[None]:
-    """Inside, device `index` is the current one of this thread."""
+    """A context in which device `index` is the current one of this thread."""
     before = accelerator.current_index()
     accelerator.use(index)
     try:

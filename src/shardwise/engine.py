@@ -1,8 +1,8 @@
 """`shard` a model by a plan, and train it as before.
 
-`sharded_model.py` takes the steps, `engine_training.py` whole ones with their micro-batches, `engine_state.py` reads,
-writes and saves the state of a live engine (through `access.py` and `state.py`), and `engine_reports.py` has what
-people read (from `report.py`).
+`sharded_model.py` takes the steps. The parts of `Engine` are in `engine_training.py` (whole steps with their
+micro-batches), `engine_sequences.py`, `engine_state.py` (reading, writing and saving the state of a live engine,
+through `access.py` and `state.py`) and `engine_reports.py` (reports for people, from `report.py`).
 """
 
 from __future__ import annotations
@@ -51,21 +51,20 @@ def shard(
 ) -> Engine:
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
-    `model` stays the same object, its parameters keep their names and shapes, and `optimizer` (any
-    elementwise one, or one of `shardwise.optim`, over `model.parameters()`) stays the user's own object; several,
-    each with parameters of its own, are given as a list. All ranks start from rank 0's values. `plan` is a preset's
-    name, a file, a mapping or a `Plan`; `world` is joined
-    from the environment if it is not given, and is then closed with the engine.
+    `model` stays the same object, and its parameters keep their names and shapes. `optimizer` stays the user's own
+    object: any elementwise one, or one of `shardwise.optim`, over `model.parameters()`; a list of several, each with
+    parameters of its own, is accepted too. All ranks start from rank 0's values. `plan` is a preset's name, a file, a
+    mapping or a `Plan`. `world` defaults to `World.join()`, and is then closed with the engine.
 
-    First values: those of the model; of one built inside `deferred_init()`, or on the meta device, each rank makes
-    only its own part (docs/deferred-init.md). `weights` is a safetensors file, or a folder as `save_pretrained` writes
-    it, of which each rank reads its own part; names must fit unless `strict` is false. `init` is called as
-    `init(module)` to fill a model on the meta device. `device` defaults to the model's own, and to this
+    First values are those of the model. If it was built inside `deferred_init()`, or on the meta device, each rank
+    makes only its own part (docs/deferred-init.md). `weights` is a safetensors file, or a folder as written by
+    `save_pretrained`, of which each rank reads its own part; names must match unless `strict` is false. `init(module)`
+    is called to fill the modules of a model on the meta device. `device` defaults to the model's own, and to this
     rank's for a model without values.
 
-    Raises `ConfigError` for a plan that cannot be meant on this world and `ModelError` for a model or
-    optimizer that cannot be sharded, or weights of another one; nothing has been changed then. Raises
-    `CheckpointError` for files that cannot be read.
+    Raises `ConfigError` for a plan that is impossible on this world, and `ModelError` for a model or optimizer that
+    cannot be sharded, or for weights of another model; nothing has been changed then. Raises `CheckpointError` for
+    files that cannot be read.
     """
     loaded = load_plan(plan)
     own_world = world is None
@@ -97,7 +96,7 @@ def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...
 
 
 class Engine(EngineTraining):
-    """A sharded model. Make one with `shard`."""
+    """A sharded model. Create one with `shard`, and close it, or use it in a `with`."""
 
     def __init__(
         self,
@@ -130,17 +129,17 @@ class Engine(EngineTraining):
         self._session = open_session(self, self._sharded, world.membership)
 
     def _arrive(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World) -> None:
-        """Others train already: take part."""
+        """Join ranks that are training already."""
         self._state = State(Saver(world))
-        self._sharded, came = arrive(self.module, plan, optimizers, world, self._before_change)
+        self._sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
-        self._state.coming = dict(came.told["objects"])
-        self._session = open_session(self, self._sharded, world.membership, came)
+        self._state.coming = dict(arrival.loop["objects"])
+        self._session = open_session(self, self._sharded, world.membership, arrival)
 
     @property
     def plan(self) -> Plan:
-        """The plan that is followed; `reshard` takes another."""
+        """The plan in effect; `reshard` changes it."""
         return self._sharded.plan
 
     @property
@@ -150,35 +149,36 @@ class Engine(EngineTraining):
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """Which share of every batch this rank reads, and of how many: `sw.data.Loader(..., world=engine.data_ranks)`.
+        """(place, number): which share of every batch this rank reads. Use `sw.data.Loader(...,
+        world=engine.data_ranks)`.
 
-        Ranks along a model axis of the mesh share in one batch, and read the same. A loader that is given this pair
-        follows the engine: it asks anew before each batch, and says how many samples each rank has (`weigh`).
+        Ranks along a model axis of the mesh share a batch, and read the same one. A loader that is given this pair
+        follows the engine: it asks again before each batch, and reports how many samples each rank has (`weigh`).
         """
         return DataRanks.of(self.mesh.data_place(self.world.rank), self)
 
     def weigh(self, samples: int, of: float) -> None:
-        """This rank has `samples` of the `of` that all data ranks have in the next micro-batch.
+        """Declare that this rank has `samples` of the `of` samples that all data ranks have in the next micro-batch.
 
-        Gradients, `mean` and `log` are then those of all samples, each counting the same, where ranks have different
-        numbers of them. A rank without any is called with some batch all the same, and its gradients count nothing.
-        A loader made with `world=engine.data_ranks` calls this before each batch; what was said holds until the next
-        call. Where micro-batches of one step differ in size too, `of` is their mean: those of the whole step over all
-        ranks, divided by their number. Sends nothing.
+        If ranks have different numbers of samples, gradients, `mean` and `log` are then means over all samples, with
+        equal weights. A rank without samples still has to run some batch; its gradients count nothing. A loader made
+        with `world=engine.data_ranks` calls this before each batch; the values hold until the next call. If the
+        micro-batches of one step differ in size too, `of` is their mean: the samples of the whole step over all ranks,
+        divided by the number of micro-batches. Sends nothing.
 
-        Raises `ConfigError` for numbers that cannot be meant.
+        Raises `ConfigError` for impossible numbers.
         """
         self._sharded.progress.weighing.say(samples, of, self.mesh.data_place(self.world.rank)[1])
         self._sharded.weigh()
 
     @property
     def table(self) -> Table:
-        """Where the four kinds of tensor live; rules of the plan may except some parameters."""
+        """Where the four kinds of tensor live; rules of the plan may place some parameters differently."""
         return self._sharded.table
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps taken, those before a resume included."""
+        """Optimizer steps taken, including those before a resume."""
         return self._sharded.progress.num_steps
 
     @num_steps.setter
@@ -187,14 +187,15 @@ class Engine(EngineTraining):
 
     @property
     def num_void(self) -> int:
-        """How often steps were given up because a rank was lost, whose batches a loader hands out again."""
+        """How many steps were abandoned because a rank was lost; a loader hands out their batches again."""
         return self._sharded.progress.num_void
 
     @property
     def gradient_norm(self) -> float | None:
-        """The global 2-norm before clipping, of the last step; not finite where it overflowed and was not taken.
+        """The global 2-norm of the last step's gradients before clipping; not finite if they overflowed and no step was
+        taken.
 
-        On a GPU to ask is to wait for it.
+        `None` before the first step. On a GPU, reading it waits for the device.
         """
         norm = self._sharded.progress.gradient_norm
         return None if norm is None else float(norm)
@@ -207,21 +208,22 @@ class Engine(EngineTraining):
     # -- training ---------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; `model(...)` does the same."""
+        """Run the model's forward, like `model(...)`."""
         self._require_open()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`."""
+        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`.
+        All ranks call. Raises `StateError` for a model in pipeline stages, which takes `train_step`."""
         self._require_open()
         if self._sharded.pipeline is not None:
             raise StateError(PLAIN_LOOP)
         (self._sharded if self._session is None else self._session).backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the present loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
+        """`loss` times the current loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
 
-        In other precisions it is `loss` itself. The step takes the scale out of the gradients again.
+        In other precisions it is `loss` itself. The step divides the gradients by the scale again.
         """
         self._require_open()
         return self._sharded.scale(loss)
@@ -229,11 +231,13 @@ class Engine(EngineTraining):
     def step(self) -> Norm | None:
         """Clip if the plan says so, update, and drop the gradients. All ranks call.
 
-        Returns the global gradient norm before clipping; `None` where the plan accumulates and this was
-        not the last micro-batch, so that nothing was updated. In fp16 it is not finite (inf or nan) if a
-        gradient overflowed on some rank: no rank has updated anything then, and the loss scale may have been halved.
-        On a GPU the norm is a number that waits for the device when somebody looks at it (`float(norm)`,
-        `f"{norm:.2f}"`, a comparison), and not before; in fp16, and on a CPU, it is a float.
+        Returns the global gradient norm before clipping, or `None` if the plan accumulates and this was not the last
+        micro-batch, so that nothing was updated. In fp16 the norm is not finite (inf or nan) if a gradient overflowed
+        on some rank: no rank has updated anything then, and the loss scale may have been halved. On a GPU the norm
+        waits for the device only when it is read (`float(norm)`, `f"{norm:.2f}"`, a comparison); in fp16, and on a CPU,
+        it is a float.
+
+        Raises `StateError` without an optimizer, or after a backward that raised.
         """
         self._require_open()
         return (self._sharded if self._session is None else self._session).step()
@@ -241,8 +245,8 @@ class Engine(EngineTraining):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
 
-        For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with
-        `clip_grad_norm` does it by itself, for the 2-norm. `norm_type` may be any positive number, or `inf`.
+        For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with `clip_grad_norm` does this
+        automatically, with the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
         if self._session is not None:
@@ -250,7 +254,7 @@ class Engine(EngineTraining):
         return self._sharded.gradients.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
-        """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
+        """Drop all gradients. A step drops them too; this is for gradients that are not to be used. All ranks call."""
         self._sharded.zero_grad()
 
     # -- gradients that wait -----------------------------------------------------------------------------
@@ -258,9 +262,10 @@ class Engine(EngineTraining):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backwards leave gradients on the rank that made them; the next one outside, or the step, sums all.
+        All ranks enter.
 
-        Saves communication where gradients are accumulated, and takes a whole gradient's memory, as DDP's
-        does. For the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
+        Saves communication while gradients are accumulated, and takes the memory of whole gradients, as DDP does. For
+        the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
         """
         self._require_open()
         passes = self._sharded.runner.passes
@@ -273,15 +278,15 @@ class Engine(EngineTraining):
     # -- agreement between ranks ------------------------------------------------------------------------
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank: how ranks decide to stop together. All ranks call."""
+        """Whether `flag` is true on any rank, the same on all: how ranks decide to stop together. All ranks call."""
         if self._session is not None and self._session.is_arriving:
             return False  # the others have asked already, and gone on
         return self._asking(lambda: self.world.any_rank(flag))
 
     def mean(self, value: float) -> float:
-        """The mean of every rank's `value`, such as a loss to print. All ranks call.
+        """The mean of every rank's `value`, such as a loss to print, the same on all ranks. All ranks call.
 
-        Where ranks have different numbers of samples (`weigh`), that over all samples of the last batch.
+        If ranks have different numbers of samples (`weigh`), it is the mean over all samples of the last batch.
         """
         if self._session is not None and self._session.is_arriving:
             return value
@@ -292,9 +297,12 @@ class Engine(EngineTraining):
         """Inside `with`, each rank runs the model at its own pace, without gradients: `module.generate()`, any method.
 
         All ranks enter and leave; in between prompts, lengths and the number of calls may differ from rank to rank.
-        Parameters are whole inside, in the dtype of the forward, and nothing is sent. With `keep_bytes`
-        (`"2GiB"`, 0) only as many units are as fit; the others are gathered when any rank calls for one, which takes
-        as many messages as there are such units in a forward, and the memory of two of them.
+        Parameters are whole inside, in the dtype of the forward, and nothing is sent. With `keep_bytes` (`"2GiB"`, 0)
+        only as many units as fit are kept whole; the others are gathered when any rank needs one, which takes as many
+        messages as a forward has such units, and the memory of two of them.
+
+        Raises `StateError` inside another `inference`, between a forward and its backward, or for a model in pipeline
+        stages.
         """
         self._require_open()
         self._sharded.refuse_stages("inference()", "engine.eval_step(batch) runs it without gradients.")
@@ -309,7 +317,7 @@ class Engine(EngineTraining):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(
-            "An engine cannot be copied: its model's memory and its place among the ranks are not two. "
+            "An engine cannot be copied: it owns its model's memory and its place among the ranks. "
             "Copy the values with engine.state_dict(), or the model before it is sharded."
         )
 
@@ -321,14 +329,16 @@ class Engine(EngineTraining):
     def close(self, error: BaseException | None = None) -> None:
         """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole.
 
-        Waits for a checkpoint that is still being written, and raises what went wrong with it. With an `error`,
-        as after an exception inside `with`, the other ranks raise too, and name it.
+        Waits for a checkpoint that is still being written, and raises its error if it failed. With an `error`, as after
+        an exception inside `with`, the other ranks raise too, and name it. All ranks call.
         """
         if not self._is_open:
             return
         self._is_open = False
         try:
             self._state.saver.close()
+            if error is None and not self._sharded.is_taken_down:
+                self._sharded.runner.gathering.await_updates()
         finally:
             if self._run_log is not None:
                 self._run_log.close(error)

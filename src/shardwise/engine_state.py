@@ -31,7 +31,7 @@ PlanLike = Plan | str | Path | Mapping[str, Any]
 
 
 class EngineState:
-    """Part of `Engine`, which makes what is named here."""
+    """Part of `Engine`, whose constructor sets these attributes."""
 
     module: nn.Module
     world: World
@@ -41,18 +41,18 @@ class EngineState:
     _run_log: RunLog | None
     _owns_world: bool
     _session: Session | None = None
-    """What goes on when a rank is lost, in a job where that can be."""
+    """Survives lost ranks, in a job that can."""
     _readers: list[weakref.ref[Reader]]
 
     # -- ranks that are lost ----------------------------------------------------------------------------
 
     def wait_for_copy(self) -> None:
-        """Return once nothing of this rank's memory is being copied for a checkpoint. For one rank alone."""
+        """Return once none of this rank's memory is being copied for a checkpoint. One rank may call alone."""
         self._state.saver.wait_for_copy()
 
-    def told_to_those_who_come(self, num_steps: int) -> dict[str, Any]:
-        """What a rank needs that comes when `num_steps` steps count: what `remember` was given, where loaders stand,
-        the caller's own state as it was saved or resumed last."""
+    def state_for_newcomers(self, num_steps: int) -> dict[str, Any]:
+        """What a rank needs that joins when `num_steps` steps count: the state of objects given to `remember`, the
+        positions of loaders, and the caller's own state as it was saved or resumed last."""
         objects = {name: encode(thing.state_dict(), name) for name, thing in self._state.remembered.items()}
         readers = [known() for known in self._readers]
         loaders = [None if one is None else encode(one.state_after(num_steps), "loader") for one in readers]
@@ -66,11 +66,13 @@ class EngineState:
     # -- loaders that follow (`shardwise.data_ranks.Follows`) -------------------------------------------
 
     def follow(self, reader: Reader) -> None:
-        """A loader asks this engine from now on which share of each batch it hands out. Loaders do so by themselves."""
+        """Register a loader, which from now on asks this engine which share of each batch it hands out. Loaders call
+        this themselves."""
         self._readers.append(weakref.ref(reader))
 
     def begin_to_read(self) -> None:
-        """A loader is about to hand out a batch. On a rank that has come, loaders go where those of the others are."""
+        """A loader is about to hand out a batch. On a rank that has joined, its loaders first move to the others'
+        positions."""
         theirs = self._session.loaders_of_others() if self._session is not None else []
         for known, state in zip(self._readers, theirs, strict=False):
             reader = known()
@@ -78,7 +80,7 @@ class EngineState:
                 reader.go_where(decode(state, "loader"))
 
     def take_over(self, world: World, sharded: ShardedModel) -> None:
-        """`sharded`, the same model on the ranks that are left, takes the steps from here on, in `world`."""
+        """Continue with `sharded`, the same model on the remaining ranks, in `world`."""
         self.world, self._sharded, self._owns_world = world, sharded, True
         self._state.saver = self._state.saver.renewed(world)
         if self._run_log is not None:
@@ -95,8 +97,8 @@ class EngineState:
             self._session.note_edit()
 
     def _asking(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
-        """`work`, in which ranks tell each other something outside of a step. A small result can be told to a rank that
-        was cut off from it."""
+        """Run `work`, an exchange between ranks outside of a step. A small result can be sent again to a rank that was
+        cut off from it."""
         return work() if self._session is None else self._session.outside(work, is_small=is_small)
 
     # -- checkpoints ------------------------------------------------------------------------------------
@@ -113,13 +115,14 @@ class EngineState:
     ) -> Path:
         """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
-        `state` is the caller's own, rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
-        number of optimizer steps taken. With `wait=False` it returns when what the model shows is copied to host
-        memory, and goes on in the background; what only the optimizer holds is copied first there, and the next step
-        waits for that. A failure is raised by the next call that saves, resumes or closes. `keep`
-        says which checkpoints of the folder stay, and `metrics` by what the best is known.
+        `state` is the caller's own, and rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
+        number of optimizer steps taken. With `wait=False` it returns once the model's visible values are copied to host
+        memory, and goes on in the background; what only the optimizer holds is copied there, and the next step waits
+        for that. A failure is then raised by the next call that saves, resumes or closes. `keep` says which checkpoints
+        of the folder are kept, and `metrics` determine which is the best.
 
-        Raises `CheckpointError` on all ranks if it could not be written; what was there before is still there.
+        Returns the checkpoint's path. Raises `CheckpointError` on all ranks if it could not be written; earlier
+        checkpoints are then still there. Raises `StateError` while gradients wait for a step.
         """
         self._require_open()
         return Path(
@@ -139,17 +142,17 @@ class EngineState:
         )
 
     def claim(self, folder: str | Path) -> None:
-        """Take the right to write into `folder` now, as the first `save` there does. All ranks call.
+        """Take the right to write into `folder` now, as the first `save` would. All ranks call.
 
-        Before a job writes anything of its own beside its checkpoints: raises `CheckpointError` on all ranks if another
-        job that lives writes there. The right ends with the engine.
+        For a job that writes files of its own beside its checkpoints: raises `CheckpointError` on all ranks if another
+        living job writes there. The right ends with the engine.
         """
         self._require_open()
         if self._session is None or not self._session.is_arriving:  # the others have it already
             self._asking(lambda: self._state.saver.claim(Path(folder)))
 
     def remember(self, **objects: Stateful) -> None:
-        """Keep what these objects say in `state_dict()` in every checkpoint, each rank its own; `resume` gives it back.
+        """Save these objects' `state_dict()` in every checkpoint, each rank its own; `resume` restores them.
 
         `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`.
         """
@@ -160,29 +163,33 @@ class EngineState:
 
     def wait_for_save(self) -> None:
         """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call."""
-        self._asking(lambda: self._state.saver.settle())  # noqa: PLW0108  # of a saver that may be another by then
+        self._asking(lambda: self._state.saver.settle())  # noqa: PLW0108  # the saver may be another by then
 
     def resume(self, folder: str | Path) -> Loaded | None:
-        """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none.
+        """Continue from the latest checkpoint in `folder`; `None`, and no change, if there is none.
 
-        `folder` may be one checkpoint too. Any world size, plan and precision can have written it. All ranks call;
-        all raise the same `CheckpointError`, and nothing is changed, if it is damaged or another model's.
+        `folder` may also be one checkpoint. It may have been written with any world size, plan and precision. All ranks
+        call; if it is damaged or another model's, all raise the same `CheckpointError` and nothing is changed.
 
-        A rank that has come to others who train has what they have, and reads nothing: it is told the step they have
-        taken, and their `state` as saved or resumed last; empty if it never was, and `None` if they took no step yet.
+        A rank that has joined ranks in training has their values already and reads nothing: it gets the number of steps
+        they have taken, and their `state` as saved or resumed last (empty if it never was), or `None` if they have
+        taken no step yet.
         """
         self._require_open()
         if self._session is not None and self._session.is_arriving:
             return self._session.resumed(Path(folder))
-        self._before_change()
-        return self._state.resume(self._sharded, Path(folder))
+        self.wait_for_copy()
+        found = self._state.resume(self._sharded, Path(folder))
+        if found is not None and self._session is not None:
+            self._session.note_edit()
+        return found
 
     def reshard(self, plan: PlanLike) -> None:
-        """Go on by another plan: another table, mesh, units or precision over the same ranks. All ranks call.
+        """Continue with another plan: another table, mesh, units or precision over the same ranks. All ranks call.
 
         Parameters, optimizer states and counters are kept, and moved between the ranks unit by unit; model, optimizer
-        and schedulers stay the same objects. Between steps: raises `StateError` while gradients wait for one, and
-        `ConfigError` for a plan that cannot be meant here; nothing has been changed then.
+        and schedulers stay the same objects. Call it between steps: raises `StateError` while gradients wait for a
+        step, and `ConfigError` for a plan that is impossible here; nothing has been changed then.
         """
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
@@ -200,12 +207,12 @@ class EngineState:
         max_file_bytes: int = 5 * 2**30,
         overwrite: bool = False,
     ) -> None:
-        """Write the model as a folder of Hugging Face, which `from_pretrained` loads. All ranks call.
+        """Write the model as a Hugging Face folder, for `from_pretrained`. All ranks call.
 
-        Unit by unit: no rank ever has the whole model; rank 0 writes. Parameters have the precision in which the
+        Works unit by unit: no rank ever has the whole model; rank 0 writes. Parameters have the precision in which the
         optimizer keeps them, unless `dtype` asks for another. A model of the transformers library gets its
-        configuration too; any other module its state dict, as `model.safetensors`, split at `max_file_bytes`.
-        Raises `CheckpointError` on all ranks if `folder` is not empty and `overwrite` is not given.
+        configuration too; for any other module the folder has its state dict, as `model.safetensors`, split at
+        `max_file_bytes`. Raises `CheckpointError` on all ranks if `folder` is not empty and `overwrite` is not given.
         """
         self._require_open()
         self._sharded.refuse_stages("save_pretrained()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
@@ -225,7 +232,8 @@ class EngineState:
     def gathered(self, *names: str, write: bool = False) -> AbstractContextManager[None]:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
-        With `write` rank 0's edits are taken over by all ranks on leaving. All ranks enter and leave.
+        With `write`, all ranks take over rank 0's edits on leaving. All ranks enter and leave. Raises `ModelError` for
+        an unknown name, and for parameters that `tp` or `ep` cut.
         """
         self._require_open()
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
@@ -236,8 +244,9 @@ class EngineState:
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
         """A whole tensor by the parameter's name, on every rank. All ranks call.
 
-        `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the
-        optimizer such as `exp_avg`; in the dtype in which it is kept. `None` if there is none.
+        `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the optimizer such as
+        `exp_avg`. The result is in the dtype in which it is kept; `None` if there is none. Raises `ModelError` for an
+        unknown name.
         """
         self._require_open()
         if what == "grad":
@@ -247,7 +256,7 @@ class EngineState:
         return self._asking(lambda: self._sharded.access.read(name, what), is_small=False)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
-        """Replace what `get` returns. All ranks call, with the same value."""
+        """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape."""
         self._require_open()
         if what == "grad":
             self._sharded.gradients.prepare()
@@ -258,7 +267,7 @@ class EngineState:
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
 
-        Unit by unit, so that no device holds more than one. Ranks other than 0 get `{}` if `rank_0_only`.
+        Works unit by unit, so that no device holds more than one. With `rank_0_only` all other ranks get `{}`.
         """
         self._require_open()
         on_rank = not rank_0_only or self.world.rank == 0
@@ -268,7 +277,8 @@ class EngineState:
         return self._asking(lambda: self._sharded.access.state_dict(on_rank=on_rank), is_small=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over a plain model's `state_dict`, the same on every rank. All ranks call."""
+        """Load a plain model's `state_dict`, the same on every rank. All ranks call. Raises `ModelError` if names or
+        shapes differ."""
         self._require_open()
         self._before_change()
         if self._sharded.pipeline is not None:
@@ -285,9 +295,10 @@ class EngineState:
         )
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
+        """Load a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
 
-        `optimizer.load_state_dict` does the same."""
+        `optimizer.load_state_dict` does the same.
+        """
         self._require_open()
         self._sharded.refuse_stages(
             "load_optimizer_state_dict()", "Checkpoints have the states: engine.resume(folder)."

@@ -1,7 +1,7 @@
 """Every error that shardwise raises on purpose.
 
-An error says in a few sentences what happened, to which parameter, axis or file by the user's own name,
-what was expected, and what to do next. `ShardwiseError` is what a caller catches to catch them all.
+A message says in a few sentences what happened, to which parameter, axis or file by the user's own name, what was
+expected, and what to do next. `ShardwiseError` is the base class of all of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 
 
 class ShardwiseError(Exception):
-    """Anything shardwise refuses or cannot finish."""
+    """The base class of all errors of shardwise."""
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A plan, a file or an option says something that cannot be meant."""
+    """An invalid value in a plan, a file or an option."""
 
 
 class PlacementError(ConfigError):
-    """A table that contradicts itself, or asks for what no rank could hold."""
+    """A table that contradicts itself, or that no rank could hold."""
 
 
 class ProgramError(ShardwiseError):
-    """A program that would read what is not there; a defect of whoever built it."""
+    """A program that would read what is not there; a defect of the code that built it."""
 
 
 class ModelError(ShardwiseError, ValueError):
@@ -35,13 +35,12 @@ class CommError(ShardwiseError, RuntimeError):
 
 
 class FaultError(CommError):
-    """Something is wrong between ranks. Every rank raises it, with the same text, in its main thread.
+    """A fault between ranks. Every rank raises it, with the same text, in its main thread.
 
-    `kind` is `contradiction` (ranks entered different collectives), `deadlock` (ranks wait for each other),
-    `raised`, `ended` (a rank left with or without an exception while others needed it), `lost` (a rank is gone
-    without a word) or `timeout` (a rank made others wait for longer than the world allows). `ranks` are those the
-    error blames, `unit` and `action` what was to be done when it was found (empty outside a program), `origin`
-    the rank that found it.
+    `kind` is `contradiction` (ranks entered different collectives), `deadlock` (ranks wait for each other), `raised`,
+    `ended` (a rank left with or without an exception while others needed it), `lost` (a rank disappeared silently) or
+    `timeout` (a rank made others wait for longer than the world allows). `ranks` are the ranks at fault, `unit` and
+    `action` what was to be done when the fault was found (empty outside a program), `origin` the rank that found it.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class FaultError(CommError):
 
 
 class TurnedAwayError(CommError):
-    """The others go on without this rank: they have held it for dead, or it has asked to leave (`has_asked`)."""
+    """The others continue without this rank: they considered it dead, or it asked to leave (`has_asked`)."""
 
     def __init__(self, message: str, *, has_asked: bool = False) -> None:
         super().__init__(message)
@@ -71,11 +70,11 @@ class TurnedAwayError(CommError):
 
 
 class StateError(ShardwiseError, RuntimeError):
-    """A call at a moment when it makes no sense, such as a step on a closed engine."""
+    """A call at an invalid moment, such as a step on a closed engine."""
 
 
 class DataError(ShardwiseError, RuntimeError):
-    """A source that could not give a sample, or samples that do not make a batch."""
+    """A source that could not provide a sample, or samples that do not make a batch."""
 
 
 class CheckpointError(ShardwiseError):
@@ -83,7 +82,7 @@ class CheckpointError(ShardwiseError):
 
 
 class TierError(ShardwiseError, RuntimeError):
-    """Host memory or a disk that cannot hold what was to lie there, or did not give it back."""
+    """Host memory or a disk that cannot hold its content, or did not return it."""
 
 
 class LaunchError(ShardwiseError, RuntimeError):
@@ -91,7 +90,7 @@ class LaunchError(ShardwiseError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A half-sentence for an unknown `word`: the nearest known name, or all of them."""
+    """A hint for an unknown `word`: the nearest known name, or all of them."""
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if close:

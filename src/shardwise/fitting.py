@@ -1,10 +1,9 @@
-"""What becomes of activations where a budget has no room for them: each choice is rehearsed, and the cheapest that fits
-is taken.
+"""Chooses how to treat activations that exceed a budget: each policy is rehearsed, and the cheapest that fits is taken.
 
-What recomputing costs is counted: the operations of matrix products and attention that a choice has more than `keep`,
-over what this rank's processor does of them in a second, measured here. What moving costs is what is moved over what
-the calibration file says of this machine; copies run beside the computation, so that it is the most that they can cost.
-Without figures the order of `POLICIES` decides, which is that of most plans' costs.
+The cost of recomputing is counted: the additional operations of matrix products and attention compared with `keep`,
+divided by this rank's measured rate. The cost of moving is the bytes moved divided by the rates in the calibration file
+of this machine; copies overlap with the computation, so it is an upper bound. Without these rates the order of
+`POLICIES` decides, which is the usual order of their costs.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.activations import treatments_for
+from shardwise.activations import Treatments, treatments_for
 from shardwise.calibration import Calibration, read_calibration
 from shardwise.config import Activations, Plan, PolicyName
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.rehearsal import Loss
 from shardwise.report import promise_of
 from shardwise.sharded_model import ShardedModel
-from shardwise.storage import choose_units, torch_dtype
+from shardwise.storage import UnitChoice, choose_units, torch_dtype
 from shardwise.units import format_bytes, format_seconds
 
 POLICIES: tuple[PolicyName, ...] = ("keep", "selective", "recompute", "offload", "disk")
 PRODUCT = 512
-"""Rows of the matrices whose product is timed."""
+"""The size of the square matrices whose product is timed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one rank would hold by one choice, and what it costs in a step beside `keep`."""
+    """What one rank would hold with one policy, in bytes, and its cost per step compared with `keep`."""
 
     device: int
     host: int
@@ -59,22 +60,26 @@ class Choice:
 
 @dataclass(frozen=True)
 class FittedActivations:
-    """The plan with what was chosen, and in words what and why."""
+    """The plan with the chosen policy, its treatments of this rank's units, and a description of the choice and its
+    reason."""
 
     plan: Plan
+    treatments: Treatments
     said: str
 
 
 def fit_activations(
     sharded: ShardedModel, batch: object, loss: Loss | None, limits: Limits, expert_load: float
 ) -> FittedActivations:
-    """The first of `POLICIES` if it fits, else the cheapest that does; the same on all ranks, which all call.
+    """The first of `POLICIES` if it fits, else the cheapest that does. All ranks must call; the result is the same on
+    all.
 
     Raises `ConfigError`, with figures, if none fits.
     """
     plan, world = sharded.plan, sharded.world
     num_local = min(world.size, world.local_size or world.size)
-    own, left_out = _rehearsed(sharded, batch, loss, num_local, expert_load)
+    meant, left_out = _meant(sharded)
+    own = _rehearsed(sharded, meant, batch, loss, num_local, expert_load)
     said = [json.loads(message) for message in world.exchange(json.dumps(_as_json(own)).encode(), "activations")]
     everyone = [{name: Choice(**one) for name, one in choices.items()} for choices in said]
     common = [name for name in POLICIES if all(name in choices for choices in everyone)]
@@ -85,47 +90,97 @@ def fit_activations(
         raise _nothing_fits(held, limits, num_local, left_out)
     picked = fitting[0] if fitting[0] == "keep" else _cheapest(held, fitting)
     chosen = plan.activations if plan.activations.policy == picked else Activations(policy=picked)
-    return FittedActivations(
-        plan.model_copy(update={"activations": chosen}), _said(picked, held, fitting, limits, num_local, left_out)
-    )
+    said_of_it = _said(picked, held, fitting, limits, num_local, left_out)
+    return FittedActivations(plan.model_copy(update={"activations": chosen}), meant[picked], said_of_it)
+
+
+def _meant(sharded: ShardedModel) -> tuple[dict[PolicyName, Treatments], dict[PolicyName, str]]:
+    """What each policy means for this rank's units; and why others are not meant for the model, the same on all
+    ranks."""
+    plan, staged = sharded.plan, sharded.sharding.staged
+    if staged is None:
+        choices = choose_units(sharded.model, plan)
+    else:
+        _require_no_rules(plan)
+        choices = [UnitChoice(unit.name, {}, tuple(unit.sites)) for unit in sharded.sharding.units]
+    meant: dict[PolicyName, Treatments] = {}
+    left_out: dict[PolicyName, str] = {}
+    for policy in POLICIES:
+        if policy == "disk" and plan.disk is None:
+            continue
+        wanted = plan.model_copy(update={"activations": Activations(policy=policy)})
+        try:
+            meant[policy] = treatments_for(sharded.model, choices, wanted, of_stage=staged is not None)
+            if staged is not None:
+                pieces = [name for stage in staged.stages for name in staged.layout.stages[stage]]
+                meant[policy].check_stages(sharded.model, pieces)
+        except ConfigError as error:
+            left_out[policy] = str(error)
+    if staged is not None:  # each stage knows its own modules
+        for said in sharded.world.exchange(json.dumps(left_out).encode(), "activations"):
+            left_out = json.loads(said) | left_out
+    return {policy: one for policy, one in meant.items() if policy not in left_out}, left_out
+
+
+def _require_no_rules(plan: Plan) -> None:
+    """Which units a rule comes to, and which of them are the second or third, one stage cannot know."""
+    named = next((name for name, rule in plan.rules.items() if rule.activations.policy is not None), None)
+    if named is not None:
+        raise ConfigError(
+            f"fit_activations() in a pipeline chooses one policy for all units, and the plan's rule {named!r} has "
+            f"activations of its own. Leave them out, or try plans with engine.rehearse(batch)."
+        )
 
 
 def _rehearsed(
-    sharded: ShardedModel, batch: object, loss: Loss | None, num_local: int, expert_load: float
-) -> tuple[dict[PolicyName, Choice], dict[PolicyName, str]]:
-    """What this rank would hold, by choice; and why others are not meant for this model."""
-    choices = choose_units(sharded.model, sharded.plan)
-    left_out: dict[PolicyName, str] = {}
+    sharded: ShardedModel,
+    meant: Mapping[PolicyName, Treatments],
+    batch: object,
+    loss: Loss | None,
+    num_local: int,
+    expert_load: float,
+) -> dict[PolicyName, Choice]:
+    """What this rank would hold, by policy."""
     rate, calibration = _operations_per_second(sharded), read_calibration()
     found: dict[PolicyName, Choice] = {}
     num_kept = 0
-    for policy in POLICIES:
-        if policy == "disk" and sharded.plan.disk is None:
-            continue
-        plan = sharded.plan.model_copy(update={"activations": Activations(policy=policy)})
-        try:
-            treatments = treatments_for(sharded.model, choices, plan)
-        except ConfigError as error:
-            left_out[policy] = str(error)
-            continue
+    for policy, treatments in meant.items():
         counting = CountedOperations()
-        promise, activations = promise_of(sharded, batch, loss, expert_load, treatments, counting)
+        with _failing_alike(sharded):
+            promise, _, moved = promise_of(sharded, batch, loss, expert_load, treatments, counting)
         num_kept = num_kept or counting.num
         host = promise.host.total if promise.host is not None else 0
         disk = promise.disk.activations if promise.disk is not None else 0
-        moved = activations.host_bytes, activations.disk_bytes
         moving = _moving_seconds(*moved, calibration, sharded.plan.disk, num_local)
         computing = (counting.num - num_kept) / rate
         seconds = None if moving is None else sharded.plan.accumulate * (computing + moving)
         found[policy] = Choice(promise.total, host, disk, seconds)
-    return found, left_out
+    return found
+
+
+@contextmanager
+def _failing_alike(sharded: ShardedModel) -> Iterator[None]:
+    """Raise `ModelError` on all ranks if the stage of one cannot be rehearsed: the others would wait for it."""
+    if sharded.pipeline is None:
+        yield
+        return
+    error: ModelError | None = None
+    try:
+        yield
+    except ModelError as raised:
+        error = raised
+    said = [one.decode() for one in sharded.world.exchange(str(error or "").encode(), "activations")]
+    if error is not None:
+        raise error
+    if any(said):
+        raise ModelError(next(filter(None, said)))
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Inside `with`: the floating-point operations of matrix products, convolutions and attention."""
+    """Counts the floating-point operations of matrix products, convolutions and attention inside `with`."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # which a job that fits nothing need not load
+        from torch.utils.flop_counter import flop_registry  # loaded only by jobs that fit a budget
 
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.num = 0
@@ -140,7 +195,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 
 def _operations_per_second(sharded: ShardedModel) -> float:
-    """Of the rank's device, in the dtype in which the model computes."""
+    """The rate of the rank's device, in the dtype in which the model computes."""
     device, dtype = sharded.sharding.device, torch_dtype(sharded.table.compute)
     matrix = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
     best = float("inf")
@@ -154,7 +209,7 @@ def _operations_per_second(sharded: ShardedModel) -> float:
 def _moving_seconds(
     to_host: int, to_disk: int, calibration: Calibration, folder: str | None, num_local: int
 ) -> float | None:
-    """Of what a step moves away and back; `None` if the machine has not been measured."""
+    """Seconds to move a step's bytes away and back; `None` if the machine has not been measured."""
     seconds = 0.0
     if to_host:
         links, memory = calibration.links, calibration.memory
@@ -180,7 +235,7 @@ def _most(choices: list[Choice]) -> Choice:
 
 
 def _room(plan: Plan) -> int | None:
-    """Bytes that are free in the plan's folder, or the nearest above it that is there."""
+    """Free bytes in the plan's folder, or in its nearest existing parent."""
     if plan.disk is None:
         return None
     place = Path(plan.disk).absolute()
@@ -194,7 +249,7 @@ def _fits(choice: Choice, limits: Limits, num_local: int, room: int | None) -> b
 
 
 def _cheapest(held: dict[PolicyName, Choice], fitting: list[PolicyName]) -> PolicyName:
-    """By seconds, where they are known; else the first."""
+    """The policy with the lowest known seconds; without any, the first."""
     known = {name: seconds for name in fitting if (seconds := held[name].seconds) is not None}
     return min(known, key=lambda name: known[name]) if known else fitting[0]
 
@@ -240,8 +295,8 @@ def _nothing_fits(
     if over <= 0:
         what = f"more of the host than the {format_bytes(limits.host or 0)} allowed, or of the disk than is free"
     every = "; ".join(_figures(name, choice, num_local) for name, choice in held.items())
-    without = f" ({', '.join(left_out)} cannot be meant for this model.)" if left_out else ""
+    without = f" ({', '.join(left_out)} do not apply to this model.)" if left_out else ""
     return ConfigError(
-        f"With this batch a step takes {what}, whatever becomes of activations: {every}.{without} Give smaller "
+        f"With this batch a step takes {what}, with every policy for activations: {every}.{without} Give smaller "
         f"micro-batches and accumulate more of them, allow more, or let states leave the device too (budget, offload)."
     )

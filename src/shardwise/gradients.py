@@ -1,10 +1,10 @@
 """The gradients of one engine, from the backwards that leave them to the call that zeroes them.
 
-[Note: life of a gradient] A backward leaves gradients where the plan says. They are *prepared* once, for whoever
-asks first (a step, clipping, `p.grad`, `engine.get`): brought to where the update needs them, and their norm and
-which parameters have one agreed on by all ranks. A backward after that adds to what is prepared, and makes the next
-who asks prepare again. As in plain PyTorch an `optimizer.step()` leaves gradients in place, and `zero_grad` ends them;
-`engine.step()` does both.
+[Note: life of a gradient] A backward leaves gradients where the plan says. They are *prepared* once, for the first
+caller that needs them (a step, clipping, `p.grad`, `engine.get`): brought to where the update reads them, while all
+ranks agree on their norm and on which parameters have one. A later backward adds to the prepared gradients, and the
+next caller prepares again. As in plain PyTorch `optimizer.step()` leaves gradients in place, and `zero_grad` drops
+them; `engine.step()` does both.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Exchange = Callable[[bytes], list[bytes]]
 
 
 class Gradients:
-    """Brings gradients home, and lets them be read, changed, clipped and zeroed. All ranks call every method.
+    """Prepares gradients, and lets them be read, changed, clipped and zeroed. All ranks call every method.
 
     `exchanges` are among all ranks, among those that list the same parameters, and among those with the same parts.
-    `scaler` is asked anew each time, since a checkpoint may bring another scale.
+    `scaler` is called each time, because a checkpoint may bring another scale.
     """
 
     def __init__(
@@ -46,34 +46,34 @@ class Gradients:
         self._verdict = verdict
         self._exchange, self._exchange_of_peers, self._exchange_of_data = exchanges
         self._checks_copies = any(slot.is_copied for flat in self._flats for slot in flat.slots)
-        """Whether the first gradients are still to be compared between ranks that have copies of a parameter."""
+        """Whether the first gradients have still to be compared between ranks that have copies of a parameter."""
         self._scaler = scaler
         self._zeroed_at = runner.passes.num_backwards
-        """How many backwards had ended when gradients were zeroed last."""
+        """How many backwards had ended when gradients were last zeroed."""
         self._prepared_at: tuple[int, int] | None = None
-        """How many backwards had ended, and how many had been cut short, when gradients were prepared last."""
+        """How many backwards had ended, and how many had been cut short, when gradients were last prepared."""
         self._judged_at: tuple[int, int] | None = None
-        """The same when the loss scale learnt of them last."""
+        """The same when the loss scale was last updated from them."""
         self._stepped_at: tuple[int, int] | None = None
-        """The same when a step used them last."""
+        """The same when a step last used them."""
         self._norm: Norm | None = None
-        """The 2-norm of what is prepared, as it is now; `None` where it has to be worked out anew."""
+        """The current 2-norm of the prepared gradients; `None` if it has to be recomputed."""
         self._norm_before: Norm | None = None
         """The same before any clipping."""
         self._norms: dict[float, list[float]] = {}
         self._lost: set[tuple[str, int]] = set()
-        """Parameters whose gradients went with a backward that raised, and that nobody has zeroed since."""
+        """Parameters whose gradient was lost with a backward that raised, and has not been zeroed since."""
         self._seen_lost_at = 0
         """How many backwards had been cut short when that was found."""
         self._holds_more = False
-        """Whether there are gradients that no backward has left: zeros, or what somebody assigned."""
+        """Whether there are gradients that no backward has left: zeros, or assigned ones."""
         self._is_clipped_by_plan = False
         self.is_of_stage = False
-        """Whether they are those of some stages of a pipeline, and others are elsewhere."""
+        """Whether they are those of some pipeline stages, and others are elsewhere."""
         self.is_taken = True
         """Whether the step may be taken: no gradient has overflowed."""
         self.epoch = 0
-        """Goes up whenever gradients are forgotten: whoever has one in hand can tell that it is gone."""
+        """Incremented whenever gradients are dropped, so that the owner of one can tell that it is gone."""
 
     # -- whether there are any --------------------------------------------------------------------------
 
@@ -83,16 +83,16 @@ class Gradients:
         return self._holds_more or self._runner.passes.num_backwards > since
 
     def wait(self) -> bool:
-        """Whether any that exist have not been used by a step yet. The same on all ranks; sends nothing."""
+        """Whether gradients exist that no step has used yet. The same on all ranks; sends nothing."""
         return self.exist() and self._stepped_at != self._moment()
 
     @property
     def are_prepared(self) -> bool:
-        """Whether they have been brought to where the update needs them, with none that has come since."""
+        """Whether they have been prepared, and no backward has ended since."""
         return self._prepared_at == self._moment()
 
     def note_step(self) -> None:
-        """A step has used what there is."""
+        """A step has used the current gradients."""
         self._stepped_at = self._moment()
 
     def has(self, flat: Flat, index: int) -> bool:
@@ -105,13 +105,14 @@ class Gradients:
     # -- for the step -----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Bring gradients to where the update needs them, unless they are there, and agree on which there are."""
+        """Bring gradients to where the update needs them, unless they are there, and agree on which parameters have
+        one."""
         self._require_none_lost()
         if self._prepared_at != self._moment():
             self._bring()
 
     def norm(self) -> Norm:
-        """The global 2-norm, as gradients are now. On a device nobody has waited for it yet."""
+        """The global 2-norm of the current gradients. On a device it has not been waited for."""
         self.prepare()
         if self._norm is None:
             self._norm = norm_of(self._flats, 2.0, self._exchange)
@@ -132,7 +133,7 @@ class Gradients:
                 "forgets what has come so far."
             )
         if scaler is not None and self._prepared_at is not None and self.is_taken:
-            scale_gradients(self._flats, scaler.scale)  # as are those that have come since
+            scale_gradients(self._flats, scaler.scale)  # as are the gradients that have come since
         runner.step.before()
         norm = self._verdict.decide()
         if self._verdict.is_incomplete:
@@ -150,7 +151,7 @@ class Gradients:
         self._prepared_at = self._moment()
 
     def _unscaled(self, scale: float, norm: float) -> float:
-        """Take the loss scale out of the gradients and of their norm, unless one has overflowed."""
+        """Divide the gradients and their norm by the loss scale, unless one has overflowed."""
         if self._runner.passes.num_unscaled:
             raise StateError(
                 "precision fp16 needs a scaled loss, but gradients came from a backward of one that was not. Call "
@@ -164,7 +165,7 @@ class Gradients:
         return norm / scale
 
     def judge(self) -> bool:
-        """Whether a step may be taken. The loss scale learns of it once, however often gradients were prepared."""
+        """Whether a step may be taken. Updates the loss scale once, however often gradients were prepared."""
         self.prepare()
         scaler = self._scaler()
         if scaler is not None and self.exist() and self._judged_at != self._moment():
@@ -173,7 +174,7 @@ class Gradients:
         return self.is_taken
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Norm:
-        """Scale to a global norm of at most `max_norm`; the norm before."""
+        """Scale to a global norm of at most `max_norm`; returns the norm before."""
         norm = self.norm()
         if norm_type != 2:
             norm = norm_of(self._flats, norm_type, self._exchange)
@@ -184,7 +185,7 @@ class Gradients:
         return norm
 
     def clip_by_plan(self, max_norm: float) -> None:
-        """What a plan with `clip_grad_norm` asks for before an update, once, however many optimizers there are."""
+        """Apply the plan's `clip_grad_norm` before an update, once, however many optimizers there are."""
         if not self._is_clipped_by_plan:
             self.clip(max_norm)
             self._is_clipped_by_plan = True
@@ -192,7 +193,7 @@ class Gradients:
     # -- one parameter ----------------------------------------------------------------------------------
 
     def norms(self, flat: Flat, index: int, norm_type: float) -> float:
-        """The norm of one parameter's gradient. Those of all are worked out together, in one message."""
+        """The norm of one parameter's gradient. Those of all are computed together, in one message."""
         if self.is_of_stage:
             raise StateError(
                 "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of "
@@ -209,7 +210,7 @@ class Gradients:
         return 0.0
 
     def piece(self, flat: Flat, index: int) -> Tensor:
-        """This rank's elements of a gradient that exists; tell `changed` if they are written to."""
+        """This rank's elements of an existing gradient. Call `changed` after writing to them."""
         if flat.grads.due is None:
             flat.grads.make_due()
         piece = flat.grads.due_piece(index)
@@ -217,11 +218,11 @@ class Gradients:
         return piece
 
     def changed(self) -> None:
-        """Somebody has written to a gradient: figures that were known of them no longer hold."""
+        """A gradient has been written to: forget cached norms."""
         self._forget_figures()
 
     def assign(self, flat: Flat, index: int, value: Tensor | None) -> None:
-        """Put the mean of every rank's whole `value` in the place of a parameter's gradient; `None`: it has none."""
+        """Replace a parameter's gradient by the mean of every rank's whole `value`; `None` removes it."""
         if self.exist():
             self.prepare()
         else:
@@ -241,15 +242,15 @@ class Gradients:
     # -- the end ----------------------------------------------------------------------------------------
 
     def zero(self, pieces: Sequence[Piece] | None = None, *, keep: bool = False) -> None:
-        """Forget the gradients of `pieces`, or all; with `keep` they become zeros, by which optimizers still act."""
+        """Drop the gradients of `pieces`, or all; with `keep` they become zeros, on which optimizers still act."""
         if keep or pieces is not None:
             self._zero_some(pieces, keep=keep)
             return
-        self._runner.recover_if_cut_short()  # so that what it has left is forgotten here, and not missed later
+        self._runner.recover_if_cut_short()  # so that what it has left is dropped here, and not missed later
         for flat in self._flats:
             flat.grads.drop()
         self._zeroed_at = self._runner.passes.num_backwards
-        self._runner.forgive()
+        self._runner.clear_faults()
         self._lost.clear()
         self._prepared_at, self._holds_more, self.is_taken = None, False, True
         self.epoch += 1
@@ -289,7 +290,7 @@ class Gradients:
         self._is_clipped_by_plan = False
 
     def _find_lost(self) -> None:
-        """Learn of a backward that raised while gradients of others waited: those went with it."""
+        """Detect a backward that raised while other gradients waited: those are lost with it."""
         self._runner.recover_if_cut_short()
         cut_at = self._runner.passes.cut_short_at
         has_lost = cut_at > self._zeroed_at or (self._holds_more and cut_at >= 0)

@@ -1,7 +1,7 @@
-"""A secret that the ranks of one job and their launcher share.
+"""A secret that the ranks of one job share with their launcher.
 
-The launcher makes it anew for each job, and hands it on through the environment of ranks, or through the connection to
-a host; never on a command line, which everybody on a machine can read.
+The launcher creates a new one for each job, and passes it on through the environment of ranks, or through the
+connection to a host; never on a command line, which everybody on a machine can read.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import os
 from collections.abc import Mapping
 
 VARIABLE = "SHARDWISE_TOKEN"
-"""Where a rank finds the token; whoever starts ranks by other means may set it, alike on all of them."""
+"""Where a rank finds the token. Other launchers may set it too, to the same value on all ranks."""
 _CODE_BYTES = 32
 _NUM_RANDOM_BYTES = 32
 
 
 class ForgedError(Exception):
-    """What was read was not written by whoever knows the token."""
+    """The content was not written by a process that knows the token."""
 
 
 def new_token() -> str:
-    """One that nobody guesses."""
+    """A new random token."""
     return os.urandom(_NUM_RANDOM_BYTES).hex()
 
 
 class Seal:
-    """Marks what a job's own members write, so that nobody else's is taken for theirs. Without a token it does nothing.
+    """Authenticates what a job's own members write, so that nothing else is taken for it. Without a token it does
+    nothing.
 
-    A code (HMAC-SHA-256) goes before the content, made of the token, the attempt, the name under which the content is
-    left, and the content: what was written elsewhere, or in an earlier attempt, does not pass here.
+    A code (HMAC-SHA-256) precedes the content. It is computed from the token, the attempt, the name under which the
+    content is stored, and the content: content from another place or an earlier attempt is not accepted.
     """
 
     def __init__(self, token: str = "", attempt: str = "0") -> None:
@@ -37,15 +38,15 @@ class Seal:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Seal:
-        """The seal of the job, and the attempt, that the environment of a rank speaks of."""
+        """The seal for the job and attempt in the environment of a rank."""
         return cls(env.get(VARIABLE, ""), env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def close(self, name: str, content: bytes) -> bytes:
-        """`content` as it is to be left under `name`."""
+        """`content` in the form in which it is stored under `name`."""
         return self._code(name, content) + content if self._key else content
 
     def open(self, name: str, sealed: bytes) -> bytes:
-        """The content that was left under `name`. Raises `ForgedError` for what no member of the job has left there."""
+        """The content stored under `name`. Raises `ForgedError` if no member of the job has stored it there."""
         if not self._key:
             return sealed
         code, content = sealed[:_CODE_BYTES], sealed[_CODE_BYTES:]
@@ -54,9 +55,9 @@ class Seal:
         return content
 
     def word(self, name: str) -> bytes:
-        """What members say to show that they are: for `name`, which should be one that was never used before.
+        """What members send to prove that they are members: for `name`, which should never have been used before.
 
-        Without a token everybody can say it who knows the name.
+        Without a token anybody who knows the name can produce it.
         """
         return self._code(name, b"")
 

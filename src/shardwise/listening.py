@@ -1,4 +1,4 @@
-"""Where a process listens for others of its job: at the address by which they know it, and at no other."""
+"""Listens for other processes of a job: only at the address by which they know this host."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import ipaddress
 import socket
 
 _BACKLOG = 4096  # all ranks connect at the same moment
+_ANY_PORT = 9
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A listening socket at `port` (0: any) of `host`, by which others reach this one.
+    """A listening socket at `port` (0: any) of `host`, by which others reach this host.
 
-    At all addresses if that does not tell which: `host` may lead here by way of another machine, have several
-    addresses, or mean the loopback interface here alone, as a host's own name often does. `""` tells nothing.
-    Raises `OSError`, for a port that is taken too.
+    It listens on all addresses if `host` does not determine one: it may lead here by way of another machine, have
+    several addresses, or resolve to loopback on this host alone, as a host's own name often does; or it is `""`. Raises
+    `OSError`, also for a port that is taken.
     """
     address = _address_of(host)
     if address:
@@ -30,12 +31,26 @@ def listen_at(host: str, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise  # else the system knows the sixth version, and is forbidden to use it
+                raise  # otherwise the system supports IPv6 but forbids its use
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
+def address_towards(host: str) -> str:
+    """The address by which this host sends to `host`, and so by which `host` reaches it; `""` if that cannot be told.
+
+    Nothing is sent.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def _address_of(host: str) -> str:
-    """The one address that `host` means to everybody; `""` if there is none."""
+    """The one address that `host` means on every machine; `""` if there is none."""
     if host in _LOOPBACK_NAMES:
         return "127.0.0.1"
     try:

@@ -111,3 +111,12 @@ def _words(path: Path) -> list[str]:
 
 def _word(path: Path) -> str:
     return _read(path).strip()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a tracer. False where the system does not report it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in ("T", "t")

@@ -1,5 +1,5 @@
-"""What a sharded model is made of, and how it is put together: hooks to programs, programs to collectives, optimizers
-to their pieces."""
+"""The parts of a sharded model, and their assembly: hooks to programs, programs to collectives, optimizers to their
+pieces."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from shardwise.sequence import SequenceParallel, WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host
 from shardwise.telemetry import Ledger, Timeline
-from shardwise.tensors import Owner, Structure, hang_uncut_states
+from shardwise.tensors import Owner, Structure, use_uncut_states
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that holds memory of one plan. None of it holds whoever holds it, so that the memory goes as soon as
-    `ShardedModel` lets go of this, and waits for no garbage collection."""
+    """Everything that holds memory of one plan. None of it refers back to its holder, so that the memory is freed as
+    soon as `ShardedModel` drops this, without garbage collection."""
 
     sharding: Sharding
     flats: list[Flat]
@@ -56,7 +56,7 @@ class Parts:
 
 
 class Steps(Protocol):
-    """Who takes the steps, and is asked by optimizers and by the model's forward."""
+    """Takes the steps; called by optimizers and by the model's forward."""
 
     def before_step(self, member: torch.optim.Optimizer) -> None: ...
 
@@ -79,10 +79,10 @@ class Steps(Protocol):
 
 class Assembly:
     """Puts the parts of one sharded model together. All ranks call its methods, in this order: `parts`, `pipeline`,
-    `sequence`, `treat_activations`.
+    `sequence`.
 
-    `hooks` gets what takes it all down again. `data_group` are the ranks that hold the same part of the model, `peers`
-    those that list the same parameters.
+    `hooks` collects what undoes it. `data_group` are the ranks that hold the same part of the model, `peers` those that
+    list the same parameters.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Assembly:
         self._optimizer: AdoptedOptimizer | None = None
 
     def parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> Parts:
-        """Everything but what only some meshes and plans ask for."""
+        """Everything except what only some meshes and plans need."""
         sharding, flats = self._sharding, self._flats
         collectives = self._world.collectives(sharding.device)
         collectives.prepare(self._mesh)
@@ -123,7 +123,7 @@ class Assembly:
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
         owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
         self._hooks.callback(owner.close)
-        self._hooks.callback(hang_uncut_states(self._model, owner.cut_home_of))
+        self._hooks.callback(use_uncut_states(self._model, owner.cut_home_of))
         self._hooks.callback(Structure(self._model).release)
         cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)
@@ -149,14 +149,14 @@ class Assembly:
         )
 
     def _shared_gradients(self) -> Callable[[], None] | None:
-        """What adds up gradients of parameters that lie on several stages of a pipeline, if this rank has any."""
+        """Sums gradients of parameters that are on several pipeline stages, if this rank has any."""
         if self._sharding.staged is None:
             return None
         shared = SharedGradients(self._sharding.staged, self._flats, self._world, self._mesh)
         return shared.add_up if shared else None
 
     def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives, executor: Executor) -> None:
-        """Optimizers take pieces of the flat buffers in place of parameters, and do what of a program is theirs."""
+        """Give optimizers pieces of the flat buffers instead of parameters, and bind their actions in the program."""
         peers = RankPeers(self._flats, collectives, self._mesh, self._world.rank, self._steps.during_step)
         executor.provide("norms", peers.add_norms)
         executor.provide("matrix", peers.exchange_matrices)
@@ -196,7 +196,7 @@ class Assembly:
         return Gradients(self._flats, executor.agreement, runner, verdict, exchanges, self._steps.scaler)
 
     def pipeline(self, parts: Parts) -> Pipeline | None:
-        """What leads micro-batches through the stages, if the model is cut into stages."""
+        """The pipeline, if the model is cut into stages."""
         sharding = self._sharding
         if sharding.staged is None:
             return None
@@ -210,7 +210,7 @@ class Assembly:
         return pipeline
 
     def sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
-        """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
+        """The sequence parallelism of the model's attention, if the mesh has that axis."""
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
@@ -221,38 +221,41 @@ class Assembly:
         self._hooks.callback(sequence.close)
         return sequence
 
-    def treat_activations(self, sequence: SequenceParallel | None) -> None:
-        """Units recompute their activations, or keep them elsewhere, as the plan says."""
-        around = sequence.recomputing if sequence is not None else nullcontext
-        treated = TreatedSites(self._sharding.treatments.by_site, self._stores(), around)
-        treated.install()
-        self._hooks.callback(treated.remove)
 
-    def _stores(self) -> dict[str, Offloading]:
-        """Where activations go that leave the device, by policy."""
-        sharding = self._sharding
-        if not sharding.treatments.have("offload", "disk"):
-            return {}
-        integers = (param for param in self._model.parameters() if not param.is_floating_point())
-        resting = [*(flat.full for flat in self._flats), *integers]
-        own = self._world.rank_device
-        device = own if sharding.device.type == own.device.type else None
-        waits = device is not None and device.accelerator is not None
-        stores: dict[str, Store] = {"offload": HostStore(ActivationMemory(sharding.meter, device))}
-        if sharding.treatments.have("disk"):
-            assert sharding.disk is not None
-            stores["disk"] = DiskStore(sharding.disk, PagedMemory(sharding.meter, device), sharding.meter)
-        return {policy: Offloading(store, sharding.device, resting, waits=waits) for policy, store in stores.items()}
+def treat_activations(
+    model: nn.Module, sharding: Sharding, world: World, sequence: SequenceParallel | None
+) -> Callable[[], None]:
+    """Let units recompute their activations, or keep them elsewhere, as the plan says. Returns what undoes it."""
+    around = sequence.recomputing if sequence is not None else nullcontext
+    treated = TreatedSites(sharding.treatments.by_site, _stores(model, sharding, world), around)
+    treated.install()
+    return treated.remove
+
+
+def _stores(model: nn.Module, sharding: Sharding, world: World) -> dict[str, Offloading]:
+    """The stores of activations that leave the device, by policy."""
+    if not sharding.treatments.have("offload", "disk"):
+        return {}
+    integers = (param for param in model.parameters() if not param.is_floating_point())
+    resting = [*(flat.full for unit in sharding.units for flat in unit.flats), *integers]
+    own = world.rank_device
+    device = own if sharding.device.type == own.device.type else None
+    waits = device is not None and device.accelerator is not None
+    stores: dict[str, Store] = {"offload": HostStore(ActivationMemory(sharding.meter, device))}
+    if sharding.treatments.have("disk"):
+        assert sharding.disk is not None
+        stores["disk"] = DiskStore(sharding.disk, PagedMemory(sharding.meter, device), sharding.meter)
+    return {policy: Offloading(store, sharding.device, resting, waits=waits) for policy, store in stores.items()}
 
 
 def _update(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
-    """`update` of what the optimizer has of one flat buffer. Without an optimizer nobody takes a step."""
+    """Run `update` on one flat buffer. Without an optimizer no step is taken."""
     assert optimizer is not None
     optimizer.updates.update_flat(flats[action.flat])
 
 
 def _move_states(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
-    """`fetch` or `evict` of what one flat buffer has on a disk."""
+    """Run `fetch` or `evict` on what one flat buffer has on a disk."""
     assert optimizer is not None
     move = optimizer.rows.fetch if action.verb == "fetch" else optimizer.rows.evict
     move(flats[action.flat])

@@ -1,9 +1,10 @@
-"""Which rank a process is, by the variables of whoever started it: a table of launchers, read by pure functions.
+"""Which rank a process is, from the environment variables of its launcher: a table of launchers, read by pure
+functions.
 
 [Note: launchers within launchers] Variables are inherited. `torchrun` under `srun` or `mpirun` numbers its own ranks,
-and says by TORCHELASTIC_RUN_ID that it did: it wins. Open MPI's and Hydra's `mpirun` in a Slurm allocation start one
-daemon per host by `srun`, whose number each rank inherits: so MPI's own variables win over Slurm's. A shell in an
-allocation has Slurm's variables too, but only what `srun` started has a SLURM_STEP_ID.
+and sets TORCHELASTIC_RUN_ID: it wins. In a Slurm allocation, the `mpirun` of Open MPI and Hydra starts one daemon per
+host by `srun`, whose number each rank inherits: so MPI's own variables win over Slurm's. A shell in an allocation has
+Slurm's variables too, but only processes started by `srun` have a SLURM_STEP_ID.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 @dataclass(frozen=True)
 class Launcher:
-    """Where one launcher writes what a process is: for each fact the variables that may have it, the best one first."""
+    """The variables of one launcher: for each fact those that may have it, the best one first."""
 
     name: str
     starter: str
-    """The command that people type."""
+    """The command that starts it."""
     rank: str
     size: tuple[str, ...]
     local_rank: str = ""
     local_size: str = ""
     mark: str = ""
-    """A variable that has to be there as well; without it the others mean something else."""
+    """A variable that must be set as well; without it the others mean something else."""
     is_mpi: bool = False
 
 
@@ -52,7 +53,7 @@ _MVAPICH = Launcher(
     "MV2_COMM_WORLD_LOCAL_SIZE",
     is_mpi=True,
 )
-_HYDRA = Launcher(  # MPICH's launcher, and Intel MPI's, which is made from it
+_HYDRA = Launcher(  # MPICH's launcher, and Intel MPI's, which is derived from it
     "Hydra (MPICH, Intel MPI)",
     "mpiexec",
     "PMI_RANK",
@@ -73,21 +74,21 @@ _SLURM = Launcher(
 _PMI = Launcher("PMI", "mpiexec", "PMI_RANK", ("PMI_SIZE",), is_mpi=True)
 _PMIX = Launcher("PMIx", "prun", "PMIX_RANK", (), is_mpi=True)
 LAUNCHERS = (TORCHRUN, _OPEN_MPI, _MVAPICH, _HYDRA, _SLURM, _PMI, _PMIX)
-"""The first one whose variables are there is the one that counts."""
+"""The first launcher whose variables are set determines the place."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a process is among those that were started with it."""
+    """The place of a process among those that were started with it."""
 
     rank: int = 0
     size: int | None = 1
-    """`None` where only MPI itself knows."""
+    """`None` if only MPI itself knows."""
     local_rank: int = 0
     local_size: int = 0
     """Ranks of this host; 0 if the environment does not say."""
     launcher: Launcher | None = None
-    """`None` for a process that nobody started as one of several."""
+    """`None` for a process that was not started as one of several."""
 
     @property
     def is_mpi(self) -> bool:
@@ -102,7 +103,7 @@ class Place:
 
 
 def place_of(env: Mapping[str, str]) -> Place:
-    """This process's place. Raises `ConfigError` for an environment that makes no sense, or that contradicts itself."""
+    """This process's place. Raises `ConfigError` for an invalid or contradictory environment."""
     found = [launcher for launcher in LAUNCHERS if _has_started(launcher, env)]
     if not found:
         _check_alone(env)
@@ -117,9 +118,9 @@ def place_of(env: Mapping[str, str]) -> Place:
 
 
 def address_of(env: Mapping[str, str], place: Place) -> tuple[str, int]:
-    """Host and port at which ranks meet where MPI does not tell: MASTER_ADDR and MASTER_PORT, or one of Slurm's hosts.
+    """Host and port at which ranks meet unless MPI provides them: MASTER_ADDR and MASTER_PORT, or one of Slurm's hosts.
 
-    All ranks of a Slurm step come to the same, and two steps or jobs rarely do.
+    All ranks of a Slurm step compute the same, and two steps or jobs rarely do.
     """
     if place.launcher is not _SLURM:
         return env.get("MASTER_ADDR", "127.0.0.1"), number_in(env, "MASTER_PORT", 29500)
@@ -130,7 +131,7 @@ def address_of(env: Mapping[str, str], place: Place) -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a Slurm host list: `"gpu[007-009,12],login"` begins with `"gpu007"`."""
+    """The first host of a Slurm host list: `"gpu[007-009,12],login"` begins with `"gpu007"`."""
     before, bracket, rest = re.split(r",(?![^\[]*\])", nodes)[0].partition("[")
     if not bracket:
         return before
@@ -174,7 +175,8 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Place:
 
 
 def _tasks_of_node(env: Mapping[str, str]) -> int:
-    """Of this host, by `SLURM_STEP_TASKS_PER_NODE`: `"4(x2),1"` are 4 on two hosts and 1 on a third; 0 if unsaid."""
+    """Ranks of this host from `SLURM_STEP_TASKS_PER_NODE`: `"4(x2),1"` are 4 on two hosts and 1 on a third; 0 if
+    unset."""
     nodes: list[int] = []
     for part in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -186,14 +188,14 @@ def _tasks_of_node(env: Mapping[str, str]) -> int:
 
 
 def _is_same(launcher: Launcher, counting: Launcher) -> bool:
-    """Whether one is a part of the other, or its daemon's: nothing to compare."""
+    """Whether one launcher is a part of the other, or starts its daemons, so that there is nothing to compare."""
     if launcher is _PMIX:
         return True
     return launcher is _PMI and counting in (_HYDRA, _SLURM)
 
 
 def _compare(place: Place, other: Place) -> None:
-    """Two launchers that number the process differently, and of which none is known to be within the other."""
+    """Raise if two launchers, neither of which is known to run within the other, number the process differently."""
     if (place.rank, place.size) == (other.rank, other.size):
         return
     assert place.launcher is not None
@@ -206,7 +208,7 @@ def _compare(place: Place, other: Place) -> None:
 
 
 def _check_alone(env: Mapping[str, str]) -> None:
-    """Without a rank a process is a world of its own, unless it plainly is meant to be one of several."""
+    """A process without a rank is a world by itself; raise if it was clearly started as one of several."""
     for launcher in LAUNCHERS:
         for name in launcher.size if launcher is not TORCHRUN else ():
             if not (env.get(name, "").isdigit() and int(env[name]) > 1):

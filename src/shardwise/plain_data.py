@@ -1,4 +1,4 @@
-"""What others send, read as plain data of the shape that is expected, and within bounds. Nothing is unpickled."""
+"""Reads messages of other processes as plain data of an expected shape, within bounds. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 from typing import Any, NoReturn
 
 Shape = Any
-"""A type (`float` takes whole numbers too), `None`, a list `[shape]` of any length, a tuple of shapes, a dict of shapes
-by key (all of them have to be there, no others), a dict `{str: shape}` with any keys, or `OneOf` several shapes."""
+"""A type (`float` accepts integers too), `None`, a list `[shape]` of any length, a tuple of shapes, a dict of shapes by
+key (with exactly these keys), a dict `{str: shape}` with any keys, or `OneOf` several shapes."""
 MAX_BYTES = 2**24
 
 
 class OneOf:
-    """A shape that is any of several."""
+    """Any one of several shapes."""
 
     def __init__(self, *shapes: Shape) -> None:
         self.shapes = shapes
 
 
 def read(content: bytes, shape: Shape, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The JSON in `content`, which has to be of `shape`. Raises `ValueError` for all else."""
+    """The JSON value in `content`, which must have `shape`. Raises `ValueError` for anything else."""
     if len(content) > max_bytes:
         raise ValueError(f"it has {len(content)} bytes, more than {max_bytes}")
     try:
@@ -30,7 +30,7 @@ def read(content: bytes, shape: Shape, *, max_bytes: int = MAX_BYTES) -> Any:
     if not fits(value, shape):
         raise ValueError("it is not of the form that is expected")
     if b"\\ud" in content.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # half a character is a UnicodeEncodeError, a ValueError
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
     return value
 
 
@@ -56,7 +56,7 @@ def _fits_dict(value: dict[str, Any], shape: dict[Any, Shape]) -> bool:
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    """Whether it is a whole number of 64 bits, or one that a float can hold."""
+    """Whether it is a 64-bit integer, or a number that a float can hold."""
     if kind is int:
         return isinstance(value, int) and abs(value) < 2**63
     return isinstance(value, int | float) and _is_finite(value)
@@ -65,7 +65,7 @@ def _is_number(value: Any, kind: type) -> bool:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float can hold
+    except OverflowError:  # an integer that no float can hold
         return False
 
 

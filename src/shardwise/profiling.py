@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler, with the units of the model and the actions of the program by name."""
+"""Profiles a few steps with torch's profiler, with the model's units and the program's actions by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.errors import ConfigError
 from shardwise.telemetry import Timeline, write_trace
 
 VARIABLE = "SHARDWISE_PROFILE"
-"""`10:12` or `10:12:FOLDER`, as `shardwise launch --profile` sets it; counts more than the plan."""
+"""`10:12` or `10:12:FOLDER`, as `shardwise launch --profile` sets it; takes precedence over the plan."""
 MAX_SNAPSHOT_ENTRIES = 1_000_000
 
 
 def wished(profile: Profile, run: str | None, environment: Mapping[str, str] = os.environ) -> Profile:
-    """What is to be profiled: as the environment says, or else the plan. Without any folder it goes to `profile`."""
+    """The profile to make, from the environment or else the plan. Without any folder it goes to `profile`."""
     text = environment.get(VARIABLE, "")
     if not text:
         return profile
@@ -34,10 +34,10 @@ def wished(profile: Profile, run: str | None, environment: Mapping[str, str] = o
 
 
 class ProfileWindow:
-    """Looks closely at the steps of a plan's `profile`, and leaves `rank-0-steps-10-12.json` in its folder."""
+    """Profiles the steps of a plan's `profile`, and writes files such as `rank-0-steps-10-12.json` to its folder."""
 
     def __init__(self, profile: Profile, run: str | None, rank: int, device: torch.device) -> None:
-        """Raises `ConfigError` for what cannot be had here: no folder, or no device whose memory can be recorded."""
+        """Raises `ConfigError` if there is no folder, or if the device's memory cannot be recorded."""
         profile = wished(profile, run)
         self._steps = profile.steps
         self._rank, self._device = rank, device
@@ -58,12 +58,12 @@ class ProfileWindow:
         self._folder = Path(profile.folder) if profile.folder is not None else Path(str(run)) / "profile"
 
     def follow(self, timeline: Timeline, num_steps: int) -> None:
-        """Units and actions are those of `timeline` from here on."""
+        """Take units and actions from `timeline` from now on."""
         self._timeline = timeline
         self.note_step(num_steps)
 
     def note_step(self, num_steps: int) -> None:
-        """So many steps have been taken."""
+        """Called when `num_steps` steps have been taken."""
         if self._is_done or self._steps is None:
             return
         first, last = self._steps
@@ -73,7 +73,7 @@ class ProfileWindow:
             self._begin(num_steps)
 
     def close(self) -> None:
-        """A run that ends inside of the window leaves what there is."""
+        """Write what there is, if the run ends inside the window."""
         if self._profiler is not None:
             self._finish(self._began_after)
 
@@ -108,7 +108,7 @@ class ProfileWindow:
 
 
 def _recorder(device: torch.device) -> Any:
-    """What records the allocator of `device`, where torch has such."""
+    """The module that records the allocator of `device`, if torch has one."""
     if device.type == "cpu":
         return None
     memory = getattr(torch.get_device_module(device.type), "memory", None)
@@ -116,9 +116,9 @@ def _recorder(device: torch.device) -> Any:
 
 
 def _add_events(path: Path, events: list[dict[str, Any]], rank: int) -> None:
-    """Put what units and messages did into the profiler's file, as a process of its own beside torch's.
+    """Add the events of units and messages to the profiler's file, as a process of their own beside torch's.
 
-    Torch counts microseconds from a moment that it says in nanoseconds; ours are of the wall clock.
+    Torch's microseconds count from a base that the file gives in nanoseconds; ours are of the wall clock.
     """
     trace = json.loads(path.read_text())
     base_us = float(trace.get("baseTimeNanoseconds", 0)) / 1e3

@@ -1,4 +1,4 @@
-"""What people read of an engine: the bytes of a rank, promised and measured, the table, and when what happened."""
+"""Reports on an engine: bytes of a rank, promised and measured, the table, and timelines."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ SAVED = "activations"
 class MemoryReport:
     """Bytes on this rank by kind: as the plan promised, as counted at the peak, and as replicas would need.
 
-    Kinds are `param`, `grad`, `optim` (states and master weights) and `working` (gathered parameters and
-    messages at their peak). Activations on the device are the model's own and in none of them. Those on the host or on
-    a disk are measured as `activations` there, at their peak, and promised by the latest `engine.rehearse`.
+    Kinds are `param`, `grad`, `optim` (states and master weights) and `working` (gathered parameters and messages at
+    their peak). Activations on the device are not included. Activations on the host or on a disk are measured as
+    `activations` there, at their peak, and promised by the latest `engine.rehearse`.
     """
 
     promised: dict[str, int]
     measured: dict[str, int]
     replicated: dict[str, int]
     promised_on_host: dict[str, int] = field(default_factory=dict)
-    """Bytes of the rows on the host: `param`, `optim`, and `buffers` for gradients and what is copied; empty if there
-    are none."""
+    """Bytes of rows on the host: `param`, `optim`, and `buffers` for gradients and copies; empty if there are none."""
     measured_on_host: dict[str, int] = field(default_factory=dict)
     promised_on_disk: dict[str, int] = field(default_factory=dict)
     """Bytes of the files for rows on a disk: `optim`; empty if there are none."""
     measured_on_disk: dict[str, int] = field(default_factory=dict)
     image_bytes: int = 0
-    """Of the host's memory, for what outlives this rank where others go on without it (docs/elastic.md)."""
+    """Bytes of host memory for images that outlive this rank (docs/elastic.md)."""
+    kept_bytes: int = 0
+    """Bytes of host memory for copies of what ranks of other hosts hold."""
 
     @property
     def promised_total(self) -> int:
@@ -60,7 +61,7 @@ class MemoryReport:
         return sum(self.replicated.values())
 
     def __str__(self) -> str:
-        """A table: a line for each kind, and one for all of them."""
+        """A table with a line for each kind, and one for the total."""
         columns = (self.promised, self.measured, self.replicated)
         totals = (self.promised_total, self.measured_total, self.replicated_total)
         rows = [
@@ -70,6 +71,7 @@ class MemoryReport:
             *_below("host", self.promised_on_host, self.measured_on_host),
             *_below("disk", self.promised_on_disk, self.measured_on_disk),
             *([("images on the host", "", format_bytes(self.image_bytes), "")] if self.image_bytes else []),
+            *([("copies for other hosts", "", format_bytes(self.kept_bytes), "")] if self.kept_bytes else []),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -79,7 +81,7 @@ class MemoryReport:
 
 
 def _below(tier: str, promised: dict[str, int], measured: dict[str, int]) -> Iterator[tuple[str, str, str, str]]:
-    """Lines for what lies on another tier; what is not promised before a rehearsal has no promise."""
+    """Lines for another tier; kinds that are only promised by a rehearsal may have no promise."""
     for kind in {**promised, **measured}:
         said = format_bytes(promised[kind]) if kind in promised else ""
         yield f"{kind} on the {tier}", said, format_bytes(measured.get(kind, 0)), ""
@@ -103,7 +105,7 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
 
 
 def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
-    """`report`, which takes a while to work out, with what is held by now."""
+    """`report`, which is slow to compute, with new measurements."""
     meter, treatments = sharded.sharding.meter, sharded.sharding.treatments
     on_host = _measured_on_host(sharded) if report.promised_on_host.keys() - {SAVED} else {}
     on_disk = {kind: meter.on("disk").now[kind] for kind in report.promised_on_disk if kind != SAVED}
@@ -116,8 +118,8 @@ def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
 
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
-    """What a step on `batch` will hold on this rank, activations included."""
-    promise, activations = promise_of(sharded, batch, loss, expert_load, sharded.sharding.treatments)
+    """What a step on `batch` will hold on this rank, including activations."""
+    promise, activations, _ = promise_of(sharded, batch, loss, expert_load, sharded.sharding.treatments)
     if activations.disk_bytes and sharded.disk is not None:
         _require_room(sharded, activations)
     sharded.rehearsed = (activations,)
@@ -131,8 +133,9 @@ def promise_of(
     expert_load: float,
     treatments: Treatments,
     within: AbstractContextManager[object] | None = None,
-) -> tuple[Footprint, Activations]:
-    """The same if activations were treated so. Inside `within`, if given, the twin computes, each time anew."""
+) -> tuple[Footprint, Activations, tuple[int, int]]:
+    """As `rehearsed`, with the given `treatments` of activations; and the bytes of a micro-batch that go to the host
+    and to a disk. The model's copy computes inside `within`, if given, entered anew each time."""
 
     @contextmanager
     def around(twin: nn.Module) -> Iterator[None]:
@@ -154,15 +157,15 @@ def promise_of(
             around=around,
             treatments=treatments,
         )
-        return _footprint(sharded, specs, activations), activations
+        return _footprint(sharded, specs, activations), activations, (activations.host_bytes, activations.disk_bytes)
     staged = sharded.pipeline.staged
     stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
     activations = stages.activations(sharded.pipeline.exchange)
-    return _footprint(sharded, specs, activations), activations
+    return _footprint(sharded, specs, activations), activations, stages.moved
 
 
 def _require_room(sharded: ShardedModel, activations: Activations) -> None:
-    """Raise `TierError` if the disk has too little for the activations of a host's ranks."""
+    """Raise `TierError` if the disk has too little room for the activations of a host's ranks."""
     assert sharded.disk is not None
     there = sharded.sharding.meter.on("disk").now[SAVED]
     num_local = min(sharded.world.size, sharded.world.local_size or sharded.world.size)
@@ -179,7 +182,7 @@ def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: 
     prefetch_bytes = None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes
     planned = plan_step(specs, trace if activations is None else activations.trace, prefetch_bytes=prefetch_bytes)
     return planned.footprint(
-        states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
+        states_per_param=0,  # without an optimizer; otherwise each parameter's update determines its states
         coordinate=sharded.mesh.coordinate(sharded.world.rank),
         num_micro_batches=sharded.plan.accumulate,
         activations=activations,
@@ -214,30 +217,30 @@ def describe(sharded: ShardedModel) -> str:
     memory = memory_of(sharded)
     lines = (
         f"{plan.preset} on {sharded.mesh}, rank {world.rank} of {world.size}",
-        *_said_transports(sharded),
+        *_transport_lines(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
         *sharded.sharding.fitted.splitlines(),
         f"{len(units)} units",
-        *(f"  {unit.name:24} {_said_unit(unit.spec, sharded.sharding.treatments)}" for unit in units),
+        *(f"  {unit.name:24} {_unit_text(unit.spec, sharded.sharding.treatments)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the disk" for kind, num_bytes in memory.promised_on_disk.items()),
-        *_said_experts(sharded),
-        *_said_stages(sharded),
+        *_expert_lines(sharded),
+        *_stage_lines(sharded),
     )
     return "\n".join(lines)
 
 
-def _said_experts(sharded: ShardedModel) -> list[str]:
+def _expert_lines(sharded: ShardedModel) -> list[str]:
     """Which rank along `ep` has which experts."""
     experts = sharded.sharding.experts
     return [] if experts is None else ["experts", *(f"  {line}" for line in str(experts).splitlines())]
 
 
-def _said_stages(sharded: ShardedModel) -> list[str]:
-    """Who has which stage of a pipeline, and the grid of its schedule."""
+def _stage_lines(sharded: ShardedModel) -> list[str]:
+    """Which rank has which stage of a pipeline, and the grid of its schedule."""
     if sharded.pipeline is None:
         return []
     layout = sharded.pipeline.layout
@@ -246,8 +249,8 @@ def _said_stages(sharded: ShardedModel) -> list[str]:
     return [*said[:1], *(f"  {line}" for line in said[1:-1]), said[-1], *picture(layout.schedule).splitlines()]
 
 
-def _said_transports(sharded: ShardedModel) -> list[str]:
-    """`bytes travel along local by shared memory, along node by gloo`"""
+def _transport_lines(sharded: ShardedModel) -> list[str]:
+    """Such as `bytes travel along local by shared memory, along node by gloo`."""
     world, mesh = sharded.world, sharded.mesh
     if world.size == 1:
         return []
@@ -257,7 +260,7 @@ def _said_transports(sharded: ShardedModel) -> list[str]:
     return [f"bytes travel {', '.join(said)}"]
 
 
-def _said_unit(unit: UnitSpec, treatments: Treatments) -> str:
+def _unit_text(unit: UnitSpec, treatments: Treatments) -> str:
     frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
     numel = sum(flat.numel for flat in unit.flats)
     updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
@@ -269,7 +272,7 @@ def _said_unit(unit: UnitSpec, treatments: Treatments) -> str:
 
 @contextmanager
 def write_timeline(sharded: ShardedModel, path: Path) -> Iterator[None]:
-    """Write what every rank does inside to `path`, as rank 0. All ranks call."""
+    """Write the timeline of every rank inside the context to `path`, as rank 0. All ranks must call."""
     sharded.timeline.start()
     try:
         yield

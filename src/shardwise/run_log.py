@@ -1,10 +1,10 @@
-"""What an engine tells of its run: the record, trackers, notes of what goes wrong, and a timeline of one step.
+"""The log of an engine's run: the record, trackers, notes of faults, and a timeline of one step.
 
-Every rank has a `RunLog`. `log` is one small message from each rank to all of them: what the loop says, how long the
-rank's last steps took and what for, what memory it holds. Rank 0 writes.
+Every rank has a `RunLog`. `log` exchanges one small message between all ranks: the loop's values, how long the rank's
+last steps took and for what, and its memory. Rank 0 writes.
 
-[Note: each step once] Where ranks are lost, what is said in an iteration that became void is not written. All ranks
-know what all have said: so whoever is rank 0 afterwards can write it, even if the former one died before it had.
+[Note: each step once] If ranks are lost, the values of an iteration that became void are not written. All ranks know
+what all have logged, so the next rank 0 can write it, even if the former one died before it had.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from shardwise.monitor.trackers import Tracker, check_trackers, open_tracker
 from shardwise.profiling import ProfileWindow
 from shardwise.report import MemoryReport, measured_anew, memory_of
 from shardwise.run_timeline import StepTimeline
-from shardwise.run_told import Said, Since, Told, check_names, numbers_of
+from shardwise.run_told import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import Lap
 from shardwise.weighing import mean_of
 
 RECORD = "record.jsonl"
 RANKS_EVERY_SECONDS = 1.0
-"""Lines about ranks are long where there are many; they need not come more often."""
+"""Lines about ranks are long for many ranks, so they are written at most this often."""
 _TIERS = ("device", "host", "disk")
-Ask = Callable[[Callable[[], list[str]]], list[str]]
-"""Calls what ranks tell each other in; again, or not at all, where a rank is lost meanwhile."""
+Exchange = Callable[[Callable[[], list[str]]], list[str]]
+"""Runs the exchange between ranks; repeats or abandons it if a rank is lost meanwhile."""
 
 _log = logging.getLogger("shardwise")
 
@@ -48,7 +48,7 @@ class RunLog:
     """One rank's part of the log of a run. `close()` it."""
 
     def __init__(self, plan: Plan, world: World) -> None:
-        """Raises `ConfigError` for trackers or a profile that cannot be had; nothing is opened before `follow`."""
+        """Raises `ConfigError` for trackers or a profile that are impossible here; opens nothing before `follow`."""
         wanted = plan.trackers or {}
         self._wanted = {str(name): options for name, options in wanted.items()}
         check_trackers(self._wanted, plan.run)
@@ -67,16 +67,16 @@ class RunLog:
         self._began_after: int | None = None
         self._noted = -1
         self._goes_on = world.is_newcomer
-        """Whether steps are taken again that were logged before."""
-        self._since = Since()
+        """Whether steps that were already logged are taken again."""
+        self._totals = RankTotals()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
         self._bytes = _Bytes()
         self._timeline = StepTimeline(self._folder, is_made=world.is_newcomer)
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
-        self._said: Said | None = None
-        """The last thing that counted. See [Note: each step once]."""
+        self._last_entry: LogEntry | None = None
+        """The last log that counted. See [Note: each step once]."""
 
     def _open(self, folder: Path) -> None:
         self._at_exit = _closer(weakref.ref(self))
@@ -88,8 +88,8 @@ class RunLog:
         self._open_trackers(folder)
 
     def _open_trackers(self, folder: Path) -> None:
-        said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
-        config = {"world_size": self._world.size, **said}
+        plan = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
+        config = {"world_size": self._world.size, **plan}
         self._trackers = [
             open_tracker(name, folder, config, options) for name, options in self._wanted.items() if name != "jsonl"
         ]
@@ -97,7 +97,7 @@ class RunLog:
     # -- steps --------------------------------------------------------------------------------------------
 
     def follow(self, sharded: ShardedModel) -> None:
-        """`sharded` takes the steps from here on: the first one, or another after `reshard`."""
+        """`sharded` takes the steps from now on: the first one, or another after `reshard`."""
         if self._folder is not None and self._notes is None:
             self._open(self._folder)
         self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
@@ -107,16 +107,16 @@ class RunLog:
         self._world.journal.clock.lap()
 
     def go_on(self, world: World, sharded: ShardedModel) -> None:
-        """`sharded` takes the steps from here on, on the ranks of another generation; their first goes on with the
-        record, whose next line says how many there are."""
+        """`sharded` takes the steps from now on, on the ranks of another generation. Their first rank continues the
+        record, whose next line has the number of ranks."""
         was_first, self._world = self._world.rank == 0, world
-        self._flush_ranks(self._last_step)  # of the ranks that were there; others come with other numbers
+        self._flush_ranks(self._last_step)  # of the former ranks; the new ones have other numbers
         if self._record is not None:
             self._record.close()
             self._record = None
         self._has_begun, self._goes_on = False, True
         self._memory = []
-        self._timeline.give_up()  # it went with the former model
+        self._timeline.give_up()  # it belonged to the former model
         if self._folder is not None and world.rank == 0 and not was_first:
             self._open_trackers(self._folder)
         self.follow(sharded)
@@ -125,7 +125,7 @@ class RunLog:
         sharded = self._sharded
         assert sharded is not None
         step = sharded.progress.num_steps
-        if step != self._noted + 1:  # the first one here, or after a checkpoint was resumed
+        if step != self._noted + 1:  # the first one here, or the first after a resume
             self._began_after = step - 1
         self._noted = step
         if sharded.optimizer is not None:
@@ -134,16 +134,16 @@ class RunLog:
         self._timeline.note_step(sharded)
         self.profile.note_step(step)
 
-    # -- what is said -------------------------------------------------------------------------------------
+    # -- logging ------------------------------------------------------------------------------------------
 
     def note(self, values: Mapping[str, Any], kind: str, is_void: Callable[[], bool]) -> dict[str, float]:
-        """A line of rank 0's values, as they are. Sends nothing."""
+        """Write a line with rank 0's values, without communication."""
         sharded = self._sharded
         assert sharded is not None
         numbers, step = numbers_of(values), sharded.progress.num_steps
         if self._world.rank == 0 and not is_void():
             self._begin(sharded, step)
-            self._write(Said(kind, step, numbers, {}, 0))
+            self._write(LogEntry(kind, step, numbers, {}, 0))
         return numbers
 
     def log(
@@ -152,60 +152,60 @@ class RunLog:
         kind: str,
         tokens: int,
         samples: int,
-        ask: Ask,
+        ask: Exchange,
         is_void: Callable[[], bool],
         *,
         mean: bool = True,
     ) -> dict[str, float]:
-        """See `Engine.log`. `is_void` is asked when all have told each other what they log."""
+        """See `Engine.log`. `is_void` is called after the ranks have exchanged what they log."""
         sharded = self._sharded
         assert sharded is not None
         numbers = numbers_of(values)
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
         num_steps = max(1, sharded.progress.num_steps - self._last_step)
-        told_values = numbers if mean or self._world.rank == 0 else {}
-        mine = self._told(sharded, told_values, tokens, samples, lap).message()
-        told = [Told.of(message) for message in ask(lambda: self._tell(mine, is_step=is_step))]
-        written = _means(told, numbers) if mean else told[0].values
-        sharded = self._sharded or sharded  # that of another generation, perhaps
+        own_values = numbers if mean or self._world.rank == 0 else {}
+        mine = self._message(sharded, own_values, tokens, samples, lap).message()
+        messages = [RankMessage.of(message) for message in ask(lambda: self._exchange(mine, is_step=is_step))]
+        written = _means(messages, numbers) if mean else messages[0].values
+        sharded = self._sharded or sharded  # which may be of another generation by now
         step = sharded.progress.num_steps
         if is_void():
             self._last_step = step if is_step else self._last_step
             return written if mean else numbers
-        said = Said(kind, step, written, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
+        entry = LogEntry(kind, step, written, *(self._combined(sharded, messages, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
             self._begin(sharded, step - 1 if is_step else step)
-            self._write(said)
+            self._write(entry)
             if is_step:
-                self._write_ranks(told, step)
-                self._write_memory(told, step)
-        self._said = said
+                self._write_ranks(messages, step)
+                self._write_memory(messages, step)
+        self._last_entry = entry
         if is_step:
-            self._look_for_slow(sharded, told, step)
+            self._look_for_slow(sharded, messages, step)
             self._last_step = step
         return written if mean else numbers
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """What `log` would take `values` for. This rank alone."""
+        """`values` as `log` would take them, on this rank alone."""
         return numbers_of(values)
 
-    def _tell(self, mine: bytes, *, is_step: bool) -> list[str]:
-        """What each rank says, by rank."""
+    def _exchange(self, mine: bytes, *, is_step: bool) -> list[str]:
+        """The messages of all ranks, by rank."""
         assert self._sharded is not None
-        told = [message.decode() for message in self._world.exchange(mine, "log")]
+        messages = [message.decode() for message in self._world.exchange(mine, "log")]
         if is_step:
             self._timeline.share(self._sharded, self._world)
-        return told
+        return messages
 
-    def _look_for_slow(self, sharded: ShardedModel, told: list[Told], step: int) -> None:
-        """Name who is slow, on all ranks alike; one that is may be asked to leave."""
+    def _look_for_slow(self, sharded: ShardedModel, messages: list[RankMessage], step: int) -> None:
+        """Report slow ranks, the same on all ranks; a slow rank may be asked to leave."""
         plan, membership = sharded.plan.slow, self._world.membership
         if self._slow is None:
             axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
             self._slow = SlowWindow(plan.factor, plan.seconds, axes)
-        rows = [{**vars(one.lap), "computing": one.lap.computing} for one in told]
-        for found in self._slow.add(rows, [one.weight for one in told], max(1, step - self._last_step)):
+        rows = [{**vars(one.lap), "computing": one.lap.computing} for one in messages]
+        for found in self._slow.add(rows, [one.weight for one in messages], max(1, step - self._last_step)):
             leaves = plan.leave and membership is not None and found.rank is not None
             if self._world.rank == 0:
                 _log.warning("%s%s", found.words, "; it is left out" if leaves else "")
@@ -214,19 +214,23 @@ class RunLog:
             if leaves and membership is not None and found.rank == self._world.rank:
                 membership.leave()
 
-    def _told(self, sharded: ShardedModel, numbers: dict[str, float], tokens: int, samples: int, lap: Lap) -> Told:
-        """What this rank says."""
+    def _message(
+        self, sharded: ShardedModel, numbers: dict[str, float], tokens: int, samples: int, lap: Lap
+    ) -> RankMessage:
+        """This rank's message."""
         process = process_memory()
         memory = {"process": process.now_bytes, "process_peak": process.peak_bytes}
         tiers = self._bytes.by_tier(sharded) if self._folder is not None and lap.seconds > 0 else {}
-        return Told(numbers, int(tokens), int(samples), lap, memory, tiers, sharded.progress.weighing.reported)
+        return RankMessage(numbers, int(tokens), int(samples), lap, memory, tiers, sharded.progress.weighing.reported)
 
-    def _all_told(self, sharded: ShardedModel, told: list[Told], num_steps: int) -> tuple[dict[str, Any], int]:
-        """Numbers of all ranks together, over the last `num_steps`, and how many tokens they had."""
-        seconds = max(one.lap.seconds for one in told)
-        shares = sharded.mesh.data_place(self._world.rank)[1] / len(told)
-        tokens = round(sum(one.tokens for one in told) * shares)
-        samples = round(sum(one.samples for one in told) * shares)
+    def _combined(
+        self, sharded: ShardedModel, messages: list[RankMessage], num_steps: int
+    ) -> tuple[dict[str, Any], int]:
+        """Metrics of all ranks together, over the last `num_steps`, and their number of tokens."""
+        seconds = max(one.lap.seconds for one in messages)
+        shares = sharded.mesh.data_place(self._world.rank)[1] / len(messages)
+        tokens = round(sum(one.tokens for one in messages) * shares)
+        samples = round(sum(one.samples for one in messages) * shares)
         norm = sharded.progress.gradient_norm
         line: dict[str, Any] = {"seconds": seconds / num_steps, "norm": None if norm is None else float(norm)}
         if self._lr is not None:
@@ -237,40 +241,40 @@ class RunLog:
             line["samples_per_second"] = samples / seconds
         return {**line, "time": time.time()}, tokens
 
-    def _write(self, said: Said) -> None:
-        line = {**said.line, **said.means}
-        if said.tokens:
-            self._tokens += said.tokens
+    def _write(self, entry: LogEntry) -> None:
+        line = {**entry.line, **entry.means}
+        if entry.tokens:
+            self._tokens += entry.tokens
             line["tokens"] = self._tokens
         if self._record is not None:
-            self._record.write(said.kind, step=said.step, **line)
-        prefix = "" if said.kind == "step" else f"{said.kind}/"
+            self._record.write(entry.kind, step=entry.step, **line)
+        prefix = "" if entry.kind == "step" else f"{entry.kind}/"
         numbers = {f"{prefix}{name}": value for name, value in line.items() if value is not None and name != "time"}
         for tracker in self._trackers:
-            tracker.log(said.step, numbers)
+            tracker.log(entry.step, numbers)
 
-    def _write_ranks(self, told: list[Told], step: int) -> None:
-        self._since.add(told, max(1, step - self._last_step))
+    def _write_ranks(self, messages: list[RankMessage], step: int) -> None:
+        self._totals.add(messages, max(1, step - self._last_step))
         if time.monotonic() - self._ranks_at >= RANKS_EVERY_SECONDS:
             self._flush_ranks(step)
 
     def _flush_ranks(self, step: int) -> None:
-        if self._record is not None and self._since.told:
-            rows = self._since.of_ranks()
-            self._record.write("ranks", step=step, time=time.time(), num_steps=self._since.num_steps, ranks=rows)
-        self._since, self._ranks_at = Since(), time.monotonic()
+        if self._record is not None and self._totals.messages:
+            rows = self._totals.of_ranks()
+            self._record.write("ranks", step=step, time=time.time(), num_steps=self._totals.num_steps, ranks=rows)
+        self._totals, self._ranks_at = RankTotals(), time.monotonic()
 
-    def _write_memory(self, told: list[Told], step: int) -> None:
-        """What was promised and what is held, rank by rank, whenever that is something else than before."""
-        known = self._memory or [{} for _ in told]
-        rows = [one.tiers or before for one, before in zip(told, known, strict=True)]
+    def _write_memory(self, messages: list[RankMessage], step: int) -> None:
+        """Write promised and held bytes, rank by rank, if they have changed."""
+        known = self._memory or [{} for _ in messages]
+        rows = [one.tiers or before for one, before in zip(messages, known, strict=True)]
         if self._record is not None and rows != self._memory:
             self._memory = rows
             self._record.write("memory", step=step, ranks=rows)
 
     def _begin(self, sharded: ShardedModel, step: int) -> None:
-        """Rank 0 begins with the first thing that is logged, which says what comes after `step`, or after the last step
-        that was taken elsewhere, if that is less."""
+        """Begin the log on rank 0, with the first line. It continues after `step`, or after the last step that was
+        taken elsewhere, if that is less."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -286,36 +290,37 @@ class RunLog:
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
         more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.sharding.device)}
         path, size = self._folder / RECORD, self._world.size
-        is_of_this_job = self._tell_launcher(path) or self._said is not None
+        is_of_this_job = self._register_record(path) or self._last_entry is not None
         if step <= 0 and not is_of_this_job:
             self._record = RunRecord.start(path, plan=plan, world_size=size, **more)
             return
         self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
-        record, said = read_record(path), self._said
+        record, entry = read_record(path), self._last_entry
         self._tokens = int(max((tokens for _, tokens in record.column("tokens")), default=0))
-        if said is not None and said.step <= step and not any(said.is_in(line) for line in record.lines):
-            self._write(said)
+        if entry is not None and entry.step <= step and not any(entry.is_in(line) for line in record.lines):
+            self._write(entry)
 
-    def _tell_launcher(self, path: Path) -> bool:
-        """Where the record is: an elastic launcher writes there who was to blame for a fault. Whether it knows."""
+    def _register_record(self, path: Path) -> bool:
+        """Tell an elastic launcher where the record is, because it writes there who caused a fault; returns whether it
+        already knew."""
         membership = self._world.membership
         if membership is None or membership.folder is None:
             return False
-        told = membership.folder / RECORD_PATH
-        is_known = told.exists()
-        told.write_text(str(path.resolve()))
+        note = membership.folder / RECORD_PATH
+        is_known = note.exists()
+        note.write_text(str(path.resolve()))
         return is_known
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The others go on without this rank, and with the record."""
+        """Stop logging, because the others continue without this rank, and with the record."""
         if self._record is not None:
             self._record.close()
         self._record, self._has_record, self._trackers = None, False, []
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write how it ended. May be called twice."""
+        """Write how the run ended. May be called twice."""
         if not self._is_open:
             return
         self._is_open = False
@@ -328,30 +333,30 @@ class RunLog:
             if error is not None:
                 self._notes.error(error)
             self._notes.close()
-        if self._said is not None and self._sharded is not None and self._world.rank == 0:
-            self._begin(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
+        if self._last_entry is not None and self._sharded is not None and self._world.rank == 0:
+            self._begin(self._sharded, self._sharded.progress.num_steps)  # if nothing was logged since a loss
         self._flush_ranks(self._last_step)
         if self._record is not None:
-            said = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}
-            self._record.write("end", step=self._last_step, time=time.time(), **said)
+            outcome = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}
+            self._record.write("end", step=self._last_step, time=time.time(), **outcome)
             self._record.close()
         for tracker in self._trackers:
             tracker.close(failed=error is not None)
 
 
 class _Bytes:
-    """What a rank was promised and holds under one plan."""
+    """Bytes that a rank was promised and holds under one plan."""
 
     def __init__(self) -> None:
         self._report: MemoryReport | None = None
         self._measured_at = -RANKS_EVERY_SECONDS
 
     def by_tier(self, sharded: ShardedModel) -> dict[str, dict[str, dict[str, int]]]:
-        """Bytes promised and measured, by tier and kind; empty where nothing is to be said again so soon."""
+        """Bytes promised and measured, by tier and kind; empty if they were measured a moment ago."""
         now = time.monotonic()
         if now - self._measured_at < RANKS_EVERY_SECONDS:
             return {}
-        # what is promised follows from the program, which is known once a step has been taken
+        # the promise depends on the program, which is known after the first step
         report = memory_of(sharded) if self._report is None else measured_anew(sharded, self._report)
         self._report, self._measured_at = report, now
         promised = (report.promised, report.promised_on_host, report.promised_on_disk)
@@ -363,19 +368,19 @@ class _Bytes:
         }
 
 
-def _means(told: list[Told], names: Collection[str]) -> dict[str, float]:
-    check_names(told)
-    weights = [one.weight for one in told]
-    return {name: mean_of([one.values[name] for one in told], weights) for name in names}
+def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, float]:
+    check_names(messages)
+    weights = [one.weight for one in messages]
+    return {name: mean_of([one.values[name] for one in messages], weights) for name in names}
 
 
 def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:
-    """What ends the log of a script that does not close its engine."""
+    """A function that ends the log of a script that does not close its engine."""
 
     def close() -> None:
         alive = log()
         if alive is not None:
-            alive.close(getattr(sys, "last_value", None))  # what the interpreter has printed, if it ends by that
+            alive.close(getattr(sys, "last_value", None))  # the uncaught exception, if there is one
 
     return close
 

@@ -1,4 +1,4 @@
-"""One step of a run as it went on the ranks, and its program: files that rank 0 writes beside the record."""
+"""A timeline of one step on the ranks, and its program: files that rank 0 writes beside the record."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shardwise.telemetry import Event, write_trace
 
 TIMELINE, PROGRAM = "timeline.json", "program.txt"
 TIMELINE_STEP = 3
-"""The first steps of a run record and compile; this one is as all others."""
+"""The first steps record and compile; this one is typical."""
 TIMELINE_RANKS = 8
-"""So many ranks have their part in the timeline of that step."""
+"""How many ranks are included in the timeline."""
 
 
 class StepTimeline:
-    """Recorded from the end of one step to the end of the next, and brought together at a later one's."""
+    """Recorded from the end of one step to the end of the next, and gathered after a later one."""
 
     def __init__(self, folder: Path | None, *, is_made: bool) -> None:
-        """Nothing is recorded without a `folder`, or if the ranks that were there before have made one."""
+        """Nothing is recorded without a `folder`, or if former ranks have already made a timeline."""
         self._folder = folder
         self._is_done = folder is None or is_made
         self._is_on = False
         self._events: list[Event] | None = None
 
     def note_step(self, sharded: ShardedModel) -> None:
-        """A step was taken."""
+        """Called after every step."""
         if self._is_on:
             self._is_on, self._events = False, sharded.timeline.stop()
 
@@ -37,7 +37,7 @@ class StepTimeline:
         self._is_on, self._events, self._is_done = False, None, True
 
     def share(self, sharded: ShardedModel, world: World) -> None:
-        """Between two steps. All ranks call."""
+        """Begin to record, or gather and write. Called between two steps, by all ranks."""
         if self._is_done:
             return
         timeline, step = sharded.timeline, sharded.progress.num_steps

@@ -1,4 +1,4 @@
-"""What ranks tell each other when they log, and what it comes to over several steps."""
+"""The messages that ranks exchange when they log, and their summaries over several steps."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ from shardwise.telemetry import Lap
 
 
 @dataclass
-class Told:
-    """What one rank says in one `log`."""
+class RankMessage:
+    """The message of one rank in one `log`."""
 
     values: dict[str, float]
     tokens: int
     samples: int
     lap: Lap
     memory: dict[str, int]
-    """Of the process: resident bytes, and the most there were."""
+    """Of the process: resident bytes, now and at the peak."""
     tiers: dict[str, dict[str, dict[str, int]]]
-    """Bytes promised, measured and if replicated, by tier and kind; empty unless they were asked for anew."""
+    """Bytes promised, measured and if replicated, by tier and kind; empty unless they were measured for this log."""
     weight: float = 1.0
-    """How much its values count."""
+    """The weight of its values."""
 
     def message(self) -> bytes:
         lap = {"seconds": self.lap.seconds, "idle": self.lap.idle, "waited": self.lap.waited}
         return json.dumps({**self.__dict__, "lap": lap}).encode()
 
     @classmethod
-    def of(cls, message: bytes | str) -> Told:
-        said = json.loads(message)
-        return cls(**{**said, "lap": Lap(**said["lap"])})
+    def of(cls, message: bytes | str) -> RankMessage:
+        fields = json.loads(message)
+        return cls(**{**fields, "lap": Lap(**fields["lap"])})
 
 
 @dataclass(frozen=True)
-class Said:
-    """What all ranks have said in one `log`."""
+class LogEntry:
+    """The combined result of one `log` of all ranks."""
 
     kind: str
     step: int
     means: dict[str, float]
     line: dict[str, Any]
-    """What else the record says of a step."""
+    """Other values in the record's line of a step."""
     tokens: int
 
     def is_in(self, line: Mapping[str, Any]) -> bool:
-        """Whether it is this that a line of the record says."""
+        """Whether a line of the record is this log."""
         is_same = line["kind"] == self.kind and line["step"] == self.step
         return is_same and (self.kind == "step" or self.means.keys() <= line.keys())
 
 
 @dataclass
-class Since:
-    """What has come together since the last line about ranks: what all have told, and over how many steps."""
+class RankTotals:
+    """Messages of all ranks since the last line about ranks, and the number of steps."""
 
     num_steps: int = 0
-    told: list[list[Told]] = field(default_factory=list)
+    messages: list[list[RankMessage]] = field(default_factory=list)
 
-    def add(self, told: list[Told], num_steps: int) -> None:
-        self.told.append(told)
+    def add(self, messages: list[RankMessage], num_steps: int) -> None:
+        self.messages.append(messages)
         self.num_steps += num_steps
 
     def of_ranks(self) -> list[dict[str, Any]]:
-        """Seconds a step, and the latest bytes of the process, rank by rank."""
+        """Seconds per step, and the latest bytes of the process, rank by rank."""
         return [
-            {**self._mean([one[rank].lap for one in self.told]), **last.memory}
-            for rank, last in enumerate(self.told[-1])
+            {**self._mean([one[rank].lap for one in self.messages]), **last.memory}
+            for rank, last in enumerate(self.messages[-1])
         ]
 
     def _mean(self, laps: list[Lap]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Since:
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """What a loop logs as plain numbers. Raises `ConfigError` for what is none."""
+    """The values that a loop logs as floats. Raises `ConfigError` for values that are not numbers."""
     numbers = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -100,11 +100,11 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def check_names(told: list[Told]) -> None:
+def check_names(messages: list[RankMessage]) -> None:
     """Raise `ConfigError` if ranks log different names."""
-    for rank, one in enumerate(told):
-        if one.values.keys() != told[0].values.keys():
+    for rank, one in enumerate(messages):
+        if one.values.keys() != messages[0].values.keys():
             raise ConfigError(
                 f"log(): rank {rank} logs {', '.join(one.values) or 'nothing'}, and rank 0 "
-                f"{', '.join(told[0].values) or 'nothing'}. All ranks log the same names."
+                f"{', '.join(messages[0].values) or 'nothing'}. All ranks log the same names."
             )

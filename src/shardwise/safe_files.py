@@ -1,10 +1,10 @@
-"""Reading what strangers wrote: files that are what and where they should be, and JSON within bounds.
+"""Reads untrusted files: checks that they are what and where they should be, and bounds their JSON.
 
-A checkpoint is data from somewhere else, and may be damaged or made to do harm. So the names in it are plain, its files
-are regular and lie in its own folder, and its JSON is small, shallow and says everything once. Whatever is not so
-is refused with a `CheckpointError` before anything of it is used.
+A checkpoint is data from elsewhere, and may be damaged or malicious. So the names in it must be plain, its files
+regular and in its own folder, and its JSON small, shallow and without duplicate keys. Everything else is refused with a
+`CheckpointError` before any of it is used.
 
-Names in our own checkpoints are stricter (`is_portable_name`), and no link is followed there (`read_own_text`).
+Our own checkpoints have stricter names (`is_portable_name`), and links are not followed there (`read_own_text`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 from shardwise.errors import CheckpointError
 
 MAX_JSON_BYTES = 10**8
-"""As much as the safetensors library takes for the head of a file."""
+"""The limit of the safetensors library for the header of a file."""
 MAX_JSON_DEPTH = 100
-"""Lists and objects within each other."""
+"""Nesting of lists and objects."""
 MAX_NAME_CHARS = 4096
 HUB_LINKS, HUB_FILES = "snapshots", "blobs"
-"""The cache of huggingface_hub: `snapshots/REVISION/` has links to files in `blobs/`, its neighbour."""
+"""The cache of huggingface_hub: `snapshots/REVISION/` has links to files in the neighbouring `blobs/`."""
 _PORTABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _OPENING = frozenset(b"[{")
@@ -35,7 +35,7 @@ _NOT_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` can only mean something that lies directly in a folder."""
+    """Whether `name` can only refer to an entry directly in a folder."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= MAX_NAME_CHARS
@@ -45,27 +45,27 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_portable_name(name: str) -> bool:
-    """Whether `name` is also one that means the same on any system, and hides nothing."""
+    """Whether `name` also means the same on every system, and is not hidden."""
     return _PORTABLE_NAME.fullmatch(name) is not None
 
 
 def inside(folder: Path, name: object) -> Path:
-    """`folder / name`, wherever a link leads, as long as that is in the folder too; it need not exist.
+    """`folder / name`, with links followed as long as they stay in the folder; it need not exist.
 
-    Raises `CheckpointError` if `name` is no plain name, or is a link to elsewhere. Links of the hub's cache, from a
+    Raises `CheckpointError` if `name` is not a plain name, or is a link to elsewhere. Links of the hub's cache, from a
     snapshot to its blobs, are followed.
     """
     if not isinstance(name, str) or not is_plain_name(name):
         raise CheckpointError(
-            f"{folder} names {_short(name)}, which is not a plain file name. What belongs to a checkpoint lies in its "
-            f"own folder; this one is damaged, or was made to lead elsewhere."
+            f"{folder} names {_short(name)}, which is not a plain file name. All files of a checkpoint are in its "
+            f"own folder; this one is damaged, or was forged to read other files."
         )
     path = folder / name
     if not path.is_symlink():
         return path
     try:
         real, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links, before Python 3.13
         raise CheckpointError(f"{path} is a link that leads nowhere: {error}") from error
     homes = [home, home.parent.parent / HUB_FILES] if home.parent.name == HUB_LINKS else [home]
     if not any(real.is_relative_to(one) for one in homes):
@@ -80,9 +80,9 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """`path`, open for reading without a buffer. Raises `CheckpointError` if it is missing, or is no regular file.
+    """`path`, open for reading without a buffer. Raises `CheckpointError` if it is missing or not a regular file.
 
-    Never waits: a pipe in a file's place is refused, not read.
+    Never blocks: a pipe in a file's place is refused, not read.
     """
     try:
         handle = regular_descriptor(path, follows_links=True)
@@ -94,9 +94,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def regular_descriptor(path: Path, *, follows_links: bool) -> int:
-    """A descriptor for reading. Raises `CheckpointError` for a pipe, a device, a folder, or a link not to be followed.
+    """A descriptor for reading. Raises `CheckpointError` for a pipe, a device, a folder, or a link that must not be
+    followed.
 
-    Errors of the system, such as `FileNotFoundError`, are raised as they are.
+    Errors of the system, such as `FileNotFoundError`, are passed on.
     """
     if not follows_links and path.is_symlink():
         raise CheckpointError(
@@ -112,7 +113,7 @@ def regular_descriptor(path: Path, *, follows_links: bool) -> int:
 
 
 def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """All of the regular file `path`, which must not have more than `max_bytes`."""
+    """The content of the regular file `path`, which must not have more than `max_bytes`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -121,7 +122,7 @@ def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_exactly(file: BinaryIO, start: int, num_bytes: int, path: Path) -> bytes:
-    """Bytes `start` to `start + num_bytes` of `file`, which is `path`; memory is taken only for what is there."""
+    """Bytes `start` to `start + num_bytes` of `file` at `path`; checks the size before allocating memory."""
     size = os.fstat(file.fileno()).st_size
     if not 0 <= start <= start + num_bytes <= size:
         raise CheckpointError(f"{path} has {size} bytes, and {num_bytes} from byte {start} were expected; it was cut.")
@@ -131,7 +132,7 @@ def read_exactly(file: BinaryIO, start: int, num_bytes: int, path: Path) -> byte
 
 
 def fill_exactly(file: BinaryIO, start: int, into: memoryview, path: Path) -> None:
-    """Fill `into` with the bytes of `file`, which is `path`, from `start` on."""
+    """Fill `into` with the bytes of `file` at `path`, beginning at `start`."""
     done = 0
     while done < len(into):
         try:
@@ -144,17 +145,17 @@ def fill_exactly(file: BinaryIO, start: int, into: memoryview, path: Path) -> No
 
 
 def read_text(path: Path, max_bytes: int = 2**16) -> str:
-    """The short text in the regular file `path`, without what is blank around it."""
+    """The short text in the regular file `path`, stripped of whitespace."""
     return as_text(read_regular(path, max_bytes), path).strip()
 
 
 def read_own_text(path: Path, max_bytes: int) -> str:
-    """All of a small file of our own, which is regular and no link.
+    """The content of a small file of our own, which must be regular and not a link.
 
-    Raises `CheckpointError` if it is larger or no text, and `OSError` as the system does.
+    Raises `CheckpointError` if it is larger or not text, and `OSError` for errors of the system.
     """
     with os.fdopen(regular_descriptor(path, follows_links=False), "rb") as file:
-        size = os.fstat(file.fileno()).st_size  # a read takes memory for all that it is asked for
+        size = os.fstat(file.fileno()).st_size  # a read allocates memory for all requested bytes
         content = file.read(min(size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise CheckpointError(f"{path} has more than {max_bytes} bytes, which is more than it can mean.")
@@ -182,7 +183,7 @@ def parse_object(
     content: bytes, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False
 ) -> dict[str, Any]:
     """`content` as a JSON object. Raises `CheckpointError` as `parse_json` does, for text that is not Unicode, and for
-    any other value."""
+    any other type of value."""
     value = parse_json(as_text(content, name), name, max_depth=max_depth, lenient=lenient)
     if b"\\u" in content:
         try:
@@ -195,9 +196,9 @@ def parse_object(
 
 
 def parse_json(text: str, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = True) -> Any:
-    """The value that `text` has as JSON. Raises `CheckpointError`, naming `name`, for what is none, or too deep.
+    """The JSON value in `text`. Raises `CheckpointError` with `name` if it is invalid or nested too deeply.
 
-    Unless it is `lenient`, as with files that people write, NaN, infinity and a key that is there twice are refused.
+    NaN, infinity and duplicate keys are refused, unless it is `lenient`, for files that people write.
     """
     if nests_deeper(text.encode(errors="surrogatepass"), max_depth):
         raise CheckpointError(f"{name} cannot be read: it nests more than {max_depth} lists and objects.")
@@ -209,7 +210,7 @@ def parse_json(text: str, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, 
 
 
 def nests_deeper(text: bytes, limit: int) -> bool:
-    """Whether brackets nest deeper outside of strings, found without parsing: a parser would recurse."""
+    """Whether brackets outside of strings nest deeper than `limit`, without parsing, because a parser would recurse."""
     depth = 0
     for bracket in _brackets(text):
         depth += 1 if bracket in _OPENING else -1
@@ -219,10 +220,11 @@ def nests_deeper(text: bytes, limit: int) -> bool:
 
 
 def _brackets(text: bytes) -> bytes:
-    """Those outside of strings. Most strings have none and no escapes: without all else they are two quotes."""
+    """The brackets outside of strings. Most strings have neither brackets nor escapes, and are reduced to two
+    quotes."""
     if b"\\" in text:
         return _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
-    marks = text.translate(None, _NOT_MARKS).replace(b'""', b"")  # which leaves outside what was outside
+    marks = text.translate(None, _NOT_MARKS).replace(b'""', b"")  # brackets outside of strings stay outside
     return _STRING.sub(b"", marks).translate(None, _NOT_BRACKETS)
 
 

@@ -1,26 +1,27 @@
 """A model laid out by one plan, with what trains it: hooks, programs, the adopted optimizer, and the steps they take.
 
-The optimizer's own hooks lead here, so a step is the same whoever asks for it: `engine.step()`, `optimizer.step()`, or
-a loop that knows nothing of engines. Another plan makes another `ShardedModel` (`state.reshard`).
+The optimizer's own hooks lead here, so a step is the same whatever calls it: `engine.step()`, `optimizer.step()`, or a
+loop that knows nothing of engines. Another plan makes another `ShardedModel` (`state.reshard`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from shardwise.access import Access
+from shardwise.activations import Treatments
 from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
-from shardwise.parts import Assembly, Parts
+from shardwise.parts import Assembly, Parts, treat_activations
 from shardwise.precision import LossScaler, Norm, cast_floating
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Runner
@@ -41,9 +42,9 @@ class Progress:
     weighing: Weighing = field(default_factory=Weighing)
     whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
     num_void: int = 0
-    """How often steps were made void, whose batches are to come again."""
+    """How many steps were made void; their batches are to come again."""
     on_step: list[Callable[[], None]] = field(default_factory=list)
-    """Who is called after every optimizer step."""
+    """Called after every optimizer step."""
 
     def note_step(self) -> None:
         self.num_steps += 1
@@ -57,7 +58,7 @@ def scaler_for(plan: Plan) -> LossScaler | None:
 
 
 class ShardedModel:
-    """Ties one sharded model to its hooks, programs and optimizer, and takes its steps.
+    """Connects one sharded model to its hooks, programs and optimizer, and takes its steps.
 
     `before_change` is called before a step changes what an optimizer holds.
     """
@@ -76,15 +77,15 @@ class ShardedModel:
         self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
         self.data_group = DataGroup(world, self.mesh)
         self.peers = DataGroup(world, self.mesh, self.mesh.params_axes)
-        """The ranks that list the same parameters, those that a model axis cuts included."""
+        """The ranks that list the same parameters, including those that a model axis cuts."""
         self.progress = progress
         self.before_change = before_change
         self.before_update = before_change
-        """The same for a step alone; others who change something call `before_change`."""
+        """Called instead of `before_change` before a step; all other changes call `before_change`."""
         self.rehearsed: tuple[Activations, ...] = ()
-        """What the latest rehearsal has counted, stage by stage."""
+        """The activations counted by the latest rehearsal, stage by stage."""
         self.disk = sharding.disk
-        """What keeps the rows on a disk, if there are such."""
+        """Holds the rows on a disk, if there are any."""
         self._num_micro_batches = 0
         self._hooks = ExitStack()
         assembly = Assembly(model, sharding, world, self.data_group, self.peers, self._hooks, self)
@@ -93,12 +94,14 @@ class ShardedModel:
             self._parts: Parts | None = parts
             self.pipeline = assembly.pipeline(parts)
             self.sequence = assembly.sequence(progress.whole_outputs)
-            assembly.treat_activations(self.sequence)
+            self._treatment = ExitStack()
+            self._hooks.callback(self._treatment.close)
+            self._treatment.callback(treat_activations(model, sharding, world, self.sequence))
         except BaseException:
             self._hooks.close()
             raise
         self._weighs_losses = self.pipeline is not None or sharding.experts is not None
-        """Whether weights are put on losses: see [Note: weights] in `weighing.py`."""
+        """Whether weights are applied to losses: see [Note: weights] in `weighing.py`."""
         self._weight = 1.0
         self.weigh()
 
@@ -117,7 +120,7 @@ class ShardedModel:
     @property
     def parts(self) -> Parts:
         if self._parts is None:
-            raise StateError("This engine's memory went to another plan, so there is nothing left here to ask.")
+            raise StateError("This engine's memory has moved to another plan, so there is nothing left to read here.")
         return self._parts
 
     @property
@@ -133,7 +136,7 @@ class ShardedModel:
         return self.parts.optimizer
 
     def find_states(self) -> None:
-        """After a failed step: let tensors be where the disk's rows are."""
+        """After a failed step: let tensors refer to the disk's rows again."""
         for flat in self.flats:
             if flat.rows is not None:
                 flat.find_rows()
@@ -172,9 +175,9 @@ class ShardedModel:
         self._hooks.close()
 
     def take_down(self) -> None:
-        """Unhook, give the optimizer its parameters back, and let go of the flat buffers.
+        """Unhook, give the optimizer its parameters back, and release the flat buffers.
 
-        What is left is what an engine whose `reshard` fails half-way is described and closed by.
+        What remains is enough to describe and close an engine whose `reshard` failed half-way.
         """
         self.unhook()
         parts, self._parts = self.parts, None
@@ -185,12 +188,21 @@ class ShardedModel:
     # -- what a loop asks for ---------------------------------------------------------------------------
 
     def refuse_stages(self, what: str, cure: str) -> None:
-        """Raise `StateError` if the model is cut into pipeline stages, for which there is no `what`."""
+        """Raise `StateError` if the model is cut into pipeline stages, for which `what` is not available."""
         if self.pipeline is not None:
             raise StateError(f"A model that is cut into pipeline stages has no {what} in this version. {cure}")
 
+    def treat(self, plan: Plan, treatments: Treatments) -> None:
+        """Go on with other treatments of activations, which is all in which `plan` differs. Before the first pass; all
+        ranks call."""
+        sharding = self.sharding.treated(plan, treatments, self.world)
+        self._treatment.close()
+        self.plan, self.disk = plan, sharding.disk
+        self._parts = replace(self.parts, sharding=sharding)
+        self._treatment.callback(treat_activations(self.model, sharding, self.world, self.sequence))
+
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """`weight` is that of this micro-batch, if it is not what was said last."""
+        """`weight` overrides the weight of this micro-batch set by `weigh`."""
         if weight is not None and not self._weighs_losses:
             self._set_weight(weight)
         share = loss / self.plan.accumulate
@@ -200,7 +212,7 @@ class ShardedModel:
         self._num_micro_batches += 1
 
     def weigh(self) -> None:
-        """What comes next counts as much as was said."""
+        """Apply the current weight to what comes next."""
         if self._weighs_losses:
             self.runner.passes.must_be_weighed = self.pipeline is None and self.progress.weighing.current != 1.0
         else:
@@ -220,7 +232,7 @@ class ShardedModel:
         return weighed
 
     def note_step_complete(self) -> None:
-        """A pipeline has run all micro-batches of a step, whichever of its losses were this rank's."""
+        """A pipeline has run all micro-batches of a step, whether or not this rank computed their losses."""
         self._num_micro_batches = self.plan.accumulate
 
     @property
@@ -254,14 +266,14 @@ class ShardedModel:
         return self.progress.gradient_norm
 
     def zero_grad(self, *, keep: bool = False) -> None:
-        """Forget all gradients, or with `keep` make them zeros. All ranks call."""
+        """Drop all gradients, or with `keep` make them zeros. All ranks call."""
         self._num_micro_batches = 0
         self.gradients.zero(keep=keep)
         if self.optimizer is not None:
             self.optimizer.updates.withdraw_gradients()
 
     def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None:
-        """`zero_grad` of one optimizer: of the only one it forgets all gradients, of one of several its own."""
+        """`zero_grad` of one optimizer: drops all gradients if it is the only one, otherwise its own."""
         if pieces is None:
             self.zero_grad(keep=not set_to_none)
         else:
@@ -287,7 +299,7 @@ class ShardedModel:
         self.world.journal.clock.work()
         if self.disk is not None:
             self.disk.require_whole()
-        self.world.journal.mark(hyper_digest(member))  # the next collective will compare
+        self.world.journal.mark(hyper_digest(member))  # the next collective compares it
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
         if not self.gradients.judge():
@@ -303,7 +315,7 @@ class ShardedModel:
         optimizer.updates.offer_gradients(member)
 
     def during_step(self) -> None:
-        """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
+        """An optimizer asks for whole parameters. If no gradient was offered, no rank takes part."""
         if self.gradients.is_taken:
             self.runner.step.during()
 

@@ -1,4 +1,4 @@
-"""Where a model lies by one plan: worked out and checked first, then laid into flat buffers."""
+"""The layout of a model under one plan: computed and checked first, then carried out as flat buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Budget, Plan, flatten
-from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
+from shardwise.cuts import (
+    Boxes,
+    boxes_after,
+    boxes_for,
+    carry_out_experts,
+    carry_out_split,
+    rows_for,
+    sequence_parts,
+    split_of,
+)
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
@@ -45,12 +54,12 @@ from shardwise.tensor import AXIS, Split, Verifier, ViewCheck
 
 _log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
-"""How each parameter is updated, as the optimizer said when it was vetted."""
+"""How each parameter is updated, as found when the optimizer was vetted."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A model's flat buffers, unit by unit, with the plan that they follow and the count of their bytes."""
+    """A model's flat buffers, unit by unit, with their plan and the counter of their bytes."""
 
     plan: Plan
     mesh: Mesh
@@ -60,30 +69,42 @@ class Sharding:
     shared_buffers: list[SharedBuffers]
     meter: ByteMeter
     boxes: Boxes = field(default_factory=dict)
-    """This rank's parts of parameters, where there is an axis that cuts or copies them."""
+    """This rank's parts of parameters, if an axis cuts or copies them."""
     staged: StagedModel | None = None
-    """The stages of a pipeline that this rank has, if there is one."""
+    """The pipeline stages of this rank, if there is a pipeline."""
     experts: ExpertSplit | None = None
-    """Which rank along `ep` has which experts, if there are such ranks."""
+    """Which rank along `ep` has which experts, if the mesh has that axis."""
     disk: DiskMemory | None = None
-    """What keeps the rows on a disk, if there are such."""
+    """Holds the rows on a disk, if there are any."""
     treatments: Treatments = field(default_factory=Treatments)
     """Units whose activations are recomputed, or kept elsewhere."""
     fitted: str = ""
-    """What the plan's budget came to, and why, if it had one."""
+    """The outcome of the plan's budget, and why, if it had one."""
     budget: Budget = field(default_factory=Budget)
-    """What the plan allowed, or one before it."""
+    """The budget of this plan, or of an earlier one."""
 
     @property
     def device(self) -> torch.device:
         return self.units[0].flats[0].device
+
+    def treated(self, plan: Plan, treatments: Treatments, world: World) -> Sharding:
+        """The same with other `treatments`, which is all in which `plan` differs. All ranks call.
+
+        Raises `TierError` on all of them for a folder that cannot be had, if activations are for a disk.
+        """
+        disk = self.disk
+        if disk is None and plan.activations.policy == "disk":
+            disk = open_disk([unit.spec for unit in self.units], plan, self.mesh, world, self.device)
+            if disk is not None:
+                disk.count_with(self.meter)
+        return replace(self, plan=plan, treatments=treatments, disk=disk)
 
 
 @dataclass(frozen=True)
 class Design:
     """What a plan means for one model in one world. Nothing has been changed for it yet.
 
-    `boxes` are this rank's parts of parameters, where there is an axis that cuts or copies them.
+    `boxes` are this rank's parts of parameters, if an axis cuts or copies them.
     """
 
     plan: Plan
@@ -99,7 +120,7 @@ class Design:
     treatments: Treatments = field(default_factory=Treatments)
 
     def of_stages(self, staged: StagedModel) -> Design:
-        """What is left of it on a rank that has some stages of the model."""
+        """The part of it that concerns a rank with some stages of the model."""
         own = staged.params
         present = set(staged.model.modules())
         choices = []
@@ -120,8 +141,8 @@ class Design:
     def open_disk(
         self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
     ) -> DiskMemory | None:
-        """What is to keep the rows on a disk, if any rank has such; `known` is what keeps those of the plan before. All
-        ranks call."""
+        """The disk memory for rows on a disk, if any rank has such; `known` is that of the previous plan. All ranks
+        call."""
         has_rows = any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values())
         if not has_rows and not self.treatments.have("disk"):
             return None
@@ -139,15 +160,29 @@ class Design:
     def carry_out(
         self, world: World, device: torch.device, updates: Updates, disk: DiskMemory | None = None
     ) -> Sharding:
-        """Make the flat buffers, to be filled by the caller. All ranks call."""
+        """Create the flat buffers, to be filled by the caller. All ranks call."""
         meter = ByteMeter()
         if disk is not None:
             disk.count_with(meter)
         coordinate = self.mesh.coordinate(world.rank)
         collectives = world.collectives(device)
+
+        def runs_beside(axis: str) -> bool:
+            return collectives.runs_beside(world.group(self.mesh, axis))
+
         every = [
-            make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates, on_host=collectives.is_host)
-            for each in (replace(choice, boxes=self.boxes) for choice in self.choices)
+            make_unit(
+                replace(choice, boxes=self.boxes),
+                self.rows,
+                self.mesh,
+                coordinate,
+                meter,
+                device,
+                updates,
+                on_host=collectives.is_host,
+                runs_beside=runs_beside,
+            )
+            for choice in self.choices
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
@@ -160,9 +195,10 @@ class Design:
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
-    """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
+    """The design of `plan` for `model`. Raises `ConfigError` or `ModelError` if it is impossible on the ranks of
+    `world`.
 
-    `known` is how the model, if it is sharded already, lies now.
+    `known` is the current layout of a model that is already sharded.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
     had = known.experts if known is not None else None
@@ -188,7 +224,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
-    """Key by key (`"wire.grad"`) what has to be the same on all ranks."""
+    """What has to be the same on all ranks, by key (`"wire.grad"`)."""
     values = plan.model_dump(mode="json", exclude={"patience_seconds"})
     if takes_local_size(plan):
         values["LOCAL_WORLD_SIZE"] = world.local_size
@@ -204,12 +240,13 @@ def lay(
 
     Raises `ConfigError` or `ModelError` before anything is changed.
     """
+    world.journal.forget_part()
     check_same_settings(settings_of(plan, world), "plan", world)
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
     peers = DataGroup(world, mesh, mesh.params_axes)
-    table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
+    table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
@@ -222,14 +259,15 @@ def lay(
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     disk = designed.open_disk(world, model, values.device, updates)
-    tell_fitted(fitted, world)
+    log_fitted(fitted, world)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     views = _view_check(model, designed)
     staged = None
     if designed.stages is not None:
         world.collectives(values.device).prepare(mesh)
         values.give_to_stages(world)
-        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES])
+        parts = sequence_parts(designed.split, mesh, designed.stages)
+        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES], parts)
         staged.take_from(optimizers)
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
@@ -253,7 +291,7 @@ def lay(
 
 
 def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
-    """What looks for heads that a forward counts, for plans of the user's own, of models that are not in stages."""
+    """A check of the heads that a forward counts, for the user's own tensor plans, on models without stages."""
     asked = designed.plan.tensor.plan
     if designed.split is None or asked is None or designed.stages is not None or not ViewCheck.can_watch(model):
         return None
@@ -261,7 +299,7 @@ def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that needs a matrix whole of which ranks have parts."""
+    """Raise `ModelError` for an optimizer that needs whole matrices of which ranks have parts."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
@@ -273,7 +311,7 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
 
 
 def ranks_of(world: World, plan: Plan) -> Ranks:
-    """What the plan's budget has to know of them. All ranks call."""
+    """What the plan's budget has to know about the ranks. All ranks call."""
     host_bytes = None
     if plan.budget.host is not None:
         own = Cgroups().memory(host_memory()).total_bytes
@@ -282,14 +320,14 @@ def ranks_of(world: World, plan: Plan) -> Ranks:
     return Ranks(on_cpu=world.device.type == "cpu", num_local=num_local, host_bytes=host_bytes)
 
 
-def tell_fitted(fitted: Fitted, world: World) -> None:
-    """Say once what a budget came to."""
+def log_fitted(fitted: Fitted, world: World) -> None:
+    """Log once how a budget was met."""
     if fitted.said and world.rank == 0:
         _log.warning("%s", fitted.said)
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that looks at several units together where they are updated one by one."""
+    """Raise `ModelError` for an optimizer that looks at several units together, where units are updated one by one."""
     for name, param in model.named_parameters():
         row = designed.rows.get(param)
         if row is None or row.table.step == "device":
@@ -304,7 +342,7 @@ def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
 
 
 def check_device(model: nn.Module, world: World) -> None:
-    """Raise `ModelError` for a model that lies on the device of another rank, or on several."""
+    """Raise `ModelError` for a model that lies on another rank's device, or on several."""
     device = check_model(model)
     world.rank_device.check(device, next(name for name, _ in model.named_parameters()))
 
@@ -312,7 +350,8 @@ def check_device(model: nn.Module, world: World) -> None:
 def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:
     """Raise `ConfigError` for a batch norm that torch cannot compute on this device in the plan's precision.
 
-    On a CPU it takes weights in bf16 or fp16 only beside statistics in the same; those stay in fp32, as they should.
+    On a CPU, torch takes weights in bf16 or fp16 only with statistics in the same dtype; ours stay in fp32, as they
+    should.
     """
     for name, module in model.named_modules() if device.type == "cpu" else ():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:

@@ -1,4 +1,4 @@
-"""What of an engine outlives its process or its plan: checkpoints written and read, and the way to another plan."""
+"""The state of an engine that outlives its process or plan: checkpoints, and the change to another plan."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from shardwise.sharding import (
     Sharding,
     check_batch_norms,
     design,
+    log_fitted,
     ranks_of,
     require_elementwise,
     require_units,
     settings_of,
-    tell_fitted,
 )
 from shardwise.storage import DiskMemory
 
@@ -62,9 +62,9 @@ class State:
         self.saver = saver
         self.remembered: dict[str, Stateful] = {}
         self.coming: dict[str, Any] = {}
-        """What those to whom this rank has come say of objects that it has not remembered yet."""
+        """On a rank that has joined others: the states of objects that it has not remembered yet."""
         self.user_state: Mapping[str, Any] | None = None
-        """The caller's own, as it was saved or resumed last."""
+        """The caller's own state, as saved or resumed last."""
 
     def save(
         self,
@@ -96,7 +96,7 @@ class State:
             extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
             if extra:
                 for name, value in extra.items():
-                    encode(value, name)  # refused by the module's name, if it has to be
+                    encode(value, name)  # raises an error that names the module, if the value cannot be encoded
                 kept["extra_state"] = extra
             request = Request(
                 folder,
@@ -151,7 +151,7 @@ class State:
 
 
 def content(sharded: ShardedModel) -> Content:
-    """What a checkpoint holds of this rank, in live memory."""
+    """What a checkpoint holds of this rank, as live tensors."""
     own_buffers = not sharded.plan.sync_buffers
     mine = content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.place, own_buffers=own_buffers)
     staged = sharded.sharding.staged
@@ -159,8 +159,8 @@ def content(sharded: ShardedModel) -> Content:
 
 
 def _of_stages(content: Content, staged: StagedModel) -> Content:
-    """The content of a rank that has some stages: named like that of the whole model, and what several stages have
-    (shared parameters, buffers outside of all) written by the first of them."""
+    """The content of a rank with some stages, named as in the whole model. What several stages have (shared parameters,
+    buffers outside of all) is written by the first of them."""
 
     def is_written_here(entry: Entry) -> bool:
         return staged.is_first_with(entry.name)
@@ -176,7 +176,7 @@ def _of_stages(content: Content, staged: StagedModel) -> Content:
 
 
 def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
-    """A change of plan moves values along data axes, `ep` among them, and not along those that cut layers."""
+    """A change of plan moves values along data axes, including `ep`, but not along axes that cut layers."""
     before, after = sharded.mesh, mesh_for(plan, sharded.world.size, sharded.world.local_size)
 
     def places(mesh: Mesh) -> list[dict[str, int]]:
@@ -199,9 +199,10 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
 
 
 def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
-    """ShardedModel for another plan, with all that `works` had; those are taken down. All ranks call, between steps.
+    """A `ShardedModel` for another plan, with everything that `sharded` had; `sharded` is taken down. All ranks call,
+    between steps.
 
-    Refuses with `ConfigError` or `StateError`, before anything is changed.
+    Raises `ConfigError` or `StateError` before anything is changed.
     """
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
@@ -229,7 +230,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
     dealt = _dealt_out(model, sharded.sharding.experts, designed)
-    tell_fitted(fitted, world)
+    log_fitted(fitted, world)
     try:
         renewed = _moved(sharded, designed, (fitted.said, budget), disk, progress, dealt)
     except BaseException:
@@ -239,7 +240,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     if had is not None and had is not disk:
         had.close()
     elif had is not None:
-        had.leave_former()
+        had.close_previous()
     renewed.runner.step.restore_params()
     return renewed
 
@@ -252,18 +253,19 @@ def _moved(
     progress: Progress,
     dealt: Sequence[str],
 ) -> ShardedModel:
-    """The same model and optimizers as `designed`, with all that `sharded` has, which is taken down."""
+    """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
+    down."""
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     held = Held.live(sharded.flats, sharded.optimizer, sharded.world)
     former = Former(sharded.model, optimizers, sharded.sharding, progress, sharded.before_change)
-    belongings = TrainingState(held, sharded.world, dealt)
+    training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
-    return move(former, designed, belongings, sharded.world, fitted=fitted, disk=disk)
+    return move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
 
 
 @dataclass(frozen=True)
 class Former:
-    """What of a sharded model stays when it gets another layout."""
+    """What remains of a sharded model when it gets another layout."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -275,22 +277,23 @@ class Former:
 def move(
     former: Former,
     designed: Design,
-    belongings: TrainingState,
+    training_state: TrainingState,
     world: World,
     *,
     fitted: tuple[str, Budget],
     disk: DiskMemory | None = None,
 ) -> ShardedModel:
-    """Lay the model of `former`, which has been taken down, out as `designed`, with `belongings`. All ranks call."""
+    """Lay out the model of `former`, which has been taken down, as `designed`, with `training_state`. All ranks
+    call."""
     model, device, updates = former.model, former.sharding.device, former.sharding.updates
     if former.sharding.experts is not None:
         former.sharding.experts.undo()
     sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted[0], budget=fitted[1])
-    belongings.learn_new([flat for unit in sharding.units for flat in unit.flats])
+    training_state.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
         for flat in unit.flats:
-            states |= belongings.move_into(flat, world.collectives(device))
+            states |= training_state.move_into(flat, world.collectives(device))
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
     if renewed.optimizer is not None:
@@ -300,6 +303,6 @@ def move(
 
 
 def _dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
-    """The parameters of which ranks along `ep` have other parts, before or after."""
+    """The parameters of which ranks along `ep` have different parts, before or after."""
     either = {param for split in (had, designed.experts) if split is not None for param in split.params}
     return [name for name, param in model.named_parameters() if param in either]

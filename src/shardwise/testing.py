@@ -8,7 +8,7 @@ def train(world):
 losses = run_ranks(4, train)
 ```
 
-And faults on purpose, to see what a job makes of them:
+And injected faults, to see how a job handles them:
 
 ```python
 fault = skip_at(rank=1, step=3, point="backward")
@@ -29,15 +29,15 @@ from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 
 Result = TypeVar("Result")
 Fault = Callable[[int, int, str], bool]
-"""Asked with the rank, the step and the point at which it is; true means: leave this out."""
+"""Called with the rank, the step and the point of the loop; returns true if the loop should skip this point."""
 
 
 class InjectedError(Exception):
-    """What `fail_at` raises."""
+    """Raised by `fail_at`."""
 
 
 def fail_at(rank: int, step: int, point: str = "step") -> Fault:
-    """Raise `InjectedError` there. `point` is any word by which the loop asks."""
+    """A fault that raises `InjectedError` at that point. `point` is any word that the loop passes."""
 
     def fault(at_rank: int, at_step: int, at_point: str) -> bool:
         if (at_rank, at_step, at_point) == (rank, step, point):
@@ -48,7 +48,7 @@ def fail_at(rank: int, step: int, point: str = "step") -> Fault:
 
 
 def stall_at(rank: int, step: int, point: str = "step", *, seconds: float) -> Fault:
-    """Sleep there for `seconds`, then go on."""
+    """A fault that sleeps for `seconds` at that point, then continues."""
 
     def fault(at_rank: int, at_step: int, at_point: str) -> bool:
         if (at_rank, at_step, at_point) == (rank, step, point):
@@ -59,7 +59,7 @@ def stall_at(rank: int, step: int, point: str = "step", *, seconds: float) -> Fa
 
 
 def skip_at(rank: int, step: int, point: str = "step") -> Fault:
-    """Leave out what comes there."""
+    """A fault that skips that point."""
     return lambda *at: at == (rank, step, point)
 
 
@@ -73,13 +73,13 @@ def run_ranks(
     local_size: int | None = None,
     hosts: Sequence[str] | None = None,
 ) -> list[Result]:
-    """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
+    """Call `work(world)` on `num_ranks` threads that form one world; returns their results, by rank.
 
-    If ranks raise, the error of the first one to do so is raised here, and the others are released from
-    their waiting. The seconds and `shares_memory` are those of `World.join`; `local_size` is how many ranks a
-    host is said to have (default: all are of one). `hosts` names each rank's host: those of different ones share no
-    memory, and `local_size` follows from it. Random numbers are shared between
-    threads: build models before, or seed under a lock.
+    If ranks raise, the error of the first one is raised here, and the others are released from their waiting.
+    `timeout_seconds`, `patience_seconds` and `shares_memory` are those of `World.join`; `local_size` is the number of
+    ranks per host (default: all ranks are on one). `hosts` names each rank's host instead: ranks of different hosts
+    share no memory, and `local_size` follows from it. Threads share random number generators: build models before, or
+    seed under a lock.
     """
     office = PostOffice()
     results: dict[int, Result] = {}
@@ -101,7 +101,7 @@ def run_ranks(
                 try:
                     results[index] = work(world)
                 except BaseException as error:
-                    failures.append((index, error))  # before the others hear of it, and raise themselves
+                    failures.append((index, error))  # before the others notice and raise themselves
                     raise
         except BaseException as error:  # handed to the caller below
             if all(error is not known for _, known in failures):

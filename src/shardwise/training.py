@@ -1,4 +1,4 @@
-"""What a training step does between two updates: micro-batches forward and backward."""
+"""The part of a training step between two updates: micro-batches forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forward_backward(sharded: ShardedModel, batch: Any, target: Any, loss_fn: Lo
 
 
 def require_whole_step(sharded: ShardedModel) -> None:
-    """Raise `StateError` in between micro-batches of a loop."""
+    """Raise `StateError` between the micro-batches of a loop."""
     if sharded.is_between_micro_batches:
         raise StateError(
             "train_step() runs all micro-batches of a step, but engine.backward() has been called for some of this one "
@@ -51,17 +51,17 @@ def _through_stages(
         mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.timeline)
     if sharded.sequence is not None:
         sharded.sequence.check_was_asked(pipeline.line)
-    runner.passes.owes_reductions = True  # what an op has left is found before the step, so that no verdict is early
+    runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
     sharded.note_step_complete()
     return mean
 
 
 class _StageTrainer:
-    """What a pipeline asks of the model that it trains.
+    """The model's side of pipeline training.
 
-    While nothing is known of the order of units, gradients that ranks keep whole anyway (`ddp`) are added up at home,
-    and reduced once, in the last backward of each stage; those that are kept in shards, after every backward. The
-    program does the same unit by unit.
+    While the order of units is not known, gradients that ranks keep whole anyway (`ddp`) are accumulated locally, and
+    reduced once, in the last backward of each stage; sharded ones are reduced after every backward. The program does
+    the same unit by unit.
     """
 
     def __init__(self, sharded: ShardedModel, parts: Sequence[MicroBatch]) -> None:
@@ -99,10 +99,10 @@ class _StageTrainer:
     def backward_through(self, output: Tensor, gradient: Tensor) -> None:
         runner = self._sharded.runner
         if self._sharded.progress.scaler is not None:
-            runner.passes.note_scaled()  # the loss, on another stage, was
+            runner.passes.note_scaled()  # the loss was scaled on another stage
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
-        else:  # nothing of this stage is trained; it counts as a backward all the same
+        else:  # nothing of this stage is trained, but it still counts as a backward
             runner.end_of_backward()
 
 

@@ -1,11 +1,11 @@
-"""How much the micro-batches of one rank count, where ranks do not have the same number of samples.
+"""Weights of one rank's micro-batches, for ranks with different numbers of samples.
 
-[Note: weights] Gradients are averaged over ranks and micro-batches, each of which counts the same. If rank r has n of
-the N samples that the ranks have in a micro-batch, the mean over all samples is that same average once everything of
-rank r is multiplied by its weight, n * ranks / N: its gradients as they come in, in the one multiplication by which
-they are averaged anyway; or the loss they are of, where the gradient of one rank comes from the tokens of others
-(experts) or is summed over micro-batches of several weights before it is at home (pipelines). A rank without samples
-has the weight 0 and takes part in every collective.
+[Note: weights] Gradients are averaged over ranks and micro-batches with equal weights. If rank r has n of the N samples
+of all ranks in a micro-batch, this average equals the mean over all samples once everything of rank r is multiplied by
+its weight, n * ranks / N. The weight is applied to its gradients as they arrive, in the multiplication that averages
+them anyway; or to the loss, if the gradients of one rank come from the tokens of others (experts) or are summed over
+micro-batches with several weights before they reach their owner (pipelines). A rank without samples has the weight 0
+and takes part in every collective.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Sequence
 
 from shardwise.errors import ConfigError
 
-MOST_SAID = 1024
-"""More micro-batches than that are not in one step."""
+MAX_MICRO_BATCHES = 1024
+"""The most micro-batches of one step."""
 
 
 class Weighing:
-    """The weights of this rank's micro-batches, as they are said before each."""
+    """The weights of this rank's micro-batches, which are announced before each."""
 
     def __init__(self) -> None:
         self.current = 1.0
-        """Of what runs next."""
+        """The weight of the next micro-batch."""
         self.reported = 1.0
-        """Of what ran last: of a whole step where one call ran several micro-batches."""
+        """The weight of the last micro-batch, or of the whole step if one call ran several."""
         self.is_used = False
-        """Whether any has been said, so that this rank's figures are not simply averaged with those of others."""
-        self._said: deque[float] = deque(maxlen=MOST_SAID)
+        """Whether any weight was announced, so that this rank's metrics need a weighted mean."""
+        self._announced: deque[float] = deque(maxlen=MAX_MICRO_BATCHES)
 
     def say(self, samples: int, of: float, num_ranks: int) -> None:
-        """This rank has `samples` of the `of` that all `num_ranks` have in the next micro-batch.
+        """Announce that this rank has `samples` of the `of` samples that all `num_ranks` have in the next micro-batch.
 
-        Raises `ConfigError` for numbers that cannot be meant.
+        Raises `ConfigError` for invalid numbers.
         """
         if not (of > 0 and samples >= 0):
             raise ConfigError(
@@ -42,24 +42,24 @@ class Weighing:
             )
         self.current = self.reported = samples * num_ranks / of
         self.is_used = True
-        self._said.append(self.current)
+        self._announced.append(self.current)
 
     def take(self, num: int) -> list[float]:
-        """The weights of the `num` micro-batches of a step, which are given to one call: as said for each, or all
-        alike."""
-        said = list(self._said)
-        self._said.clear()
-        weights = said[-num:] if len(said) >= num else [self.current] * num
+        """The weights of the `num` micro-batches of a step that one call runs: those announced for each, or all
+        equal."""
+        announced = list(self._announced)
+        self._announced.clear()
+        weights = announced[-num:] if len(announced) >= num else [self.current] * num
         self.reported = sum(weights) / num
         return weights
 
     def begin_step(self) -> None:
-        """What was said for the last step is of no use any more."""
-        self._said.clear()
+        """Forget what was announced for the last step."""
+        self._announced.clear()
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean of `values`, each counted by its weight. Where nothing counts, the plain mean."""
+    """The mean of `values`, weighted by `weights`; the plain mean if all weights are 0."""
     total = sum(weights)
     if not total:
         return sum(values) / len(values)

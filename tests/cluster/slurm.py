@@ -54,13 +54,13 @@ class Slurm:
     """Set `variables` to speak with it."""
 
     def __init__(self, hosts: Cluster, names: list[str], folder: Path) -> None:
-        self.folder, self._hosts, self._names = folder, hosts, names
+        self.folder, self.hosts, self._names = folder, hosts, names
         self._processes: list[subprocess.Popen[bytes]] = []
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def open(self) -> None:
         """Start all daemons, and wait until all nodes are idle."""
-        folder, addresses = self.folder, self._hosts.addresses
+        folder, addresses = self.folder, self.hosts.addresses
         config, key = folder / "slurm.conf", folder / "munge.key"
         folder.chmod(0o755)
         for name in ("state", *(f"spool-{name}" for name in self._names)):
@@ -72,7 +72,7 @@ class Slurm:
         nodes = "\n".join(f"NodeName={name} NodeAddr={addresses[name]} CPUs=2 State=UNKNOWN" for name in self._names)
         config.write_text(
             _CONFIG.format(
-                name=os.uname().nodename, network=self._hosts.network, port=_free_port(), folder=folder, nodes=nodes
+                name=os.uname().nodename, network=self.hosts.network, port=_free_port(), folder=folder, nodes=nodes
             )
         )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
@@ -83,7 +83,7 @@ class Slurm:
         for name in self._names:
             script = f"mount --bind {folder}/hosts /etc/hosts\n/usr/sbin/slurmd -D -N {name} -f {config}"
             with (folder / f"started-{name}.log").open("wb") as log:
-                self._processes.append(self._hosts.start(name, script, log, **self.variables))
+                self._processes.append(self.hosts.start(name, script, log, **self.variables))
         self._await(len(self._names))
 
     def command(self, *words: str) -> str:

@@ -216,7 +216,7 @@ def test_all_hosts_that_cannot_take_part_are_named_at_once(site: Site, tmp_path:
             "there is no route to it",
             "nothing answers at its ssh port",
             "it refuses the key",
-            f"there is no folder {site.folder}",
+            f"it has no folder {site.folder}",
             f"There is no script 'never.py', nor any other Python file in '{site.folder}'",
             "it has shardwise 0.0.1, and this machine",
             f"it has torch 2.0.0, and {site.network}.1 has 2.",

@@ -59,6 +59,49 @@ COMPARE = """
     pathlib.Path(f"found{world.rank}").write_text(json.dumps(found))
     world.close()
 """
+SPLIT = """
+    world = sw.World.join()
+    torch.manual_seed(1)
+    batches = torch.randn(10, 2, 8, 160)
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(160)
+            self.gate, self.up, self.down = (torch.nn.Linear(160, 160) for _ in range(3))
+        def forward(self, x):
+            read = self.norm(x)
+            return x + self.down(torch.sigmoid(self.gate(read)) * self.up(read))
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+    style = {"blocks.*.gate": "column", "blocks.*.up": "column", "blocks.*.down": "row"}
+    for sequence in (False, True):
+        plain, cut = Blocks(), Blocks()
+        optimizer = sgd(plain)
+        plan = {"preset": "zero1", "mesh": {"tp": 2, "dp": 2}, "tensor": {"plan": style, "sequence": sequence}}
+        engine = sw.shard(cut, plan, optimizer=sgd(cut), world=world)
+        place, number = engine.data_ranks
+        for batch in batches:
+            loss = plain(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own = engine(batch.chunk(number)[place]).square().mean()
+            engine.backward(own)
+            engine.step()
+            assert abs(world.mean(own.item()) - loss.item()) < 1e-5 * loss.item()
+        assert engine.module.blocks[0].up.forward.line.runs_beside
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(engine.get(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+        engine.close()
+    world.close()
+"""
 TRAIN = """
     import logging
     logging.basicConfig(level=logging.WARNING)
@@ -130,6 +173,12 @@ def test_one_copy_crosses_and_training_is_the_plain_model_s(hosts: Hosts, tmp_pa
     whole = 4 * (160 * 160 + 160) * 4
     assert found[0]["ddp"][0] < 1.2 * whole  # a ring of four sends half as much again
     assert found[0]["zero3"][0] < 1.7 * whole
+
+
+def test_tensor_parallelism_between_hosts_is_the_plain_model_s(hosts: Hosts, tmp_path: Path) -> None:
+    """Over ten steps, with collectives beside products, carried by threads over gloo's own."""
+    job = Job(hosts, tmp_path, SPLIT)
+    assert job.end(seconds=240) == [0, 0], job.said(0) + job.said(1)
 
 
 def test_a_cable_that_is_out_for_seconds_ends_nothing(hosts: Hosts, tmp_path: Path) -> None:

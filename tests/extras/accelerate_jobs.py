@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import accelerate
@@ -188,3 +189,43 @@ def refused(what: str) -> None:
         model, _ = accelerator.prepare(first, torch.optim.SGD(first.parameters()))
         with accelerator.join_uneven_inputs([model]):
             pass
+
+
+def logged(plan: Any, folder: str, *, accumulates: bool) -> dict[str, Any]:
+    """A loop that logs as Accelerate's examples do: on all ranks or the main one, after steps and after evaluations."""
+    accelerator = made(
+        plan, gradient_accumulation_steps=2 if accumulates else 1, log_with="tensorboard", project_dir=folder
+    )
+    accelerator.init_trackers("run")
+    model = llama()
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=3e-3), DataLoader(rows(32), 2)
+    )
+    told: list[tuple[int, dict[str, Any]]] = []
+
+    def tell(values: dict[str, Any], step: int) -> None:
+        told.append((step, {name: float(value) for name, value in values.items() if name != "note"}))
+        accelerator.log(values, step=step)
+
+    num_steps = 0
+    for batch in batches:
+        with accelerator.accumulate(model) if accumulates else nullcontext():
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = accelerator.gather(loss.detach()[None]).mean()
+        if not accelerator.sync_gradients:
+            continue
+        num_steps += 1
+        if num_steps % 2 == 0:
+            tell({"loss": mean, "epoch": 0, "note": "half", "step": num_steps}, num_steps)  # all ranks
+        if num_steps == 2 and accelerator.is_main_process:
+            tell({"eval_loss": mean}, num_steps)
+            tell({"mine": 7}, num_steps)
+    if accelerator.is_main_process:
+        tell({"last": 1.0}, num_steps)
+    accelerator.end_training()
+    return {"told": told, "num_steps": num_steps}

@@ -7,15 +7,15 @@ from pathlib import Path
 from zoo import CASES
 
 HEAD = """\
-# Models that were tried
+# Tested models
 
-`tests/extras/test_zoo.py` builds each of these small, with random weights and dropout off, and trains it for three
-steps with AdamW: under `zero3` and `zero2` on two ranks, and in a plain loop on one process that goes through the same
-two half batches in turn and steps on their mean gradient. Compared are the losses of each half batch and step, and all
-parameters at the end: they have **the same bits**. What is not compared are running statistics (BatchNorm), which a
-plain loop updates from both halves in turn, and ranks from their own; all ranks have rank 0's.
+`tests/extras/test_zoo.py` builds a small version of each model, with random weights and without dropout, and trains it
+for three steps with AdamW: with `zero3` and `zero2` on two ranks, and in a plain loop on one process that runs the same
+two half batches one after the other and steps with their mean gradient. The losses of each half batch and step, and all
+parameters at the end, are **bit-identical**. Running statistics (BatchNorm) are not compared: a plain loop updates them
+from both halves in turn, ranks update them from their own half, and all ranks then take rank 0's.
 
-Models with a mixture of experts route the tokens of each half on their own, in both loops. `make extras` runs the test.
+Models with a mixture of experts route the tokens of each half separately, in both loops. `make extras` runs the test.
 This page is written by `tests/extras/models_page.py`.
 """
 
@@ -25,8 +25,8 @@ def page() -> str:
     for case in CASES.values():
         by_source.setdefault(case.source, []).append(f"`{case.name.removeprefix(case.source + '-')}`")
     rows = [f"| {source} | {len(names)} | {', '.join(names)} |" for source, names in by_source.items()]
-    table = ["| library | models | by name |", "|---|---:|---|", *rows, ""]
-    return "\n".join([HEAD, f"In all {len(CASES)} models.", "", *table])
+    table = ["| library | models | names |", "|---|---:|---|", *rows, ""]
+    return "\n".join([HEAD, f"{len(CASES)} models in total.", "", *table])
 
 
 if __name__ == "__main__":

@@ -128,3 +128,51 @@ def shared(config: dict[str, Any]) -> None:
         numel = sum(param.numel() for param in model.parameters())
         found = {"losses": losses, "numel": numel, "sampler": type(loader.sampler).__name__}
         ours.report(engine, found, state={"losses": losses})
+
+
+def tokens(step: int) -> torch.Tensor:
+    """Four rows, of which each counts as much as any other."""
+    return torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+def language_model(name: str) -> Any:
+    import trainer_jobs
+
+    return trainer_jobs.MODELS[name]()
+
+
+def plain_language(name: str, steps: int) -> list[float]:
+    """The losses of one process that has the whole model and whole batches."""
+    model, losses = language_model(name), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def language(config: dict[str, Any]) -> None:
+    """Workers that share in a language model by sequences, experts or stages; `steps` more than the checkpoint has."""
+    from shardwise.integrations import ray as ours
+
+    model = language_model(config["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with ours.shard(model, config["plan"], optimizer=optimizer) as engine:
+        state = ours.resume(engine)
+        losses = [] if state is None else list(state["losses"])
+        place, count = engine.data_ranks
+        for step in range(len(losses), len(losses) + config["steps"]):
+            rows_here = tokens(step)[place::count]
+            batch_here = {"input_ids": rows_here, "labels": rows_here}
+            if config["staged"]:
+                loss = engine.train_step(batch_here)
+            else:
+                loss = model(**batch_here).loss
+                engine.backward(loss)
+                engine.step()
+            losses.append(engine.mean(loss.item()))
+        numel = sum(param.numel() for param in model.parameters())
+        ours.report(engine, {"losses": losses, "numel": numel, "dealt": count}, state={"losses": losses})

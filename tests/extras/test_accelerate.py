@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from safetensors.torch import load_file
 
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate_config import read_accelerate_config
+from shardwise.monitor import read_record
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,6 +87,62 @@ def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
     assert alone["state"] != run["state"]  # that of the first epoch
 
 
+@pytest.mark.parametrize(("accumulates", "ranks"), [(True, 2), (False, 2), (False, 1)])
+def test_what_is_logged_stands_in_the_record(tmp_path: Path, accumulates: bool, ranks: int) -> None:
+    """By all ranks or by the main one alone; Accelerate's own trackers are told too."""
+    run = tmp_path / "run"
+    plan = {"preset": "zero3", "run": str(run), "trackers": ["jsonl", "csv"]}
+    first = on_ranks(ranks, jobs.logged, plan, str(tmp_path / "board"), accumulates=accumulates)[0]
+    losses = {step: values["loss"] for step, values in first["told"] if "loss" in values}
+    assert losses
+    record = read_record(run / "record.jsonl")
+    assert dict(record.column("loss")) == pytest.approx(losses)
+    assert dict(record.column("epoch")) == dict.fromkeys(losses, 0)
+    assert all(seconds > 0 for _, seconds in record.column("seconds"))
+    assert set(dict(record.column("norm"))) == set(losses)
+    assert dict(record.column("loss", "validation")) == pytest.approx({2: losses[2]})
+    assert record.column("mine", "log") == [(2, 7.0)]
+    assert record.column("last", "log") == [(first["num_steps"], 1.0)]
+    (line, *_) = [line for line in record.lines if line["kind"] == "ranks"]
+    assert len(line["ranks"]) == ranks
+    assert record.lines[-1]["status"] == "ended"
+    with (run / "metrics.csv").open(newline="") as file:
+        assert {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row["loss"]} == losses
+    (written,) = (tmp_path / "board").glob("run/events.out.tfevents.*")
+    assert written.stat().st_size > 200
+
+
+SCRIPT = """
+import accelerate, torch
+accelerator = accelerate.Accelerator()
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    loss = model(torch.ones(3, 4)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    if accelerator.is_main_process:
+        accelerator.log({"loss": loss}, step=step)
+"""
+
+
+def test_what_is_logged_last_is_kept_without_an_end(tmp_path: Path) -> None:
+    """The script ends without end_training(), so that ranks do nothing together any more."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "plan.yaml").write_text("{preset: zero1, run: run}")
+    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", "2", "--shardwise", "plan.yaml", "script.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    record = read_record(tmp_path / "run" / "record.jsonl")
+    assert [step for step, _ in record.column("loss")] == [1, 2]
+    assert [step for step, _ in record.column("loss", "log")] == [3]
+    assert record.lines[-1]["status"] == "ended"
+
+
 def test_several_models() -> None:
     plain = begin(2, jobs.adversaries, None)
     ours = on_ranks(2, jobs.adversaries, "zero3")[0]
@@ -92,7 +153,7 @@ REFUSED = {
     "plugin": "fsdp_plugin= asks for FSDP",
     "clipping": "clips by itself",
     "accumulation": "accumulate 2 .* says 1",
-    "axes": "mesh has pp, and Accelerate",
+    "axes": "mesh has pp, and Accelerate .* then engine.train_step",
     "spread": "SGD has parameters of Linear and others",
     "strange state": "was saved without an engine",
     "alone": "Linear was prepared without its optimizer",
@@ -205,7 +266,7 @@ def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> Non
     [
         ("- a", "no distributed_type"),
         ("distributed_type: MEGATRON_LM", "is not supported here"),
-        ("distributed_type: FSDP\nnum_machines: 2", "starts ranks of one host"),
+        ("distributed_type: FSDP\nnum_machines: 2", "machine_rank is missing"),
         ("distributed_type: [", "cannot be read"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "there are 0, 1, 2 and 3"),
     ],

@@ -61,7 +61,7 @@ def test_precisions() -> None:
 
 REFUSED = {
     "clipping": "clip_grad_norm 1.0, and a loop of Fabric does that itself",
-    "stages": "mesh has pp, and Fabric calls the whole model",
+    "stages": "mesh has pp, and Fabric .* then engine.train_step",
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "state": "state_dict_type is 'some'",
     "precision": "precision is '64-true', which a loop of Fabric cannot have",

@@ -64,12 +64,14 @@ def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", [1, 2])
+def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, split: int) -> None:
+    """Over `split` sequences two ranks have the batches of one."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
-    waited = begin(2, plain, [str(theirs / "told.json"), "--output_dir", str(theirs), *ARGUMENTS])
-    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    waited = begin(2 // split, plain, [str(theirs / "told.json"), "--output_dir", str(theirs), *ARGUMENTS])
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO | ({"sequence_parallel_size": split} if split > 1 else {})))
     words = [str(SCRIPT), str(ours / "told.json"), "--output_dir", str(ours), *ARGUMENTS]
     done = launched(*words, "--deepspeed", str(tmp_path / "ds.json"))
     assert done.returncode == 0, done.stderr[-3000:]

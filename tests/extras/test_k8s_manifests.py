@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import kubeflow_trainer_api.models as kubeflow
 import kubernetes_validate
@@ -17,17 +14,18 @@ import pytest
 import yaml
 
 from shardwise.errors import LaunchError
-from shardwise.launch.job import Job
+from shardwise.launch.job import Elastic, Job
 from shardwise.launch.places.k8s import K8sPlan, PodRequest, plan_k8s
 from shardwise.launch.places.k8s_run import run_k8s
+from tests.extras.k8s_server import Cluster, interrupt_soon
 
 VERSIONS = ("1.29", "1.37")
-LABELS = ("batch.kubernetes.io/job-name", "jobset.sigs.k8s.io/jobset-name")
 
 
 def plan(kind: str, **fields: Any) -> K8sPlan:
     fields = {"nodes": 2, "gpus_per_node": 8, "queue": "q"} | fields
-    job = Job(("train.py", "--lr", "1"), nproc=8, threads=2)
+    elastic = fields.pop("elastic", None)
+    job = Job(("train.py", "--lr", "1"), nproc=8, threads=2, elastic=elastic)
     return plan_k8s(job, PodRequest("image:1", kind=kind, name="train", **fields), {"A": "b"})
 
 
@@ -41,6 +39,14 @@ def test_kubernetes_schemas_take_job_and_service(version: str) -> None:
         kubernetes_validate.validate(wrong, version, strict=True)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_schemas_take_an_elastic_job(version: str) -> None:
+    manifests = plan("job", elastic=Elastic(8, 24), secrets=("s",), claims={"data": "/data"}).manifests
+    assert [manifest["kind"] for manifest in manifests] == ["Secret", "Service", "Job", "Job"]
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "model"), [("jobset", "JobsetV1alpha2JobSet"), ("trainjob", "TrainerV1alpha1TrainJob")]
 )
@@ -49,105 +55,102 @@ def test_models_of_kubeflow_keep_all_of_it(kind: str, model: str) -> None:
     (manifest,) = plan(kind).manifests
     assert getattr(kubeflow, model).from_dict(manifest).to_dict() == manifest
     if kind == "jobset":
+        whole = plan(kind, elastic=Elastic(8, 24)).manifests[-1]
+        assert getattr(kubeflow, model).from_dict(whole).to_dict() == whole
         inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "t"}}
         spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
         kubernetes_validate.validate({**inner, "spec": spec}, VERSIONS[-1], strict=True)
 
 
-class Server(ThreadingHTTPServer):
-    """Objects as they were posted; pods run for a moment, and then the job is over as `ending` says."""
+def saying(whole: K8sPlan, script: str) -> K8sPlan:
+    """The same, with pods that run a shell script."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.posted: dict[str, dict[str, Any]] = {}
-        self.deleted: list[str] = []
-        self.refuses = ""
-        self.ending = "Complete"
-        self.asked = 0
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: ["sh", "-c", script] if key == "command" else changed(one) for key, one in value.items()}
+        return [changed(one) for one in value] if isinstance(value, list) else value
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["kind"] == self.server.refuses:
-            self.answer({"kind": "Status", "message": f"{body['metadata']['name']} already exists"}, 409)
-            return
-        self.server.posted[self.path] = body
-        self.answer(body, 201)
-
-    def do_DELETE(self) -> None:
-        self.server.deleted.append(self.path)
-        self.answer({"kind": "Service", "apiVersion": "v1"})
-
-    def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
-        if path.endswith("/log"):
-            self.send_response(200)
-            self.end_headers()
-            for number in range(2):
-                self.wfile.write(f"line {number}\n".encode())
-                self.wfile.flush()
-                time.sleep(0.05)
-        elif path.endswith("/pods"):
-            assert unquote(query) in [f"labelSelector={name}=train" for name in LABELS]
-            phase = "Pending" if self.server.asked < 1 else "Running"
-            pods = [{"metadata": {"name": f"train-{n}"}, "status": {"phase": phase}} for n in range(2)]
-            self.answer({"kind": "PodList", "apiVersion": "v1", "items": pods})
-        else:
-            self.server.asked += 1
-            ending = [{"type": self.server.ending, "status": "True"}] if self.server.asked > 3 else []
-            self.answer({"status": {"conditions": ending}})
-
-    def answer(self, body: dict[str, Any], status: int = 200) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        """Tests print nothing."""
+    return dataclasses.replace(whole, manifests=tuple(changed(manifest) for manifest in whole.manifests))
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_address[1]}"}}
-        contexts = [{"name": "x", "context": {"cluster": "c", "user": "u"}}]
-        users = [{"name": "u", "user": {"token": "t"}}]
-        config = {"apiVersion": "v1", "kind": "Config", "current-context": "x", "clusters": [cluster]}
-        (tmp_path / "config").write_text(yaml.safe_dump(config | {"contexts": contexts, "users": users}))
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-        yield server
-        server.shutdown()
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    server = Cluster()
+    tell_of(server, tmp_path, monkeypatch)
+    yield server
+    server.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "ending", "status"), [("job", "Complete", 0), ("job", "Failed", 1), ("jobset", "Completed", 0)]
-)
-def test_submitted_and_followed(
-    server: Server, kind: str, ending: str, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.ending = ending
-    whole = plan(kind)
-    assert run_k8s(whole, look_seconds=0.05) == status
-    assert list(server.posted.values()) == list(whole.manifests)
+def tell_of(server: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `kubectl` finds it."""
+    cluster = {"name": "c", "cluster": {"server": server.url}}
+    contexts = [{"name": "x", "context": {"cluster": "c", "user": "u"}}]
+    users = [{"name": "u", "user": {"token": "t"}}]
+    config = {"apiVersion": "v1", "kind": "Config", "current-context": "x", "clusters": [cluster]}
+    (folder / "config").write_text(yaml.safe_dump(config | {"contexts": contexts, "users": users}))
+    monkeypatch.setenv("KUBECONFIG", str(folder / "config"))
+
+
+TWO_LINES = "echo line 0; sleep 0.2; echo line 1"
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("status", [0, 1])
+def test_submitted_and_followed(cluster: Cluster, kind: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = saying(plan(kind), f"{TWO_LINES}; sleep 0.5; exit {status}")
+    assert run_k8s(whole, 0.05) == status
+    posted = [found for action, _, found in cluster.events if action == "ADDED" and found["kind"] != "Pod"]
+    assert [found["spec"] for found in posted] == [manifest["spec"] for manifest in whole.manifests]
     shown = capsys.readouterr()
-    assert sorted(shown.out.splitlines()) == [f"train-{pod}: line {line}" for pod in range(2) for line in range(2)]
-    assert f"`kubectl delete {kind}/train -n default` ends it" in shown.err
+    assert sorted(line.partition(": ")[2] for line in shown.out.splitlines()) == ["line 0"] * 2 + ["line 1"] * 2
+    assert len({line.partition(": ")[0] for line in shown.out.splitlines()}) == 2
+    assert f"`{whole.delete_command}` ends it" in shown.err
+    assert ("the job has failed (Over: Job has reached" in shown.err) == bool(status)
+    if kind != "job":
+        assert whole.delete_command == f"kubectl delete {kind}/train -n default"
 
 
-def test_what_the_cluster_refuses(server: Server) -> None:
-    """The service of a job that cannot be is taken away again."""
-    server.refuses = "Job"
-    with pytest.raises(LaunchError, match="refuses the Job: train already exists"):
-        run_k8s(plan("job"))
-    assert server.deleted == ["/api/v1/namespaces/default/services/train"]
-    server.shutdown()
-    server.server_close()
+def test_logs_whose_connection_ends_go_on_where_they_were(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.cuts_logs_after = 2
+    whole = saying(plan("job", nodes=1), "for i in 0 1 2 3 4 5 6; do echo line $i; sleep 0.05; done; sleep 1")
+    assert run_k8s(whole, 0.05) == 0
+    shown = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [f"line {number}" for number in range(7)]
+
+
+def test_an_api_server_that_is_away_for_a_while(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    threading.Timer(0.5, setattr, (cluster, "is_down", True)).start()
+    threading.Timer(1.5, setattr, (cluster, "is_down", False)).start()
+    assert run_k8s(saying(plan("job"), f"{TWO_LINES}; sleep 2"), 0.05) == 0
+    said = capsys.readouterr().err
+    assert said.count("the cluster does not say how the job is: the server is starting. It is asked again.") >= 1
+
+
+def test_a_job_that_somebody_deletes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/apis/batch/v1/namespaces/default/jobs/train"
+    threading.Timer(0.7, cluster.delete, (path,)).start()
+    assert run_k8s(saying(plan("job"), "exec sleep 60"), 0.05) == 1
+    assert "the Job train was deleted." in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_end_it(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt_soon(0.7)
+    assert run_k8s(saying(plan("job"), "exec sleep 60"), 0.05) == 130
+    command = "kubectl delete job,service -n default -l app.kubernetes.io/instance=train"
+    assert f"the job goes on; `{command}` ends it." in capsys.readouterr().err
+    assert len(cluster.pods("train")) == 2
+
+
+def test_what_the_cluster_refuses(cluster: Cluster) -> None:
+    """What was made of a job that cannot be is taken away again."""
+    cluster.refuses = "Job"
+    with pytest.raises(LaunchError, match="refuses the Job: train-hosts already exists"):
+        run_k8s(plan("job", elastic=Elastic(1, 16)))
+    assert not cluster.objects
+    assert [path.rpartition("/")[0] for kind, path, _ in cluster.events if kind == "DELETED"] == [
+        f"/api/v1/namespaces/default/{kind}" for kind in ("services", "secrets")
+    ]
+    cluster.shutdown()
+    cluster.server_close()
     with pytest.raises(LaunchError, match="does not answer"):
         run_k8s(plan("job"))

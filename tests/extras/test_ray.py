@@ -89,6 +89,41 @@ def test_workers_that_share_in_a_model(cluster: None, tmp_path: Path) -> None:
     assert (len(apart["losses"]), apart["sampler"]) == (8 + 2, "DistributedSampler")
 
 
+@pytest.mark.parametrize(
+    ("model", "mesh", "dealt"),
+    [
+        ("llama", {"dp": 1, "sp": 2}, 1),  # each worker has half of the tokens of each row
+        ("mixtral", {"dp": 1, "ep": 2}, 2),  # and half of the experts, and rows of its own
+        ("llama", {"pp": 2, "dp": 1}, 1),  # and half of the layers
+    ],
+    ids=("sp", "ep", "pp"),
+)
+def test_workers_that_share_in_a_language_model(
+    cluster: None, tmp_path: Path, model: str, mesh: dict[str, int], dealt: int
+) -> None:
+    """Like one plain process; and on from the checkpoint of stages by zero3, whose workers have rows of their own."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def run(plan: dict[str, Any], steps: int) -> dict[str, Any]:
+        config = {"plan": plan, "model": model, "steps": steps, "staged": "pp" in plan.get("mesh", {})}
+        trainer = TorchTrainer(
+            jobs.language, train_loop_config=config, scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="language", storage_path=str(tmp_path)),
+        )  # fmt: skip
+        found: dict[str, Any] = trainer.fit().metrics
+        return found
+
+    expected = jobs.plain_language(model, 6)
+    shared = run({"preset": "zero1", "mesh": mesh} | ({"accumulate": 2} if "pp" in mesh else {}), 4)
+    assert shared["losses"] == pytest.approx(expected[:4], abs=1e-5)
+    assert shared["dealt"] == dealt
+    whole = sum(param.numel() for param in jobs.language_model(model).parameters())
+    assert (shared["numel"] < whole) == ("sp" not in mesh)
+    if "pp" in mesh:
+        assert run({"preset": "zero3"}, 2)["losses"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_loop_of_the_page(cluster: None, tmp_path: Path) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

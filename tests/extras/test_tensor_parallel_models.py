@@ -44,6 +44,9 @@ THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_head
 T5 = {"d_kv": 16, "d_ff": 128, "d_model": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 BLOOM = {"n_layer": 2, "n_head": 4, "hidden_size": 64}
 FALCON = {"alibi": False, "bias": True}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+DEEPSEEK |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
 MODELS: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", {}, 2),
@@ -78,6 +81,12 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "falcon, sequences": ("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, 2, SEQUENCE),
     "vit": ("vit", {"image_size": 16, "patch_size": 4, "num_labels": 5}, 2),
     "t5": ("t5", {**T5, "tie_word_embeddings": True}, 2),
+    "mixtral": ("mixtral", EXPERTS | {"num_local_experts": 4}, 2),
+    "mixtral, uneven": ("mixtral", EXPERTS | {"num_local_experts": 4, "intermediate_size": 104}, 2),
+    "mixtral, four ranks": ("mixtral", EXPERTS | {"num_local_experts": 4, "num_key_value_heads": 4}, 4),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "num_experts": 4, "decoder_sparse_step": 1}, 2),
+    "deepseek-v3": ("deepseek_v3", EXPERTS | DEEPSEEK, 2),
+    "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, 2),
 }
 
 
@@ -176,10 +185,20 @@ def test_it_generates_and_is_saved_as_the_unsplit_model(kind: str, tmp_path: Pat
         assert torch.equal(value, model.state_dict()[name]), name
 
 
-def adapted() -> nn.Module:
-    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "o_proj", "down_proj", "gate_proj"])
+ADAPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", {}, ()),
+    "with a head that is trained": ("llama", {}, ("lm_head",)),
+    "with both ends trained": ("llama", {}, ("lm_head", "embed_tokens")),
+    "with experts": ("mixtral", EXPERTS | {"num_local_experts": 4}, ()),
+}
+
+
+def adapted(what: str) -> nn.Module:
+    kind, sizes, trained = ADAPTED[what]
+    names = ["q_proj", "k_proj", "o_proj", "down_proj", "gate_proj"]
+    config = LoraConfig(r=4, target_modules=names, modules_to_save=list(trained) or None)
     torch.manual_seed(0)
-    model: nn.Module = get_peft_model(built("llama", {}), config)
+    model: nn.Module = get_peft_model(built(kind, sizes), config)
     for name, param in model.named_parameters():
         if "lora_B" in name:  # not zero, so that what is before it has gradients at once
             nn.init.normal_(param, 0.0, 0.02)
@@ -197,15 +216,19 @@ def trained_adapters(models: list[nn.Module], preset: str, tp: int) -> list[tupl
                 loss = engine(**batch("llama")).loss
                 engine.backward(loss)
                 said += [loss.item(), float(engine.step() or 0.0)]
-            return said, {name: engine.get(name) for name, _ in model.named_parameters() if "lora" in name}
+            return said, {name: engine.get(name) for name, param in model.named_parameters() if param.requires_grad}
 
     return run_ranks(tp, rank)
 
 
-@pytest.mark.parametrize(("preset", "tp"), [("zero1", 2), ("zero3", 2), ("zero1", 4)])
-def test_adapters_of_peft_are_cut_with_what_they_adapt(preset: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "preset", "tp"),
+    [("llama", "zero1", 2), ("llama", "zero3", 2), ("llama", "zero1", 4)]
+    + [(what, preset, 2) for what in ADAPTED if what != "llama" for preset in ("zero1", "zero3")],
+)
+def test_adapters_of_peft_are_cut_with_what_they_adapt(what: str, preset: str, tp: int) -> None:
     """Four ranks share two heads of keys, and so two of them share a half of the matrix behind an adapter."""
-    twin = adapted()
+    twin = adapted(what)
     models = [copy.deepcopy(twin) for _ in range(tp)]
     trainable = {name: param for name, param in twin.named_parameters() if param.requires_grad}
     optimizer = torch.optim.AdamW(list(trainable.values()), lr=1e-2, eps=1e-4)
@@ -239,10 +262,19 @@ def test_a_falcon_that_cannot_be_cut_is_refused(sizes: dict[str, Any]) -> None:
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
-def test_experts_are_refused_by_name() -> None:
+def test_experts_with_parameters_that_the_plan_does_not_name_are_refused() -> None:
     models = [built("mixtral", {"num_local_experts": 4}) for _ in range(2)]
+    for model in models:
+        model.get_submodule("model.layers.1.mlp.experts").register_parameter("bias", nn.Parameter(torch.zeros(4, 8)))
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"has the style 'packed_colwise' for .*experts.gate_up_proj"):
+    with pytest.raises(ModelError, match=r"does not cut model.layers.1.mlp.experts.bias .* Add an axis ep"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+
+
+def test_experts_whose_sequences_would_be_cut_are_refused() -> None:
+    models = [built("mixtral", {"num_local_experts": 4}) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
+    with pytest.raises(ModelError, match=r"mlp.experts has experts, .* Leave tensor.sequence out"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 

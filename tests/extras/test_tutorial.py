@@ -33,7 +33,7 @@ def test_what_the_page_shows_is_in_the_program() -> None:
 
 def finetune(out: Path, nproc: int, *options: str) -> str:
     script = Path(__file__).parent / "tutorial_script.py"
-    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(nproc), str(script)]
+    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(nproc), "--threads", "1", str(script)]
     asked = [str(EXAMPLE / "finetune.py"), "--rows", "8", "--candidates", "16", "--out", str(out), *options]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, cwd=out.parent, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

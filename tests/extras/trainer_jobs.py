@@ -298,6 +298,35 @@ def tuned(plan: Any, folder: str) -> dict[str, Any]:
     return found | {"resumed": told(again, getattr(again, "engine", None))}
 
 
+def prompted(plan: Any, folder: str, kind: str) -> dict[str, Any]:
+    """Adapters that `peft` computes or cuts while it saves them."""
+    import peft
+
+    causal = {"task_type": "CAUSAL_LM"}
+    base = llama()
+    if kind == "adalora":
+        config = peft.AdaLoraConfig(
+            init_r=4, target_r=2, tinit=1, tfinal=1, total_step=6, target_modules=["q_proj", "v_proj"], **causal
+        )  # fmt: skip
+    else:
+        config = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind](
+            num_virtual_tokens=4, **causal
+        )
+
+    class Allocating(transformers.TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if kind == "adalora":
+                model.base_model.update_and_allocate(state.global_step)
+
+    model = peft.get_peft_model(base, config)
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": False}
+    trainer = make(plan, model, folder, callbacks=[Allocating()], **settings)
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    found = told(trainer, getattr(trainer, "engine", None))
+    return {name: found[name] for name in ("losses", "norms")}
+
+
 def generated(plan: Any) -> dict[str, Any]:
     """An encoder and decoder that is trained, and evaluated by what it generates; ranks generate other lengths."""
     from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments

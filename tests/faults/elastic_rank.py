@@ -2,8 +2,8 @@
 
 elastic_rank.py OUT STEPS NEW FAULT...     OUT: a folder; it ends after STEPS, with so many NEW members
 
-FAULT is WHAT:MEMBER:STEP, where WHAT is kill, stop, leave, raise, or regroup (dies when it is about to meet the others
-again after STEP); or opening:MEMBER:GENERATION.
+FAULT is WHAT:MEMBER:STEP, where WHAT is kill, stop, leave, raise, exit, or regroup (dies when it is about to meet the
+others again after STEP); or opening:MEMBER:GENERATION.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class Rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.is_due("raise"):
             raise ValueError("a bad batch")
+        if self.is_due("exit"):
+            sys.exit(7)
         if self.is_due("leave"):
             self.membership.leave()
         time.sleep(0.005)

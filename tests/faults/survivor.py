@@ -1,7 +1,11 @@
 """Run by `test_survival.py` on real processes: a loop as anybody writes it, some of whose ranks are killed.
 
 survivor.py OUT PLAN LOOP STEPS KILL...     OUT: a folder; PLAN: a preset or JSON; LOOP: engine, plain or train_step;
-KILL: MEMBER:STEP:POINT, where POINT is forward, backward, step, or a number: of the collective that is next then
+KILL: MEMBER:STEP:POINT, where POINT is forward, backward, step, or a number: of the collective that is next then; or
+copyN: of the Nth portion that is sent to another host in that step
+
+With HOSTS=aabb in the environment members are of these hosts, by number: each has a folder of its own, which goes with
+it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the rank alone.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +24,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.journal import FIRST_SIDE_TAG
+from shardwise.comm.shm import Neighbours
+from shardwise.elastic import copies
 
 ROWS, WIDTH, OUTPUTS = 12, 16, 8
 
@@ -40,10 +48,51 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
+class Hosts:
+    """Pretended ones: of this machine, but with memory of their own."""
+
+    def __init__(self, said: str, out: Path) -> None:
+        self.names, _, self.what = said.partition("/")
+        self.out = out
+
+    def pretend(self, member: int) -> None:
+        """Before the world is joined."""
+        mine = self.names[member]
+        folder = Path(os.environ["SHARDWISE_IMAGES"]) / mine
+        folder.mkdir(exist_ok=True)
+        (self.out / f"memory-{mine}").write_text(str(folder))
+        os.environ["SHARDWISE_IMAGES"] = str(folder)
+        belong = sw.World.belong
+
+        def pretended(world: sw.World, generation: int, members: tuple[int, ...], *more: Any) -> None:
+            belong(world, generation, members, *more)
+            world.hosts = tuple(self.names[one] for one in members)
+
+        sw.World.belong = pretended  # type: ignore[method-assign]
+        meet = Neighbours.meet
+
+        def met(rank: int, exchange: Any, host: str = "") -> Any:
+            return meet(rank, exchange, mine)
+
+        Neighbours.meet = met  # type: ignore[method-assign]
+
+    def kill(self, member: int) -> None:
+        """The host of this process, or it alone."""
+        if self.what != "rank":
+            shutil.rmtree(os.environ["SHARDWISE_IMAGES"], ignore_errors=True)
+            for other, name in enumerate(self.names):
+                pid = self.out / f"pid-{other}"
+                if other != member and name == self.names[member] and pid.exists():
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Deaths:
     """Kills this process where it is told to."""
 
-    def __init__(self, kills: list[str], member: int) -> None:
+    def __init__(self, kills: list[str], member: int, hosts: Hosts | None = None) -> None:
+        self._hosts, self._member = hosts, member
+        self._portions_left = -1
         mine = [kill.split(":") for kill in kills]
         self._at = {(int(step), point) for one, step, point in mine if int(one) == member}
         self._left = -1
@@ -56,6 +105,8 @@ class Deaths:
         for at, point in self._at:
             if at == step and point.isdigit() and self._left < 0:
                 self._left = int(point)
+            if at == step and point.startswith("copy"):
+                self._portions_left = int(point.removeprefix("copy"))
 
     def watch(self, world: sw.World) -> None:
         enter = world.journal.enter
@@ -67,27 +118,54 @@ class Deaths:
             return enter(*args, **kwargs)
 
         world.journal.enter = counted  # type: ignore[method-assign]
+        send = world.transport.send
+
+        def counted_portions(tensor: torch.Tensor, rank: int, tag: int) -> Any:
+            if tag >= FIRST_SIDE_TAG and self._portions_left >= 0:
+                self._portions_left -= 1
+                if self._portions_left < 0:
+                    self._die()
+            return send(tensor, rank, tag)
+
+        world.transport.send = counted_portions  # type: ignore[method-assign]
 
     def _die(self) -> None:
+        if self._hosts is not None:
+            self._hosts.kill(self._member)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> None:
     logging.basicConfig(level="WARNING")
     torch.set_num_threads(1)
+    hosts = Hosts(os.environ["HOSTS"], out) if "HOSTS" in os.environ else None
+    if hosts is not None:
+        hosts.pretend(int(os.environ["SHARDWISE_MEMBER"]))
+        copies._PORTION_BYTES = 512
     world = sw.World.join(timeout_seconds=20)
     member = world.membership.member if world.membership is not None else world.rank
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = sw.shard(model, json.loads(plan) if plan.startswith("{") else plan, optimizer=optimizer, world=world)
     resumed = engine.resume(out / "checkpoints")  # nobody saves there
-    deaths = Deaths(kills, member)
+    deaths = Deaths(kills, member, hosts)
     (out / f"pid-{member}").write_text(str(os.getpid()))
     losses: dict[int, float] = {}
     times: list[tuple[int, float]] = []
     generation = -1
-    while engine.num_steps < num_steps and not engine.any_rank((out / "enough").exists()):
+    state: dict[str, Any] = {}
+    generator = torch.Generator().set_state(torch.get_rng_state())
+    expected = [torch.rand((), generator=generator).item() for _ in range(min(num_steps, 100))]
+    drawn: dict[int, float] = {}
+    while not state:
+        if engine.num_steps >= num_steps or engine.any_rank((out / "enough").exists()):
+            taken = engine.num_steps
+            state = {name: value.tolist() for name, value in engine.state_dict().items()}
+            if engine.num_steps < taken:
+                state = {}  # whoever died took the last step along
+            continue
         step = engine.num_steps
+        time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
         if generation != engine.world.generation:
             generation = engine.world.generation
             deaths.watch(engine.world)
@@ -99,6 +177,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
             loss = engine.train_step(x, y, loss_fn=loss_of)
         else:
             loss = loss_of(model(x), y)
+            drawn[step] = torch.rand(()).item()
             deaths.befall(step, "backward")
             if loop == "engine":
                 engine.backward(loss)
@@ -113,8 +192,9 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
         if engine.num_steps > step:
             losses[step] = engine.mean(loss.item())
         times.append((engine.num_steps, time.time()))
-    state = {name: value.tolist() for name, value in engine.state_dict().items()}
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
+    if world.membership is not None and world.membership.arrival is None:
+        said["drawn"] = [drawn[step] for step in sorted(drawn)][: len(expected)], expected[: len(drawn)]
     said["folder"] = str(world.membership.folder) if world.membership is not None else None
     said["resumed"] = None if resumed is None else (resumed.step, resumed.state)
     (out / f"member-{member}.json").write_text(json.dumps(said))

@@ -13,7 +13,7 @@ import torch
 import warm
 from shardwise.monitor import read_record
 from tests.faults.bad_batch import BAD_STEP, NUM_STEPS, bad_sample, build, loader
-from tests.thorough import THOROUGH
+from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("bad_batch.py")
 
@@ -48,7 +48,7 @@ def oracle() -> list[float]:
     return losses
 
 
-@pytest.mark.skipif(not THOROUGH, reason="starts many processes; make thorough runs it")
+@thorough_only("starts many processes")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("where", "num_dead", "retries"), [("forward", 2, "3:600"), ("source", 1, "0:10")])
 def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries: str, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries
     assert verdicts[-1]["at_step"] == BAD_STEP
 
 
-@pytest.mark.skipif(not THOROUGH, reason="starts many processes; make thorough runs it")
+@thorough_only("starts many processes")
 @pytest.mark.timeout(240)
 def test_without_a_loader_that_can_go_on_behind_a_batch_it_is_refused(tmp_path: Path) -> None:
     done = ran(tmp_path, "own", {"preset": "zero1", "bad_batch": "skip"})

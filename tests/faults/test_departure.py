@@ -11,7 +11,7 @@ import pytest
 
 import warm
 from shardwise.comm.members.departure import ENDING, Departure
-from tests.thorough import THOROUGH
+from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("blamed_rank.py")
 
@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(not THOROUGH, reason="five jobs of three processes")
+@thorough_only("five jobs of three processes")
 @pytest.mark.parametrize("what", CASES)
 def test_in_real_jobs(what: str) -> None:
     status, words, num_done = CASES[what]

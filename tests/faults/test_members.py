@@ -107,6 +107,14 @@ def test_too_few_begin_again_and_one_that_raises_or_leaves_is_no_failure(tmp_pat
     assert away is True
 
 
+def test_one_that_exits_with_a_status_has_not_finished_and_is_replaced(tmp_path: Path) -> None:
+    status, said = run(tmp_path, ["--elastic", "2:4"], "40", "1", "exit:1:20")
+    assert status == 0, said
+    assert "rank 1 raised SystemExit: 7" in said
+    assert "Blame: node: Rank 1 ended with exit code 7. The others go on." in said
+    assert sorted(all_facts(tmp_path, "done", "rank")) == [0, 1, 2, 3]
+
+
 def await_facts(out: Path, what: str, number: int) -> None:
     deadline = time.monotonic() + 60
     while len(all_facts(out, what, "pid")) < number:

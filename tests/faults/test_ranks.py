@@ -306,7 +306,7 @@ def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch
     def rank(world: sw.World) -> FaultError:
         if world.rank == 1:
             assert world._watch is not None
-            world._watch._told.wait(30)  # rank 0 waits meanwhile, so its watch looks at the others
+            world._watch._is_delivered.wait(30)  # rank 0 waits meanwhile, so its watch looks at the others
         with pytest.raises(FaultError) as raised:
             world.barrier()
         return raised.value

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -17,9 +18,9 @@ import torch
 import warm
 from shardwise.monitor import read_record
 from tests.faults.survivor import ROWS, batch_of, build, loss_of
-from tests.thorough import THOROUGH, drawn, one_in
+from tests.thorough import drawn, one_in, thorough_only
 
-pytestmark = pytest.mark.skipif(not THOROUGH, reason="starts many processes; make thorough runs it")
+pytestmark = thorough_only("starts many processes")
 SCRIPT = Path(__file__).with_name("survivor.py")
 
 
@@ -39,11 +40,11 @@ def oracle(num_steps: int) -> list[float]:
 
 
 def started(
-    out: Path, plan: str, loop: str, num_steps: int, kills: list[str], retries: str, least: int = 2
+    out: Path, plan: str, loop: str, num_steps: int, kills: list[str], retries: str, least: int = 2, hosts: str = ""
 ) -> subprocess.Popen[str]:
     launch = ["launch", "--nproc", "4", "--elastic", f"{least}:4", "--retries", retries]
     script = [str(SCRIPT), str(out), plan, loop, str(num_steps), *kills]
-    environment = {**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1", **({"HOSTS": hosts} if hosts else {})}
     return subprocess.Popen(
         [warm.python(), "-m", "shardwise", *launch, *script],
         env=environment,
@@ -63,6 +64,8 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
         wrong = [pair for pair in pairs if abs(pair[0] - pair[1]) > 1e-6 * pair[1]]
         assert len(wrong) <= most_wrong, (wrong, said)
         assert one["state"] == found[0]["state"]
+        drawn, expected = one.get("drawn", ([], []))
+        assert drawn == expected, "random numbers are put back"
         assert one["folder"].startswith("/dev/shm/")
         assert not Path(one["folder"]).exists(), "what outlives ranks goes with the job"
         if not one["losses"]:
@@ -88,6 +91,32 @@ def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: 
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10")
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=2)
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(
+    ("plan", "loop", "hosts", "kills"),
+    [
+        ("zero3", "engine", "aabb", ["0:3:backward"]),
+        ("zero1", "plain", "aabb", ["3:4:copy2"]),
+        ("zero2", "train_step", "aabb", ["1:4:copy7"]),
+        ("zero3", "plain", "aabb", ["2:4:copy0"]),
+        ("zero1", "engine", "abbc", ["0:3:step", "3:6:copy3"]),
+        ("zero3", "train_step", "abcd", ["0:2:forward", "2:5:12"]),
+        ("zero3", "engine", "aabb/rank", ["0:3:copy4", "3:6:9"]),
+        ('{"preset": "hpz", "mesh": {"node": 2, "local": 2}}', "plain", "aabb", ["1:4:copy5"]),
+        ('{"preset": "hsdp", "mesh": {"node": 2, "local": 2}}', "engine", "aabb", ["2:4:step"]),
+        ("zero2", "engine", "aabb", ["0:5:0"]),
+        ("zero2", "engine", "aabb", ["0:5:7"]),
+        ("zero3", "plain", "aabb", ["2:5:13"]),
+    ],
+)
+def test_hosts_are_lost_with_their_memory(plan: str, loop: str, hosts: str, kills: list[str], tmp_path: Path) -> None:
+    """All ranks of a host are killed at once, and its images removed; or one, whose host lives."""
+    job = started(tmp_path, plan, loop, 10, kills, retries="0:10", hosts=hosts, least=1)
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=len(kills))
+    assert "go on after step" in said or "goes on after step" in said
 
 
 @pytest.mark.timeout(360)
@@ -120,6 +149,39 @@ def test_ranks_are_killed_at_random_and_come_back(tmp_path: Path) -> None:
     assert len(dead) == num_kills, said
     steps = max(int(step) for path in tmp_path.glob("member-*.json") for step in json.loads(path.read_text())["losses"])
     check(said, job, tmp_path, steps + 1, most_wrong=num_kills)
+
+
+@pytest.mark.timeout(7200)
+def test_hosts_are_killed_at_random_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or ranks of them. Not two at once: a rank and its buddy would be lost together."""
+    monkeypatch.setenv("PAUSE_SECONDS", "0.1")  # in many steps what is rounded otherwise would add up
+    num_kills = 20 if os.environ.get("THOROUGH") == "all" else drawn(1, 3)
+    draw = random.Random(1)
+    names = "aabb" + "".join(draw.choice("ab") for _ in range(1000))
+    job = started(tmp_path, "zero3", "engine", 10**6, [], retries="1000:100000", hosts=names, least=1)
+    dead: set[Path] = set()
+    until = time.monotonic() + 100 + 60 * num_kills
+    num_killed = 0
+    while num_killed < num_kills and time.monotonic() < until and job.poll() is None:
+        time.sleep(draw.uniform(2.0, 3.0))
+        living = [path for path in tmp_path.glob("pid-*") if path not in dead and path.read_text()]
+        of = {path: names[int(path.name.partition("-")[2])] for path in living}
+        if len(living) < 4 or len(set(of.values())) < 2:
+            victims = [draw.choice(living)] if len(living) == 4 else []
+        else:
+            host = of[draw.choice(living)]
+            victims = [path for path in living if of[path] == host]
+            shutil.rmtree((tmp_path / f"memory-{host}").read_text())
+        for victim in victims:
+            dead.add(victim)
+            os.kill(int(victim.read_text()), signal.SIGKILL)
+        num_killed += bool(victims)
+    (tmp_path / "enough").touch()
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert num_killed == num_kills, said
+    steps = max(int(step) for path in tmp_path.glob("member-*.json") for step in json.loads(path.read_text())["losses"])
+    check(said, job, tmp_path, steps + 1, most_wrong=2 * num_kills)
 
 
 TRAIN = Path(__file__).parents[2] / "examples" / "stdlib_gpt" / "train.py"

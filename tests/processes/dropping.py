@@ -62,6 +62,8 @@ def main(folder: Path, kind: str) -> None:
                 block.inner = nn.Identity()  # so that what the adapters drop is seen
         tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": "sequence" in kind}
         plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
+        if "stages" in kind:
+            plan |= {"mesh": {"pp": 2, "tp": 2}, "accumulate": 2}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         dropped: dict[str, list[list[bool]]] = {}
         with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
@@ -73,6 +75,10 @@ def main(folder: Path, kind: str) -> None:
                     )
             norms = []
             for _ in range(2):
+                if "stages" in kind:
+                    engine.train_step(torch.ones(4, 8, 16), loss_fn=lambda out: out.square().mean())
+                    norms.append(float(engine.gradient_norm or 0.0))
+                    continue
                 engine.backward(engine(torch.ones(2, 8, 16, requires_grad=True)).square().mean())
                 norms.append(float(engine.step() or 0.0))
         told = {"dropped": dropped, "norms": norms, "next": torch.rand(3).tolist()}

@@ -119,9 +119,12 @@ def test_what_cannot_be_meant_is_refused(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=1  # here\nnode7 slots=4\n")
     for options, said in (
         (["-np", "2", "--mpi", "train.py"], "--mpi: Ranks are started by MPI with `mpirun"),
-        (["-np", "2", "--min-np", "1", "train.py"], "--min-np: Ranks come and go with a restart here"),
+        (["-np", "2", "--slots-per-host", "2", "train.py"], "Let the script of --host-discovery-script print"),
+        (["-np", "2", "-H", "a:2", "--host-discovery-script", "x", "train.py"], "Leave out -H and --hostfile."),
         (["-np", "2", "-H", "localhost:1", "train.py"], "-np 2 is more than the 1 slots"),
-        (["-np", "2", "--hostfile", "hosts", "train.py"], "node7 is another host"),
+        (["-np", "2", "--hostfile", "hosts", "train.py"], "localhost is one of several hosts: write the name by which"),
+        (["-np", "2", "-H", "a:1,b", "--hostfile", "hosts", "train.py"], "--hosts and --hostfile both say where"),
+        (["-H", "a:x", "train.py"], "a:x does not say how many ranks: write a:2."),
         (["train.py"], "Give the number of ranks"),
         (["-np", "2"], "Give a Python script"),
     ):

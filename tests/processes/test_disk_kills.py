@@ -14,7 +14,7 @@ import pytest
 
 import warm
 from shardwise.checkpoint import checkpoints_in
-from tests.thorough import THOROUGH, drawn
+from tests.thorough import drawn, thorough_only
 
 SCRIPT = Path(__file__).with_name("trains_on_disk.py")
 STEPS, NUM_LAYERS = 5, 6
@@ -119,7 +119,7 @@ def test_a_kill_leaves_the_last_checkpoint_good(number: int, whole: dict[int, li
     assert not list(scratch.iterdir())
 
 
-@pytest.mark.skipif(not THOROUGH, reason="nine processes: make thorough")
+@thorough_only("nine processes")
 @pytest.mark.timeout(240)
 def test_two_jobs_in_one_folder_and_fewer_ranks_after_a_kill(tmp_path: Path) -> None:
     """The second job is refused on all ranks, and the first does not notice. A job of one rank cleans up after the

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import THOROUGH
+from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("four_times_memory.py")
 NUMEL = 48 * 768**2
@@ -40,7 +40,7 @@ def told(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not THOROUGH, reason="six processes, and some gigabytes on a disk: make thorough")
+@thorough_only("six processes, and some gigabytes on a disk")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits private memory, and reads /proc")
 def test_a_model_four_times_as_large_as_a_ranks_memory_trains(tmp_path: Path) -> None:
     allowed = MODEL_BYTES // 4 + ADDRESSES
@@ -50,5 +50,6 @@ def test_a_model_four_times_as_large_as_a_ranks_memory_trains(tmp_path: Path) ->
     limited = run("zero3-offload", tmp_path, allowed)
     assert limited.returncode != 0
     said = limited.stderr + limited.stdout
-    assert "can't allocate memory" in said or "bad_alloc" in said  # whoever of torch and C++ asks for it first
+    refused = ("can't allocate memory", "bad_alloc", "could not create a primitive")
+    assert any(one in said for one in refused)  # by torch, C++ or oneDNN: whoever asks for memory first
     assert not list((tmp_path / "scratch").iterdir())

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import THOROUGH
+from tests.thorough import thorough_only
 
 WITHOUT_GAPS = {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-"""See [Note: what no tensor shows] in `rehearsal/rehearse.py`."""
+"""See [Note: process memory] in `rehearsal/rehearse.py`."""
 
 
 def told_by(way: str, name: str, precision: str) -> int:
@@ -23,7 +23,7 @@ def told_by(way: str, name: str, precision: str) -> int:
     return int(run.stdout)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="four processes that import transformers: make thorough")
+@thorough_only("four processes that import transformers")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and sets glibc's malloc")
 @pytest.mark.parametrize(("name", "precision"), [("whisper", "fp32"), ("mixtral", "bf16")])
 def test_no_more_is_held_than_was_promised(name: str, precision: str) -> None:

@@ -51,6 +51,10 @@ def simulate(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[bo
     for flat in flats.values():
         if flat.is_resident:
             flat.buffers["full"] = flat.buffers["param"]
+    for name in (one.name for unit in units for one in unit.flats if one.gathers_behind_step):
+        updated = flats[name].buffers["full"]
+        begun = Action("gather", name, "updated")
+        _start(flats[name], "full", begun, lambda updated=updated: updated, late=next(is_late))  # type: ignore[misc]
     open_units: dict[str, dict[str, str]] = {}
     summed: dict[str, str] = {}
     for block in program:
@@ -102,6 +106,10 @@ def _do(flat: _Flat, action: Action, *, late: bool) -> None:
             of = source if began is None else "full"
             flat.buffers.setdefault("full", GARBAGE)
             _start(flat, "full", action, lambda: f"({_stored(flat, of, began)} {what})", late=late)
+        case "wait", "param":
+            if flat.on_the_way.get("full", (action,))[0].subject != "updated":
+                raise Wrong("it is not its update that is on its way")
+            _finish(flat, "full")
         case ("wait", ("full" | "range")):
             source = _finish(flat, "full").subject
             if source == "held":

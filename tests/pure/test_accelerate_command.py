@@ -18,6 +18,9 @@ fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_transformer_layer_cls_
 """
 
 
+SECOND_OF_TWO = "--num_machines 2 --machine_rank 1 --num_processes 4 --main_process_ip 127.0.0.1"
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script and a config, and nothing in the usual place; the environment as before afterwards."""
@@ -104,9 +107,14 @@ def test_what_means_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("--num_machines 2", "num_machines is 2, and shardwise launch starts ranks of one host"),
+        ("--num_machines 2 --num_processes 4", "machine_rank is missing"),
+        ("--num_machines 2 --machine_rank 2 --num_processes 4", "machine_rank is 2, and num_machines 2: give 0 to 1."),
+        ("--num_machines 2 --machine_rank 1 --num_processes 4", "Give main_process_ip, the address of machine 0"),
+        ("--num_machines 2 --machine_rank 1 --main_process_ip a", "num_processes is missing"),
+        ("--num_machines 2 --machine_rank 1 --main_process_ip a --num_processes 3", "num_processes is 3"),
+        (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind cores are not supported with num_machines above 1"),
         ("--tpu", "--tpu is not supported"),
-        ("--use_megatron_lm", "a plan with tp and pp"),
+        ("--use_megatron_lm", "Stages (pp) need a loop that calls engine.train_step(batch)."),
         ("--use_parallelism_config", "the mesh of a plan"),
         ("--no_python", "--no_python is not supported"),
         ("--deepspeed_hostfile hosts", "is about other hosts"),
@@ -117,6 +125,25 @@ def test_what_means_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(text) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_one_of_several_machines_is_torchruns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each machine has its share of `num_processes`, and torchrun is told where ranks meet."""
+    assert dry(f"{SECOND_OF_TWO} --use_fsdp --num_cpu_threads_per_process 3 --log_dir logs") == 0
+    said = capsys.readouterr()
+    assert "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend static --node-rank 1 " in said.out
+    assert "--master-addr 127.0.0.1 --master-port 29500 --max-restarts 0 --log-dir logs --tee 3 " in said.out
+    assert """-m shardwise.integrations.run --plan '{"preset": "zero3"}' train.py""" in said.out
+    assert "OMP_NUM_THREADS=3" in said.out
+    assert "GLOO_SOCKET_IFNAME=lo" in said.out
+    assert said.err == ""
+    (folder / "both.yaml").write_text(f"{CONFIG}num_machines: 2\nmachine_rank: 0\nmain_process_ip: 127.0.0.1\n")
+    assert main(["launch", "--dry-run", "--accelerate-config", "both.yaml", "train.py"]) == 0
+    assert "--nproc-per-node 2 --rdzv-backend static --node-rank 0 " in capsys.readouterr().out
+    assert dry(f"{SECOND_OF_TWO} --rdzv_backend c10d --main_process_port 29511") == 0
+    assert "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29511 --rdzv-id shardwise-29511 " in capsys.readouterr().out
+    assert main(["launch", "--hosts", "a:2", "--accelerate-config", "both.yaml", "train.py"]) == 2
+    assert "hosts are named too" in capsys.readouterr().err
 
 
 def test_other_commands_are_accelerates_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[list[End], str, str, tuple[int, ...], str]] = {
         "node",
         "shrink",
         (1,),
-        "^h0 ran out of memory: rank 1 was killed by the kernel, for memory",
+        "^h0 ran out of memory: rank 1 was killed by the kernel, out of memory",
     ),
     "killed": ([end(2, exit_code=-9)], "node", "shrink", (2,), "Rank 2 was killed by SIGKILL"),
     "a host is gone": (
@@ -151,8 +151,20 @@ def test_faults_are_borne_within_a_budget_of_time() -> None:
     policy = Policy(faults=3, seconds=100.0, host_faults=99)
     soon = judged([end(number % 4, exit_code=-9, step=number) for number in range(4)], policy)
     assert [verdict.action for verdict in soon] == ["shrink", "shrink", "shrink", "stop"]
-    assert "fault 4 within 100 s, of which 3 are borne" in soon[3].evidence
+    assert "fault 4 within 100 s; 3 are allowed" in soon[3].evidence
     late = judged([end(number % 4, exit_code=-9, step=number) for number in range(9)], policy, every=40.0)
     assert {verdict.action for verdict in late} == {"shrink"}
     asked = judged([end(number % 4, exit_code=-15) for number in range(9)], policy)
     assert {verdict.action for verdict in asked} == {"shrink"}
+
+
+def test_a_host_that_was_lost_is_one_fault_however_many_ranks_it_had() -> None:
+    judge = Judge()
+    found = []
+    for moment in (0.0, 10.0, 20.0):
+        ends = [End(rank, "gpu2", text="no word", is_alive=True) for rank in range(8)]
+        found.append(judge.judge(ends, 16, moment).action)
+    assert found == ["retry", "retry", "exclude"]
+    judge = Judge()
+    kills = [[End(rank, "gpu2", exit_code=-9) for rank in range(2)] for _ in range(3)]
+    assert [judge.judge(ends, 16, 1.0 * at).action for at, ends in enumerate(kills)] == ["shrink", "shrink", "exclude"]

@@ -12,7 +12,8 @@ from shardwise.data import Loader, Mixture
 from shardwise.data_ranks import HANDED_OUT, DataRanks
 from shardwise.elastic.blame import Judge
 from shardwise.launch.elastic.blaming import Blaming
-from shardwise.launch.elastic.letters import Change, letter
+from shardwise.launch.elastic.changes import Change, change_report
+from shardwise.launch.elastic.notes import FolderNotes, OomKills
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.worker import _record
 from shardwise.monitor import read_record
@@ -28,11 +29,13 @@ def test_a_verdict_stands_in_the_letter_and_in_the_record(tmp_path: Path) -> Non
     (tmp_path / RECORD_PATH).write_text(str(tmp_path / "record.jsonl"))
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 0\noom_kill 0\n")
-    blaming = Blaming(Judge(), tmp_path, events)
+    oom_kills = OomKills(events)
+    blaming = Blaming(Judge(), FolderNotes(tmp_path))
     assert blaming.conclude(4, 7) is None
 
     events.write_text("low 0\noom 1\noom_kill 1\n")
-    blaming.note(outcome(2, -signal.SIGKILL), 2, 7)
+    blaming.note(outcome(2, -signal.SIGKILL), 2, 7, ran_out=oom_kills.has_risen())
+    assert not oom_kills.has_risen()
     blaming.note(outcome(0, 1, "shardwise.errors.FaultError: Rank 2 is gone", time=1.0), 0, 7)
     first = blaming.conclude(4, 7)
     assert first is not None
@@ -56,14 +59,14 @@ def test_a_verdict_stands_in_the_letter_and_in_the_record(tmp_path: Path) -> Non
     third = blaming.conclude(2, 9)
     assert third is not None
     assert (third.sort, third.action) == ("network", "retry")
-    text = letter(Change((), {}, 0, 0, 2, 9, 0.1, 0, "0 of 3"), second)
+    text = change_report(Change((), {}, 0, 0, 2, 9, 0.1, 0, "0 of 3"), second)
     assert "Blame: data: Rank 0 raised ValueError: nan, as rank 1 had at the same step" in text
     assert "It had samples 4, 5 of source." in text
     record.close()
 
 
 def test_what_all_raise_is_told_at_the_end() -> None:
-    blaming = Blaming(Judge(), None)
+    blaming = Blaming(Judge(), FolderNotes(None))
     blaming.note(outcome(0, 1, "KeyError: 'labels'"), 0, 3)
     verdict = blaming.conclude_all([outcome(rank, 1, "KeyError: 'labels'") for rank in range(2)], 3)
     assert verdict is not None
@@ -99,7 +102,7 @@ def test_an_exception_is_recorded_with_the_samples(tmp_path: Path) -> None:
 
 def test_a_bad_batch_is_left_out_where_the_plan_says_so(tmp_path: Path) -> None:
     (tmp_path / BAD_BATCH).write_text("skip")
-    blaming = Blaming(Judge(), tmp_path, tmp_path / "none")
+    blaming = Blaming(Judge(), FolderNotes(tmp_path))
     words = "shardwise.errors.DataError: Sample 7 of source cannot be read"
     blaming.note(outcome(2, 1, words, batch="it had samples 7, 9 of source"), 2, 5)
     verdict = blaming.conclude(4, 5)

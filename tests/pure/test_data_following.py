@@ -17,7 +17,7 @@ from shardwise.data import Loader, Workers, from_iterable
 from shardwise.data.sampling import Share
 from shardwise.data_ranks import DataRanks
 from shardwise.errors import ConfigError, StateError
-from tests.thorough import THOROUGH
+from tests.thorough import thorough_only
 
 
 @dataclass
@@ -107,7 +107,7 @@ SOURCES: dict[str, Any] = {
         ("map", Workers(0)),
         ("map", Workers(2)),
         ("stream", Workers(1)),
-        pytest.param("map", Workers(2, processes=True), marks=pytest.mark.skipif(not THOROUGH, reason="thorough only")),
+        pytest.param("map", Workers(2, processes=True), marks=thorough_only("thorough only")),
     ],
 )
 def test_the_batches_of_a_void_step_come_again_for_the_ranks_that_are_left(source: str, workers: Workers) -> None:

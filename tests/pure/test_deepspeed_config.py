@@ -138,7 +138,7 @@ REFUSED = {
     ),
     "ranks that cannot share an elastic batch": (
         {"elasticity": {"enabled": True, "version": 0.1, "min_gpus": 5}},
-        "numbers of data-parallel ranks, of which 4 is none; the nearest are 5",
+        "elastic batch of 1680 cannot be shared by 4 data-parallel ranks; the nearest numbers that can are 5",
     ),
     "sums": ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
     "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is not a number"),
@@ -250,7 +250,7 @@ def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "overlap_comm: not needed" in told
     assert "csv_monitor.enabled: had elsewhere; name a folder as run in the plan" in told
     assert main(["convert", str(source), str(out), "--world", "4"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "[" * 10_000])

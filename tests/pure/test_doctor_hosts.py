@@ -19,9 +19,10 @@ from shardwise.cli.between_hosts import (
     check_skew,
 )
 from shardwise.cli.checks import Check
-from shardwise.cli.host_facts import DiskRates, Interface, Leftovers
+from shardwise.cli.host_facts import DiskRates, Leftovers
 from shardwise.cli.main import main
 from shardwise.cli.plan_lint import lint
+from shardwise.launch.hosts.facts import Interface, interface_of, interfaces, versions
 from shardwise.machine import Gpu, TorchFacts
 
 GIB = 2**30
@@ -153,7 +154,9 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     rates = host_facts.disk_rates(tmp_path, 2**20)
     assert rates.write > 0 < rates.read
     assert list(tmp_path.iterdir()) == []
-    assert "127.0.0.1" in {one.address for one in host_facts.interfaces()}
+    assert "127.0.0.1" in {one.address for one in interfaces() if one.is_ipv4}
+    assert interface_of("127.0.0.1") == "lo"
+    assert list(versions()) == ["python", "shardwise", "torch", "numpy", "safetensors"]
     assert host_facts.limits()["open files"] != 0
     assert host_facts.clock_is_kept() in (True, False, None)
     version = tmp_path / "version"

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, SequentialLR, StepLR
 
 from shardwise.checkpoint.codec import decode, encode
-from shardwise.elastic.moment import matched
+from shardwise.elastic.loop_state import matched
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.errors import StateError
 
@@ -53,5 +53,5 @@ def test_a_state_that_was_never_saved_says_so_where_it_is_asked() -> None:
     state = NeverSaved()
     assert not state
     assert state.get("best", 3) == 3
-    with pytest.raises(StateError, match=r"state\['best'\]. Ask for it with state.get\(\), or give what has it to"):
+    with pytest.raises(StateError, match=r"state\['best'\]. Read it with state.get\(\), or register its object with"):
         state["best"]

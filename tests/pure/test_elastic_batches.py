@@ -55,7 +55,9 @@ def test_whole_nodes_and_a_number_of_ranks_that_does_not_fit() -> None:
     assert shared.batch % 4 == 0
     odd = elastic_batch(wish, 7)
     assert (odd.batch, odd.ranks) == (994, (7,))
-    with pytest.raises(ConfigError, match="of which 9 is none; the nearest are 8 and 10"):
+    with pytest.raises(
+        ConfigError, match="cannot be shared by 9 data-parallel ranks; the nearest numbers that can are 8 and 10"
+    ):
         elastic_batch(Elasticity(version=0.1)).micro_batch(9, (2, 4, 6))
 
 
@@ -76,7 +78,7 @@ def test_a_config_that_asks_for_it_keeps_the_batch_at_any_number_of_ranks(num_ra
         ({"min_gpus": 9, "max_gpus": 8}, "9 to 8 ranks"),
         ({"version": 0.3}, "there are 0.1 and 0.2"),
         ({"version": 0.1, "model_parallel_size": 2, "num_gpus_per_node": 2}, "needs version 0.2"),
-        ({"num_gpus_per_node": 3, "model_parallel_size": 2}, "does not divide by model_parallel_size"),
+        ({"num_gpus_per_node": 3, "model_parallel_size": 2}, "not a multiple of model_parallel_size"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(wish: dict[str, object], message: str) -> None:

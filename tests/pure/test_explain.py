@@ -13,6 +13,7 @@ import pytest
 
 from shardwise.cli import explain
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
+from shardwise.mesh import MODEL_AXES
 from shardwise.placement import PRESETS
 from shardwise.program import parse, shortened
 
@@ -133,6 +134,47 @@ def test_images_are_told_where_the_plan_has_them(tmp_path: Path, capsys: pytest.
     shown = " ".join(said(capsys, str(plan), "--world", "4").split())
     assert "image on the host 12.0 MiB a copy of what is its own; with what is updated there 20.0 MiB" in shown
     assert "image_bytes" not in as_json(capsys, "zero3", "--world", "4")
+
+
+def test_copies_on_other_hosts_are_told_where_the_plan_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("preset: zero3\nsurvive: buddy\n")
+    mib = 2**20
+    told = as_json(capsys, str(plan), "--world", "4", "--per-host", "2")
+    assert told["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib}
+    assert told["copy_bytes"] == {"sent": 12 * mib, "sent_once": 0, "kept": 24 * mib}
+    shown = " ".join(said(capsys, str(plan), "--world", "4", "--per-host", "2").split())
+    assert "copies of others 24.0 MiB 12.0 MiB to another host, behind each next step" in shown
+    plan.write_text("preset: hsdp\nsurvive: buddy\n")
+    told = as_json(capsys, str(plan), "--world", "4", "--per-host", "2")
+    assert told["copy_bytes"] == {"sent": 0, "sent_once": 0, "kept": 0}, "the other host has all of it"
+
+
+@pytest.mark.parametrize(
+    ("said_by_plan", "why"),
+    [
+        *(
+            (f"preset: zero1\naccumulate: 2\nmesh: {{{axis}: 2, dp: 2}}", f"splits models or samples along {axis}")
+            for axis in MODEL_AXES
+        ),
+        ("preset: infinity\ndisk: /tmp", "parameters or states are kept on a disk"),
+        ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),
+    ],
+)
+def test_a_plan_of_which_a_lost_rank_restarts_the_job_says_so(
+    said_by_plan: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"{said_by_plan}\n")
+    shown = " ".join(said(capsys, str(plan), "--world", "4").split())
+    assert "An elastic job starts again from its last checkpoint, because " in shown
+    assert why in shown
+    assert why in as_json(capsys, str(plan), "--world", "4")["restarted_because"]
+    for goes_on in ("zero3", "zero3-offload"):
+        assert "starts again from its last checkpoint" not in said(capsys, goes_on, "--world", "4")
+        assert "restarted_because" not in as_json(capsys, goes_on, "--world", "4")
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

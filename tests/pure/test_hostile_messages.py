@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from shardwise.comm import Meeting
 from shardwise.comm.board import KEY, StoreBoard, last_words
 from shardwise.comm.fault import Fault
 from shardwise.comm.status import Status
+from shardwise.elastic.blame import Judge
+from shardwise.elastic.signs import End
 from shardwise.errors import CommError, FaultError
 from shardwise.integrations.horovod.links import Door, come_to
 from shardwise.job_token import VARIABLE, ForgedError, Seal, new_token
@@ -34,10 +36,11 @@ from shardwise.launch import Attempt, Job
 from shardwise.launch.hosts import facts, wire
 from shardwise.launch.hosts.connection import Connection
 from shardwise.launch.hosts.gather import job_as_message
+from shardwise.launch.job import Elastic
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.ssh import SshSettings, plan_ssh
-from shardwise.listening import listen_at
+from shardwise.listening import address_towards, listen_at
 from tests.pure.test_diagnosis import status
 from tests.thorough import drawn
 
@@ -190,7 +193,8 @@ class TestWire:
         assert found is None or plain_data.fits(found, {key: str, **shapes[found[key]]})
         if found is not None and key == "said":
             assert wire.is_about(found, range(0)) in (True, False)
-            for outcome in found.get("outcomes", ()):
+            outcomes = [*found.get("outcomes", ()), *([found["outcome"]] if "outcome" in found else ())]
+            for outcome in outcomes:
                 wire.outcome_from(outcome, 0.0)
 
     def test_what_we_send_is_of_the_shape_that_is_read(self) -> None:
@@ -198,6 +202,7 @@ class TestWire:
         plan = plan_ssh(Job(("a.py",), 2, threads=1, port=2), [Share(Host("h"), 0, 2)], SshSettings("/"), {"A": "b"})
         job = job_as_message(plan, _Host(plan.shares[0]))  # type: ignore[arg-type]
         seat = {"size": 2, "host": 0, "num_hosts": 1}
+        verdict = Judge().judge([End(1, "h", exit_code=-9)], 2, 0.0)
         sent: list[dict[str, Any]] = [
             {"do": "look", "directory": "/", "job": job},
             {
@@ -207,11 +212,18 @@ class TestWire:
                 "attempt": asdict(Attempt("h", 1)),
                 "environment": {"A": "b"},
             },
+            {"do": "record", "line": {"kind": "fault", **verdict.record()}},
         ]
+        elastic = replace(plan, job=replace(plan.job, elastic=Elastic(1, 2)))
+        job = job_as_message(elastic, _Host(plan.shares[0]))  # type: ignore[arg-type]
+        sent.append({"do": "look", "directory": "/", "job": job})
+        numbers = dict.fromkeys(("number", "rank", "size", "local"), 1)
+        sent.append({"do": "member", **numbers, "attempt": asdict(Attempt("h", 1)), "environment": {"A": "b"}})
         for message in sent:
             assert wire.order(wire.packed(message)[:-1]) == json.loads(json.dumps(message))
         ended = [wire.outcome_as_message(Outcome(0, 1, None, 1.0, "E" * 10**6, "T" * 10**6))]
-        for said in ({"said": "over", "outcomes": ended, "killed": 0}, facts.look("/absent", plan.job)):
+        member = {"said": "member", "outcome": ended[0], "ran_out": False, "skips": False}
+        for said in ({"said": "over", "outcomes": ended, "killed": 0}, member, facts.look("/absent", plan.job)):
             assert wire.report(wire.packed(said)[:-1]) == json.loads(json.dumps(said))
         assert len(ended[0]["traceback"]) == wire.MAX_TRACEBACK_CHARS
 
@@ -287,6 +299,32 @@ def test_a_host_that_lies_and_floods() -> None:
     assert len(host.complaints) < 2**22
 
 
+LYING = """
+import json, sys
+for message in (
+    {"said": "member", "outcome": OUTCOME | {"rank": 4}, "ran_out": False, "skips": True},
+    {"said": "output", "rank": 4, "is_error": False, "text": "of another host"},
+    {"said": "stopped", "number": 4, "is_so": True},
+    {"said": "member", "outcome": OUTCOME | {"rank": 7}, "ran_out": 1, "skips": True},
+    {"said": "member", "outcome": OUTCOME | {"rank": 7, "lost_with": "h"}, "ran_out": False, "skips": False},
+    {"said": "stopped", "number": 7, "is_so": False},
+):
+    sys.stdout.write("\\x1e" + json.dumps(message) + "\\n")
+"""
+
+
+def test_a_host_of_an_elastic_job_speaks_for_the_members_alone_that_were_started_there() -> None:
+    outcome = wire.outcome_as_message(Outcome(0, 1, None, 1.0))
+    script = LYING.replace("OUTCOME", repr(outcome))
+    arrivals: Any = queue.Queue()
+    numbers: set[int] = {7}
+    host = Connection(Share(Host("h"), 4, 1), [sys.executable, "-c", script], arrivals, numbers)
+    heard = [arrivals.get(timeout=60)[1] for _ in range(3)]
+    host.close(5)
+    assert [message["said"] for message in heard] == ["member", "stopped", "lost"]
+    assert heard[0]["outcome"]["lost_with"] == "h"
+
+
 @contextmanager
 def at_the_door(door: Door, size: int) -> Iterator[dict[str, Any]]:
     admitted: dict[str, Any] = {}
@@ -332,6 +370,8 @@ def test_listening_is_at_the_named_address_alone() -> None:
     for host in ("", "192.0.2.1", "no.such.host.invalid"):  # nothing of ours: by way of another machine, perhaps
         with listen_at(host, 0) as listener:
             assert listener.getsockname()[0] in ("::", "0.0.0.0")
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("not a name") == ""
     with listen_at("127.0.0.1", 0) as listener, pytest.raises(OSError, match="in use"):
         listen_at("127.0.0.1", listener.getsockname()[1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -16,18 +17,21 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.cli.between_hosts import Probe, Remote, probe
+from shardwise.cli.launch import add_arguments
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.cores import bindings, parse_cores, share_cores
-from shardwise.launch.hosts.problems import connection_problem, contradictions, letter
+from shardwise.launch.hosts.problems import connection_problem, contradictions, joined
 from shardwise.launch.hosts.wire import Inbox, outcome_as_message, outcome_from, packed
-from shardwise.launch.job import Job
+from shardwise.launch.job import Elastic, Job
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, choose, expand, parse_host_file, parse_hosts, shares
 from shardwise.launch.places.k8s import PodRequest, plan_k8s
 from shardwise.launch.places.mpi import family_of, plan_mpi
 from shardwise.launch.places.slurm import SlurmRequest, plan_sbatch, plan_srun, seconds_of
+from shardwise.launch.places.slurm_hosts import plan_nodes
 from shardwise.launch.places.ssh import SshSettings, plan_ssh
 
 JOB = Job(("train.py", "--lr", "1"), nproc=2, python="/opt/python")
@@ -235,6 +239,42 @@ class TestKubernetes:
         assert whole["spec"]["failurePolicy"] == {"maxRestarts": 2}
         assert "--master-addr=t-hosts-0-0.t" in yaml.safe_dump(whole)
 
+    @pytest.mark.parametrize("kind", ["job", "jobset"])
+    def test_an_elastic_job_has_a_launcher_without_ranks_and_a_token(self, kind: str) -> None:
+        elastic = Elastic(2, 6, retries=5)
+        run_by = ("shardwise.integrations.run", "--plan", "zero3")
+        job = Job(("a.py", "$(HOME)"), 2, elastic=elastic, run_by=run_by, max_restarts=1)
+        request = PodRequest("image:1", nodes=2, kind=kind, name="t", gpus_per_node=2)
+        manifests = plan_k8s(job, request, {"A": "b"}).manifests
+        secret = manifests[0]
+        token = secret["stringData"]["token"]
+        assert len(token) == 64
+        assert yaml.safe_dump_all(manifests[1:]).count(token) == 0
+        jobs = (
+            {one["metadata"]["name"]: one["spec"] for one in manifests[2:]}
+            if kind == "job"
+            else {f"t-{one['name']}": one["template"]["spec"] for one in manifests[1]["spec"]["replicatedJobs"]}
+        )
+        containers = {name: spec["template"]["spec"]["containers"][0] for name, spec in jobs.items()}
+        launcher, ranks = containers["t-launcher"], containers["t-hosts"]
+        host = "t-launcher-0.t" if kind == "job" else "t-launcher-0-0.t"
+        assert ranks["command"] == ["python", "-m", "shardwise.launch.hosts", "dial", f"{host}:29500"]
+        assert (ranks["resources"]["limits"], launcher.get("resources")) == ({"nvidia.com/gpu": "2"}, None)
+        words = launcher["command"]
+        assert words[:4] == ["python", "-m", "shardwise", "launch"]
+        assert words[-4:] == ["--shardwise", "zero3", "a.py", "$$(HOME)"]
+        assert "--elastic 2:6" in " ".join(words)
+        assert "--retries 5:600" in " ".join(words)
+        assert "--max-restarts 1" in " ".join(words)
+        # what the launcher does not know would end its pod at once
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        assert parser.parse_args(words[4:]).where == "pods"
+        for container in containers.values():
+            (named,) = [one for one in container["env"] if one["name"] == "SHARDWISE_TOKEN"]
+            assert named["valueFrom"] == {"secretKeyRef": {"name": "t", "key": "token"}}
+        assert jobs["t-hosts"]["completions"] == jobs["t-hosts"]["parallelism"] == 2
+
     def test_what_looks_like_a_variable_stays(self) -> None:
         job = Job(("a.py", "$(HOME)"), 1, run_by=("shardwise.integrations.run", "--plan", "zero3"))
         command = plan_k8s(job, PodRequest("i"), {}).manifests[1]["spec"]["template"]["spec"]["containers"][0][
@@ -262,7 +302,7 @@ class TestBinding:
         numbers = iter(range(sum(sizes)))
         nodes = [[next(numbers) for _ in range(size)] for size in sizes]
         if num_ranks > sum(sizes):
-            with pytest.raises(ConfigError, match="ranks are to run on"):
+            with pytest.raises(ConfigError, match="ranks cannot share"):
                 share_cores(nodes, num_ranks)
             return
         parts = share_cores(nodes, num_ranks)
@@ -279,7 +319,7 @@ class TestBinding:
         assert shown[1] == {"CUDA_VISIBLE_DEVICES": "GPU-7", "SHARDWISE_CORES": "1"}
         with pytest.raises(ConfigError, match="shows 1 devices, fewer than ranks"):
             bindings(2, {"CUDA_VISIBLE_DEVICES": "5"}, kind="cuda")
-        with pytest.raises(ConfigError, match="is not known"):
+        with pytest.raises(ConfigError, match="no variable is known"):
             bindings(1, {}, kind="tpu")
 
 
@@ -296,6 +336,22 @@ class TestBinding:
         ("--where mpi --mpi mpich", "How many ranks?"),
         ('--hosts a:1 --launcher-args "\'"', "is not a command line"),
         ("--hosts a:1 --identity absent", "there is no such file"),
+        ("--hosts a:2,b:1 --elastic 4:8", "4 ranks are needed, and the hosts have 3 slots"),
+        ("--hosts a:2 --host-discovery-script ./d --elastic 1:2", "Leave out --hosts and --hostfile"),
+        ("--host-discovery-script ./absent --elastic 1:2", "cannot be run: No such file or directory"),
+        ("--hosts a:2 --host-timeout 5", "are for elastic jobs"),
+        ("--hosts a:2 --elastic 1:2 --host-timeout 0", "--host-timeout is 0"),
+        ("--where slurm --elastic 1:2", "works within an allocation"),
+        ("--where mpi --nproc 2 --elastic 1:2", "does not work with --where mpi"),
+        ("--where k8s --image i --elastic 4:8 --nodes 3", "4 ranks are needed, and 3 pods of 1 have 3 slots"),
+        ("--where k8s --image i --kind trainjob --elastic 1:8", "Use --kind jobset"),
+        ("--where k8s --image i --port 65535 --elastic 1:8", "give 65534 or less"),
+        ("--where k8s --image i --host-timeout 5", "are for elastic jobs"),
+        ("--where pods --nproc 2", "is for elastic jobs"),
+        ("--where pods --nproc 2 --elastic 4:8", "--nproc 2 is not within --elastic 4:8"),
+        ("--where pods --port 65535 --elastic 1:1 --master-addr 10.0.0.1", "give 65534 or less"),
+        ("--where pods --nproc 2 --elastic 1:8 --hosts a:1", "--hosts means nothing with --where pods"),
+        ("--cooldown 5 --elastic 1:2", "--cooldown is about other hosts than this one"),
     ],
 )
 def test_the_command_line_refuses(
@@ -305,6 +361,21 @@ def test_the_command_line_refuses(
     (tmp_path / "train.py").touch()
     assert main(["launch", *shlex.split(options), "--dry-run", "train.py"]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_an_allocation_of_slurm_has_a_step_for_each_node() -> None:
+    job = Job(("train.py",), 2, elastic=Elastic(2, 4))
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    plan = plan_nodes(job, {}, env, SshSettings("/work", address="n1"))
+    assert [share.in_words() for share in plan.shares] == ["ranks 0 to 1 on n1", "ranks 2 to 3 on n2"]
+    command = plan.connection(plan.shares[1])
+    assert command[0] == "srun"
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--chdir=/work"} <= set(command)
+    assert command[-4:] == [job.python, "-m", "shardwise.launch.hosts", "members"]
+    with pytest.raises(ConfigError, match="under `salloc --no-kill`"):
+        plan_nodes(job, {}, {}, SshSettings("/work"))
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not"):
+        plan_nodes(job, {}, {"SLURM_JOB_ID": "7"}, SshSettings("/work"))
 
 
 def test_dry_runs_ask_nobody(
@@ -350,13 +421,24 @@ class TestConnections:
             (127, "sh: 1: exec: /opt/python: not found", "there is no /opt/python"),
             (1, "/opt/python: No module named shardwise", "has no shardwise of this version there"),
             (1, "Traceback\nMemoryError", "ended with status 1: MemoryError"),
-            (None, "", "its shell began"),
+            (None, "", "its shell started and did not answer"),
         ],
     )
     def test_why_a_host_did_not_answer(self, status: int | None, said: str, words: str) -> None:
-        assert words in connection_problem(status, said, "/opt/python")
+        assert words in str(connection_problem(status, said, "/opt/python"))
 
-    def test_versions_and_the_letter(self) -> None:
+    def test_launcher_and_doctor_word_a_failure_of_ssh_alike_with_their_own_options(self) -> None:
+        def shell(host: str, said: str) -> Probe:
+            return probe(host, Remote(("sh", "-c", f"echo {said!r} >&2; exit 255")), [])
+
+        for said in ("me@a: Permission denied (publickey).", "connect to host a port 22: Connection refused"):
+            launcher, doctor = connection_problem(255, said, "python"), shell("a", said)
+            assert doctor.trouble == launcher.what
+            assert "--ssh 'ssh -" in doctor.cure
+            assert doctor.cure.partition("--")[0] == launcher.cure.partition("--")[0]
+            assert {"--ssh-port", "--identity"} & set(launcher.cure.split())
+
+    def test_versions_and_the_error_of_all_hosts(self) -> None:
         found = {
             "a": {"shardwise": "1", "torch": "2.13.0+cpu"},
             "b": {"shardwise": "1", "torch": "2.13.0+cu130"},
@@ -366,10 +448,10 @@ class TestConnections:
         }
         problems = contradictions(found, "1")
         assert list(problems) == ["c", "d", "e"]
-        assert letter({"a": "it is off", "b": "no key?", "c": "it is off"}) == (
+        assert joined({"a": "it is off", "b": "no key?", "c": "it is off"}) == (
             "Nothing was started.\na, c: it is off.\nb: no key?"
         )
-        assert letter({"a": "it is off"}) == "a: it is off. Nothing was started."
+        assert joined({"a": "it is off"}) == "a: it is off. Nothing was started."
 
     def test_messages_among_what_a_shell_prints(self) -> None:
         reading, writing = os.pipe()
@@ -398,7 +480,7 @@ class TestConnections:
         ("--hosts a:1", "There is no ssh on this machine. Install OpenSSH's client."),
         (
             "--hosts a:1 --rsync --chdir /there",
-            "a: there is no rsync on this machine; install it, or leave --rsync out",
+            "a: there is no rsync on this machine; install it, or remove --rsync",
         ),
         ("--where mpi --nproc 2", "There is no mpirun here. Install an MPI"),
         ("--where mpi --nproc 2 --mpi mpich", "mpirun could not be started: No such file or directory."),

@@ -573,11 +573,19 @@ def test_edited_axes_may_come_in_any_order() -> None:
             "rows.param.tier=disk",
             "Row 'param' rests on the disk as shard.dp. in fp32 and 'optim' on",
         ),
-        ("zero3", "rows.held.tier=disk", "Row 'held' is on the disk, where only what rests there can be held"),
+        (
+            "zero3",
+            "rows.held.tier=disk",
+            "Row 'held' is on the disk, but only parameters that rest there can be held there",
+        ),
         ("zero3", "rows.param.tier=host", "Row 'param' is on the host and 'optim' on the device, but the update is"),
         ("zero2", "rows.grad.tier=host", "Row 'grad' is on the host and 'optim' on the device"),
         ("zero1", "rows.grad.tier=host", r"Row 'grad' waits on the host as summands over dp, and sums are taken on"),
-        ("zero3", "rows.held.tier=host", "Row 'held' is on the host, where only what rests there can be held"),
+        (
+            "zero3",
+            "rows.held.tier=host",
+            "Row 'held' is on the host, but only parameters that rest there can be held there",
+        ),
         ("offload", "rows.grad.dtype=bf16", "Row 'grad' waits on the host as shard.dp. in bf16, but the update needs"),
     ],
 )

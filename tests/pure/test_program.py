@@ -586,6 +586,28 @@ def test_activations_are_counted_at_the_moment_when_everything_is_most() -> None
     assert list(without.by_kind) == ["param", "grad", "optim", "working"]
 
 
+def test_what_freed_activations_leave_in_the_heap_is_promised() -> None:
+    """Two units whose gradients have all come when the activations are gone, which the heap does not return."""
+    units = wide_units("zero3", num=2)
+    trace = straight_trace(units)
+    moments = [*trace, END_OF_BACKWARD]
+    middle = len(trace) // 2
+    heap = NUMEL
+
+    def foreseen(heap_bytes: int, at_the_middle: int) -> Footprint:
+        marks = tuple(
+            Mark(moment, at_the_middle if index == middle else 0, 0, heap_bytes if index == middle else 0)
+            for index, moment in enumerate(moments)
+        )
+        activations = Activations(marks, 7, peak_heap_bytes=heap_bytes)
+        return plan_step(units, trace).footprint(activations=activations, states_per_param=0)
+
+    without, beside = foreseen(0, 0), foreseen(heap, 0)
+    assert (without.process, beside.process) == (7, 7 + heap)
+    assert beside.total == without.total + heap
+    assert foreseen(heap, 10**9).total == foreseen(0, 10**9).total, "the peak is where the heap is used"
+
+
 def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() -> None:
     units = wide_units("zero2", num=3)
     trace = straight_trace(units)
@@ -599,7 +621,7 @@ def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() 
 def test_activations_of_another_order_are_refused() -> None:
     units = wide_units("zero3", num=2)
     marks = tuple(Mark(moment, 0, 0) for moment in straight_trace(units[:1]))
-    with pytest.raises(ProgramError, match="those of another order"):
+    with pytest.raises(ProgramError, match="rehearsed in another order"):
         plan_step(units, straight_trace(units)).footprint(activations=Activations(marks))
 
 

@@ -36,6 +36,8 @@ from shardwise.runtime import GradMover, ParamMover
 from tests.thorough import drawn
 
 BUFFERS_BYTES = 64
+AWAITED = {"full": "whole buffer", "param": "resting range"}
+"""What a computation waits for, in words."""
 Place = tuple[int, int]
 """Block and action, by number."""
 
@@ -46,6 +48,7 @@ TABLES = {
     "zero3, all on the host": replace(PRESETS["zero3-offload"], param=HOST, held=HOST),
     "zero2, all on the host": replace(PRESETS["offload"], param=Row(tier="host"), held=Row(tier="host")),
     "zero1, states on the host": replace(PRESETS["zero1"], optim=HOST),
+    "zero1, gathered behind the step": PRESETS["zero1"],
     "zero3, states on a disk, the rest on the host": replace(PRESETS["infinity"], param=HOST, held=HOST),
 }
 
@@ -60,7 +63,8 @@ def units_of(name: str, num: int = 3) -> tuple[UnitSpec, ...]:
         plain = flat(label, table, mesh, 4)
         update = Update(matrix=(16, 15) if table.step == "device" else None)
         updates = (PlacedUpdate(Span(0, 240), update),)
-        return FlatSpec(plain.name, plain.numel, 1, plain.table, mesh, True, updates)
+        is_behind = "behind the step" in name
+        return FlatSpec(plain.name, plain.numel, 1, plain.table, mesh, True, updates, runs_beside=is_behind)
 
     frozen = flat("h.1:frozen", table, mesh, trainable=False)
     return tuple(
@@ -138,18 +142,24 @@ def test_a_wait_before_what_it_waits_for_is_refused(name: str) -> None:
                 other
                 for other in places(program, lambda one: one.effect.makes == made and one.flat == wait.flat)  # noqa: B023
                 if other < place
-            ][-1]
-            message = refusal(moved(program, place, begun), checked)
+            ]
+            if not begun:
+                assert wait.subject == "param", "the step before has begun it"
+                continue
+            message = refusal(moved(program, place, begun[-1]), checked)
             assert f"'{wait}'" in message
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_a_wait_behind_the_computation_that_it_is_for_is_refused(name: str) -> None:
     for program, checked in programs(name):
-        for at, index in places(program, lambda action: str(action).startswith("wait") and action.subject == "full"):
-            unit_flat = program[at].actions[index].flat
+        for at, index in places(program, lambda action: action.verb == "wait" and action.subject in AWAITED):
+            wait = program[at].actions[index]
+            if program[at].moment.phase != "forward" and wait.subject == "param":
+                continue  # in a step, where nothing computes with it
             message = refusal(moved(program, (at, index), (at + 1, 0)), checked)
-            assert message.startswith(f"{program[at].moment}: {unit_flat} computes, but its whole buffer is still on")
+            awaited = AWAITED[wait.subject]
+            assert message.startswith(f"{program[at].moment}: {wait.flat} computes, but its {awaited} is still on")
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -233,6 +243,19 @@ def test_what_passes_is_right_and_nothing_else(name: str, seed: int, num_edits: 
         assert not is_right
     else:
         assert is_right
+
+
+def test_an_update_behind_the_step_is_awaited_where_its_unit_computes_first() -> None:
+    units = units_of("zero1, gathered behind the step")
+    planned = plan_step(units, straight_trace(units))
+    trained = ["h.0", "h.1", "h.2"]
+    after = [(action.verb, action.subject) for action in planned.step[-1].actions]
+    assert ("gather", "updated") in after
+    assert ("wait", "param") not in after
+    waits = [(str(block.moment), str(action)) for block in planned.micro_batch for action in block.actions]
+    assert waits == [(f"before forward {name}", f"wait {name} param") for name in trained]
+    evaluation = plan_step(units, straight_trace(units)[: 2 * len(units)], training=False)
+    assert [str(action) for block in evaluation.micro_batch for action in block.actions] == [wait for _, wait in waits]
 
 
 def test_the_simulation_finds_what_is_wrong() -> None:

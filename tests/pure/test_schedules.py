@@ -98,7 +98,7 @@ def test_a_small_one_reads_as_in_the_papers() -> None:
         ("rank 0: F0 F0 B0\nrank 1: F0 B0", "rank 0 has F0 twice"),
         ("rank 0: F0@1 B0\nrank 1: F0 B0", "which is not its own"),
         ("rank 0: F0 B0", "has 1 rows for 2 ranks"),
-        ("rank 0: F0 X0\nrank 1: F0 B0", "'X0' is no op of a schedule"),
+        ("rank 0: F0 X0\nrank 1: F0 B0", "'X0' is not an op of a schedule"),
         ("rank 1: F0 B0\nrank 0: F0 B0", "should begin with 'rank 0:'"),
     ],
 )

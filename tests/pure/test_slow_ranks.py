@@ -73,6 +73,8 @@ class Left:
     def leave(self) -> None:
         self.num_asked += 1
 
+    def needs_all(self) -> None: ...
+
     def end(self, error: BaseException | None) -> None: ...
 
 

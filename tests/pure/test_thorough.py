@@ -10,10 +10,11 @@ import pytest
 from tests import thorough
 
 
-def case(test: str, *values: int, number: int = 1) -> Any:
-    mark = pytest.mark.one_in(number).mark
+def case(test: str, *values: int, number: int = 0, only: bool = False) -> Any:
+    marks = {"one_in": pytest.mark.one_in(number).mark} if number else {}
+    marks |= {"thorough_only": thorough.thorough_only("slow").mark} if only else {}
     nodeid = f"{test}[{'-'.join(map(str, values))}]" if values else test
-    return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: mark)
+    return SimpleNamespace(nodeid=nodeid, get_closest_marker=marks.get)
 
 
 def run_as(share: str, items: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -38,3 +39,11 @@ def test_cases_are_not_all_of_one_value_of_the_inner_parameter(monkeypatch: pyte
     names = run_as("test", items, monkeypatch)
     assert {name[-2] for name in names} == {"0", "1", "2"}
     assert {name[5] for name in names} == set("012345678")
+
+
+def test_what_make_test_leaves_out_is_run_by_make_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [case("test", place, number=6, only=True) for place in range(12)] + [case("test_alone", only=True)]
+    shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive")}
+    assert not shares["test"]
+    assert len(shares["thorough"]) == 2 + 2 * 2 + 1
+    assert {*shares["thorough"], *shares["exhaustive"]} == {item.nodeid for item in items}

@@ -9,29 +9,29 @@ from loops_matrix import ACTIONS, Action
 from loops_verdicts import OPEN, REFUSED, REFUSED_WHERE_SHARDED
 
 HEAD = """\
-# What a plain loop does
+# Plain PyTorch loops
 
-Whatever a plain PyTorch loop does with a model, an optimizer and a gradient is **equal** to the same loop on one
-process, or it is refused with a sentence; nothing is ignored. `tests/ranks/test_plain_loops.py` runs every line below
-under `zero3`, `zero2`, `zero1` and `ddp`, with memory in common and over messages, beside a plain loop that goes
-through the same half batches in turn, and then many of them in drawn order.
+Every operation below that a plain PyTorch loop does with a model, an optimizer and a gradient is either **equal** to
+the same loop on one process, or refused with an error; nothing is ignored. `tests/ranks/test_plain_loops.py` runs each
+one under `zero3`, `zero2`, `zero1` and `ddp`, with shared memory and with messages, and compares it with a plain loop
+that runs the same half batches one after the other. It also runs random combinations of them.
 
-*Equal* means that parameters, and what the loop reads, are the same to rounding, where rounding is what the plain loop
-itself differs by when it takes its halves in the other order. What a rank sees of its own half batch (its loss, a
-gradient inside of a hook, `torch.autograd.grad`) is its own, and the mean over ranks is the plain loop's. After a
-refusal nothing has changed, and training can go on, unless it says otherwise. All ranks do the same things in the same
-order: reading a parameter or its `grad` is collective, and so is `model.state_dict()`.
+*Equal* means that parameters, and all values that the loop reads, agree up to rounding: as closely as the plain loop
+agrees with itself when it runs its halves in the opposite order. Values of a rank's own half batch (its loss, a
+gradient inside a hook, `torch.autograd.grad`) are local; their mean over ranks is the plain loop's value. After a
+refusal nothing has changed and training can continue, unless the error states otherwise. All ranks must do the same
+operations in the same order: reading a parameter or its `grad` is collective, and so is `model.state_dict()`.
 
-One thing is seen only while a pass is recorded, which is the first and each that differs from it: a forward that writes
-to a parameter through `.data`. Torch counts no such write, and to look for it would cost something in every pass. Where
-parameters are gathered it is lost; as any other write of a forward it is refused where it is seen.
+A forward that writes to a parameter through `.data` is detected only while a pass is recorded, which is the first pass
+and each one that deviates from it. Torch does not count such writes, and checking every pass would cost time. Where
+parameters are gathered the write is lost; when detected, it is refused like any other write in a forward.
 
-{open}This page is written by `tests/ranks/loops_page.py`, from the table that the test goes by.
+{open}This page is written by `tests/ranks/loops_page.py`, from the test's table.
 """
 
 
 NOT_YET = """\
-A line with **not yet** does not keep this promise so far, and says how; its test fails as soon as it does.
+A line marked **not yet** is not equal so far; it says how it differs, and its test fails as soon as it is equal.
 
 """
 
@@ -43,7 +43,7 @@ def page() -> str:
     parts = [HEAD.replace("{open}", NOT_YET if OPEN else "")]
     for group, actions in groups.items():
         rows = [f"| {_cell(one.about)} | {_verdict(one.name)} |" for one in actions]
-        parts.append("\n".join([f"## {group}", "", "| what the loop does | here |", "|---|---|", *rows, ""]))
+        parts.append("\n".join([f"## {group}", "", "| operation | result |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 

@@ -45,3 +45,9 @@ def qwen_moe() -> nn.Module:
 def mixtral() -> nn.Module:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     return library().MixtralForCausalLM(library().MixtralConfig(**sizes, **ATTENTION, num_local_experts=2))
+
+
+def dinov2() -> nn.Module:
+    """Files have gate and up of a block in one tensor."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    return library().Dinov2Model(library().Dinov2Config(**sizes, use_swiglu_ffn=True))

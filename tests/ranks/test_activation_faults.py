@@ -108,10 +108,10 @@ def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
 
         return rank
 
-    with pytest.raises(TierError, match=rf"What the forward of blocks\.\d saved on a disk could not be {words}"):
+    with pytest.raises(TierError, match=rf"The activations of blocks\.\d on a disk could not be {words}"):
         run_ranks(2, run(breaks=True))
     assert "rank-1.activations" in said[1]
-    assert "What the forward of blocks." in said[0]
+    assert "The activations of blocks." in said[0]
     assert "Rank 1 raised TierError" in said[0]
     disk.verb = ""
     assert run_ranks(2, run(breaks=True)) == [losses[2:] for losses in run_ranks(2, run(breaks=False))]

@@ -14,7 +14,10 @@ from pipelined import Decoder, unsplit
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
+from shardwise import budget
+from shardwise.config import Offload
 from shardwise.errors import ConfigError, TierError
+from shardwise.mesh import Mesh
 from shardwise.placement import share_of_last
 from shardwise.program import plan_step, straight_trace
 from shardwise.storage import choose_units, trained_numel
@@ -143,12 +146,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"each rank still holds .* on its device \(.* too much\).* largest unit is",
     ),
     "host": ({"budget": {"device": 2 * MODEL_BYTES, "host": 1000}}, r"would take .* more than budget.host"),
-    "host alone": ({"budget": {"host": 1000}}, "say budget.device too"),
+    "host alone": ({"budget": {"host": 1000}}, "give budget.device too"),
     "host and disk": (
         {"budget": {"device": 2 * MODEL_BYTES, "host": 1000, "disk": "/tmp"}},
         r"would take .* beside the disk: .* more than budget.host. The largest unit is blocks.0",
     ),
-    "disk alone": ({"budget": {"device": 1000, "disk": "/tmp"}}, "say budget.host too, how much room"),
+    "disk alone": ({"budget": {"device": 1000, "disk": "/tmp"}}, "give budget.host too, or nothing"),
     "two disks": (
         {"budget": {"device": 1000, "host": 1000, "disk": "/tmp"}, "disk": "/var/tmp"},
         "Name one folder",
@@ -225,6 +228,47 @@ SPLIT: dict[str, dict[str, Any]] = {
     "pp": {"mesh": {"pp": 2, "dp": 1}},
     "ep": {"mesh": {"ep": 2}},
 }
+
+
+@one_in(9)
+@pytest.mark.parametrize("preset", ["zero3-kept", "zero3", "ddp"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_a_pipeline_s_budget_is_of_its_whole_schedule(preset: str, schedule: str) -> None:
+    """What is held of a stage between the forwards of later micro-batches and their backwards counts."""
+    torch.manual_seed(0)
+    models = [Decoder(num_blocks=8) for _ in range(4)]
+    plan = {"preset": preset, "mesh": {"pp": 2, "dp": 2}, "accumulate": 6, "pipeline": {"schedule": schedule}}
+
+    def promised(world: sw.World, **more: Any) -> tuple[int, Offload]:
+        mine = copy.deepcopy(models[world.rank])
+        with sw.shard(mine, {**plan, **more}, optimizer=adamw(mine), world=world) as engine:
+            return engine.memory().promised_total, engine.plan.offload
+
+    most = max(total for total, _ in run_ranks(4, promised))
+    for share in (1.0, 0.99, 0.9):
+        allowed = int(share * most)
+        fitted = run_ranks(4, lambda world, device=allowed: promised(world, budget={"device": device}))
+        assert max(total for total, _ in fitted) <= allowed
+        assert (fitted[0][1] == Offload()) == (share == 1.0), "just enough takes nothing away"
+
+
+@one_in(4)
+@pytest.mark.parametrize("preset", ["zero3-kept", "zero3", "ddp", "zero1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "gpipe"])
+def test_later_micro_batches_hold_what_those_before_them_do(
+    preset: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a budget looks at some of them only."""
+    with torch.device("meta"):
+        model = Decoder(num_blocks=8)
+    sizes = {"pp": 4, "dp": 2}
+    plan = sw.Plan(preset=preset, mesh=sizes, accumulate=24, pipeline={"schedule": schedule})
+    held = set()
+    for times in (budget.SETTLED_AFTER, 6):
+        monkeypatch.setattr(budget, "SETTLED_AFTER", times)
+        search = budget._Search(model, plan, Mesh.of(sizes, 8), budget.Ranks(on_cpu=False, num_local=8), None, 2)
+        held.add((search.holds(Offload()), search.holds(Offload(optim=0.5))))
+    assert len(held) == 1
 
 
 @one_in(3)

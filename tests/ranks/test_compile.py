@@ -66,7 +66,7 @@ def test_more_blocks_than_torch_recompiles_for_are_all_compiled(use_cache: bool)
     told = [str(one.message) for one in said if "use_cache=False" in str(one.message)]
     assert len(told) == use_cache
     assert all(
-        f"LlamaDecoderLayer is given a DynamicCache, with which torch.compile makes a graph for each of "
+        f"LlamaDecoderLayer is given a DynamicCache, for which torch.compile makes a graph for each of "
         f"{num_blocks} blocks" in one
         for one in told
     )

@@ -122,7 +122,7 @@ def test_what_follows_is_learned_and_what_changes_is_read_anew(tmp_path: Path) -
     files = {}
     for name in contents:
         files[name] = DiskFile(tmp_path / name, 4096, queue)
-        reads.know(name, lambda buffer, name=name: files[name].read(0, buffer))
+        reads.register(name, lambda buffer, name=name: files[name].read(0, buffer))
     hits: list[bool] = []
     seen: list[int] = []
 

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[dict[str, Any], MakeOptimizer, str]] = {
     "param": (
         {"preset": "zero2", "rows": {"param": {"tier": "disk"}, "optim": {"tier": "disk"}}},
         adamw,
-        "Row 'param' rests on the disk as copy in fp32 and 'optim' on the disk as shard.dp. in fp32, but what is",
+        "Row 'param' rests on the disk as copy in fp32 and 'optim' on the disk as shard.dp. in fp32, but updated",
     ),
     "bf16": ({}, bf16_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as bfloat16"),
     "int8": ({}, int8_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as uint8"),

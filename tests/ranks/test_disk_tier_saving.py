@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
@@ -20,14 +21,14 @@ from shardwise.errors import CheckpointError
 from shardwise.storage import DiskRows, disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
-from tests.thorough import THOROUGH
+from tests.thorough import thorough_only
 
 PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}
 SAVING = "shardwise checksums"
 """The thread that reads what is written into a checkpoint."""
 
 
-@pytest.mark.skipif(not THOROUGH, reason="many saves: make thorough")
+@thorough_only("many saves")
 def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,3 +160,29 @@ def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
             assert staged > 0
 
     run_ranks(1, rank)
+
+
+def test_an_edit_behind_a_background_save_is_not_taken_for_one_by_hand(tmp_path: Path) -> None:
+    """Of a small parameter a rank may have no elements; the save has what was there when it was asked for."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(2, 2, 4)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = replicas[world.rank]
+        plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), "units": {"min_numel": 1000}}
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            for number, x in enumerate(data):
+                engine.backward(mine(x).square().mean())
+                engine.step()
+                before = {name: engine.get(name) for name, _ in mine.named_parameters()}
+                engine.save(tmp_path / f"run-{number}", wait=False)
+                for name, value in before.items():
+                    assert value is not None
+                    engine.set(name, value * 2)
+                engine.wait_for_save()
+                engine.resume(tmp_path / f"run-{number}")
+                for name, value in before.items():
+                    torch.testing.assert_close(engine.get(name), value, rtol=0, atol=0)
+
+    run_ranks(2, rank)

@@ -102,6 +102,10 @@ def a_model_and_data(world: sw.World | None) -> Names:
     return {"model": model, "optimizer": adamw(model), "loader": [BATCH] * 2, "world": world}
 
 
+def a_whole_data_set(world: sw.World | None) -> Names:
+    return {**a_model_and_data(world), "dataset": torch.stack([BATCH[0]] * 8)}
+
+
 def a_plain_loop(world: sw.World | None) -> Names:
     model = Small()
     names = trained(model, world)
@@ -254,9 +258,11 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
     ("docs/experts.md", 0): Setting(a_mixture, num_ranks=4, instead=OWN_WORLD),
     ("docs/experts.md", 1): Setting(pairs, num_ranks=4, instead=OWN_WORLD),
+    ("docs/experts.md", 2): Setting(),
     ("docs/faults.md", 0): Setting(),
     ("docs/horovod.md", 0): Setting(a_model_and_data, num_ranks=2, instead={"hvd.init()": "hvd.init(world)"}),
     ("docs/horovod.md", 1): Setting(a_model_and_data, num_ranks=2, instead=OWN_WORLD),
+    ("docs/horovod.md", 2): Setting(a_whole_data_set, num_ranks=2, instead={"hvd.init()": "hvd.init(world)"}),
     ("docs/index.md", 0): Setting(its_world, num_ranks=2, instead=OWN_WORLD),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),

@@ -150,7 +150,7 @@ def test_a_loss_from_a_forward_without_gradients_is_refused() -> None:
     layer = MoE(HIDDEN, 12, EXPERTS, balance_loss=0.1)
     hidden = torch.randn(4, HIDDEN, requires_grad=True)
     checkpoint(layer, hidden, use_reentrant=True)
-    with pytest.raises(ModelError, match=r"router worked out its loss without gradients.*use_reentrant=False"):
+    with pytest.raises(ModelError, match=r"router computed its loss without gradients.*use_reentrant=False"):
         auxiliary_loss(layer)
     made = checkpoint(layer, hidden, use_reentrant=False)
     (made.sum() + auxiliary_loss(layer)).backward()

@@ -482,7 +482,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"mesh": {"ep": 2, "tp": 2}, "tensor": {"sequence": True}},
-        "tensor.sequence gives the ranks along tp other tokens",
+        "the ranks along tp have different tokens",
     ),
 ]
 

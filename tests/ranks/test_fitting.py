@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pipelined import Decoder
+from pipelined import batches as stage_batches
 from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
 from shardwise import fitting
 from shardwise.calibration import Calibration, HostFigures
-from shardwise.errors import ConfigError
+from shardwise.config import PolicyName
+from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.fitting import Choice
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
 
 MIB = 2**20
 FAST = Calibration("here", {}, HostFigures(1e15, 1e9, 1, ""))
@@ -71,7 +77,7 @@ def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytes
                 engine.fit_activations(batches(1)[0], *limits)
                 return engine.plan.activations.policy
 
-            monkeypatch.setattr(fitting, "_rehearsed", lambda *_: (mine_of[threading.get_ident()], {}))
+            monkeypatch.setattr(fitting, "_rehearsed", lambda *_: mine_of[threading.get_ident()])
             mine_of[threading.get_ident()] = mine
             assert chosen(200 * MIB) == "keep"
             assert chosen() == "offload", "4 s, where keep is too much for rank 1 and selective takes 5"
@@ -101,3 +107,110 @@ def test_without_a_limit_there_is_nothing_to_fit() -> None:
             engine.fit_activations(batches(1)[0])
 
     run_ranks(1, rank)
+
+
+def pipelined(preset: str, schedule: str, **more: Any) -> dict[str, Any]:
+    return {
+        "preset": preset,
+        "mesh": {"pp": 2, "dp": 1},
+        "accumulate": 4,
+        "pipeline": {"schedule": schedule},
+        **more,
+    }
+
+
+@one_in(4)
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "disk"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_of_a_pipeline_take_the_same_choice(
+    schedule: str, policy: PolicyName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is taken, what is promised is what an engine promises whose plan says so, and it trains like that."""
+    torch.manual_seed(0)
+    model, data = Decoder(num_blocks=4), stage_batches(2, 8)
+    own = fitting._rehearsed
+    promises: dict[int, dict[str, Choice]] = {}
+
+    def forced(*args: Any) -> dict[PolicyName, Choice]:
+        """All are rehearsed, and one of them is the only one that has room."""
+        found = own(*args)
+        promises[threading.get_ident()] = dict(found)
+        return {name: replace(one, device=0 if name == policy else 2**40) for name, one in found.items()}
+
+    monkeypatch.setattr(fitting, "_rehearsed", forced)
+
+    def trained(fits: bool) -> list[tuple[list[float], dict[str, torch.Tensor], int]]:
+        models = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> tuple[list[float], dict[str, torch.Tensor], int]:
+            mine = models[world.rank]
+            folder = str(tmp_path / ("fitted" if fits else "asked"))
+            plan = pipelined("zero1", schedule, disk=folder, **({} if fits else {"activations": policy}))
+            micro_batch = tuple(one[:2] for one in data[0])
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                if fits:
+                    said = engine.fit_activations(micro_batch, "1GiB")
+                    assert engine.plan.activations.policy == policy, said
+                    promise = promises[threading.get_ident()][policy].device
+                else:
+                    promise = engine.rehearse(micro_batch).total
+                losses = [engine.train_step(batch).item() for batch in data]
+                if policy == "offload":
+                    assert engine.memory().measured_on_host["activations"] > 0
+                return losses, engine.state_dict(), promise
+
+        return run_ranks(2, rank)
+
+    for fitted, asked in zip(trained(True), trained(False), strict=True):
+        assert fitted[0] == asked[0]
+        assert fitted[2] == asked[2]
+        assert all(torch.equal(fitted[1][name], value) for name, value in asked[1].items())
+
+
+def test_stages_that_do_not_fit_are_refused_before_anything_changes() -> None:
+    models = [Decoder(num_blocks=4) for _ in range(2)]
+    data = stage_batches(1, 8)
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, pipelined("zero1", "1f1b"), optimizer=adamw(mine), world=world) as engine:
+            micro_batch = tuple(one[:2] for one in data[0])
+            with pytest.raises(ConfigError, match=r"With this batch a step takes at least .* keep .*; recompute"):
+                engine.fit_activations(micro_batch, 1000)
+            assert engine.plan.activations.policy is None
+            engine.eval_step(data[0])
+            with pytest.raises(StateError, match="has not computed yet; call it before the first step"):
+                engine.fit_activations(micro_batch, "1GiB")
+
+    run_ranks(2, rank)
+    rules = {"first": {"params": ["blocks.0.*"], "activations": "recompute"}}
+
+    def ruled(world: sw.World) -> None:
+        mine = copy.deepcopy(models[world.rank])
+        plan = pipelined("zero1", "1f1b", rules=rules)
+        with (
+            sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine,
+            pytest.raises(ConfigError, match="one policy for all units, and the plan's rule 'first' has"),
+        ):
+            engine.fit_activations(tuple(one[:2] for one in data[0]), "1GiB")
+
+    models = [Decoder(num_blocks=4) for _ in range(2)]
+    run_ranks(2, ruled)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_stage_that_cannot_be_rehearsed_is_told_of_on_all_ranks(place: int) -> None:
+    """Whichever it is; the last one hands nothing over by which the others would hear."""
+    models = [Decoder(num_blocks=4) for _ in range(2)]
+    for model in models:
+        model.blocks[3 * place].forward = lambda x: x * float(x.sum())
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with (
+            sw.shard(mine, pipelined("zero1", "1f1b"), optimizer=adamw(mine), world=world) as engine,
+            pytest.raises(ModelError, match="asks for the value"),
+        ):
+            engine.fit_activations(tuple(one[:2] for one in stage_batches(1, 8)[0]), "1GiB")
+
+    run_ranks(2, rank)

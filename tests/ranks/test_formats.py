@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small_transformers import gpt2, llama, mixtral
+from small_transformers import dinov2, gpt2, llama, mixtral, qwen_moe, vit
 from torch import nn
 from twins import Transformer, adamw, batches, train_steps, work_on_ranks
 
@@ -253,8 +253,24 @@ def test_a_live_model_is_saved_as_transformers_would(hf_model: nn.Module, max_fi
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) == 1 or max_file_bytes == 5000
     assert _config(tmp_path / "ours") == _config(tmp_path / "theirs")
     assert (tmp_path / "ours" / "generation_config.json").exists()
-    if "Mixtral" not in type(hf_model).__name__:  # of which transformers itself writes an older layout
-        assert _names(tmp_path / "ours") == _names(tmp_path / "theirs")
+    assert _names(tmp_path / "ours") == _names(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("build", [vit, qwen_moe, mixtral, dinov2])
+def test_what_transformers_renames_stacks_or_splits_is_saved_as_in_its_files(build: Any, tmp_path: Path) -> None:
+    """Under old names, experts one by one, and of several tensors what files have as one."""
+    torch.manual_seed(1)
+    model = build()
+    model.save_pretrained(tmp_path / "theirs")
+
+    def work(engine: sw.Engine) -> None:
+        engine.save_pretrained(tmp_path / "ours", max_file_bytes=20000)
+
+    on_ranks(2, work, build=lambda: _copy(model), optimizer=adamw)
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    ours = {name: one for file in (tmp_path / "ours").glob("*.safetensors") for name, one in load_file(file).items()}
+    assert ours.keys() == expected.keys() != model.state_dict().keys()
+    assert all(torch.equal(one, expected[name]) for name, one in ours.items())
 
 
 def _copy(model: nn.Module) -> nn.Module:

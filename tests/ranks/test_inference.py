@@ -114,7 +114,7 @@ def test_training_inside_is_refused() -> None:
     x, y = batches(1)[0]
     with pytest.raises(StateError, match="Train outside"), engine.inference(), torch.enable_grad():
         model(x, y)
-    with engine.inference(), pytest.raises(StateError, match="entered between"), engine.inference():
+    with engine.inference(), pytest.raises(StateError, match="inside another engine"), engine.inference():
         pass
 
 
@@ -205,7 +205,7 @@ def test_the_next_unit_is_on_its_way_and_ranks_may_part(
         begin(self, unit)
 
     def asked(self: Inference, wish: int | None) -> None:
-        ready.append(wish is not None and self._on_its_way is self._units[wish])
+        ready.append(wish is not None and self._prefetched is self._units[wish])
         take(self, wish)
 
     monkeypatch.setattr(Gathering, "begin", noted)

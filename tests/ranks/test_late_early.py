@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID), *ON_HOST]
 IDS = [name for name, *_ in PRESETS]
 NUM_MODELS = drawn(5, 80)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
+Params = dict[str, Tensor]
+Reader = Callable[[sw.Engine], Params]
 
 
 def small() -> Transformer:
@@ -218,6 +221,144 @@ def test_inference_between_steps(keep_bytes: int | None, when: When) -> None:
     assert_same(run, plain_run(model, data))
 
 
+def read_data(engine: sw.Engine) -> Params:
+    return {name: param.data.clone() for name, param in engine.module.named_parameters()}
+
+
+def read_one_backwards(engine: sw.Engine) -> Params:
+    return {name: param + 0 for name, param in reversed(list(engine.module.named_parameters()))}
+
+
+def read_state_dict(engine: sw.Engine) -> Params:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def read_inside(engine: sw.Engine) -> Params:
+    with engine.inference():
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def read_average(engine: sw.Engine) -> Params:
+    average = [torch.zeros_like(param) for param in engine.module.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(average, list(engine.module.parameters()), 1.0)
+    return dict(zip((name for name, _ in engine.module.named_parameters()), average, strict=True))
+
+
+def read_by_an_evaluation(engine: sw.Engine) -> Params:
+    with torch.no_grad():
+        engine.module(*batches(1, seed=7)[0])
+    return read_data(engine)
+
+
+READERS = [read_data, read_one_backwards, read_state_dict, read_inside, read_average, read_by_an_evaluation]
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("case", [("zero1", 2, None), ("zero2", 2, None)], ids=["zero1", "zero2"])
+@one_in(3)
+def test_an_update_behind_the_step_is_there_for_whoever_reads(
+    case: tuple[str, int, Any], read: Reader, precision: str, when: When
+) -> None:
+    """Right after the step, while it is being gathered: the values that the ranks come to with all of it awaited."""
+
+    def train(*, awaits: bool) -> list[Params]:
+        model = small()
+        replicas = [copy.deepcopy(model) for _ in range(case[1])]
+
+        def rank(world: sw.World) -> list[Params]:
+            mine, read_here = replicas[world.rank], []
+            with sw.shard(
+                mine, plan_of(case[0], None, precision=precision), optimizer=adamw(mine), world=world
+            ) as engine:
+                for batch in batches(2):
+                    engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch))
+                    flats = engine._sharded.flats
+                    assert all(flat.is_updating for flat in flats), "it goes on behind the step"
+                    if awaits:
+                        engine._sharded.runner.gathering.await_updates()
+                    read_here.append(read(engine))
+            return read_here
+
+        seen = Devices(when).run(case[1], rank)
+        for other in seen[1:]:
+            torch.testing.assert_close(other, seen[0], rtol=0, atol=0)
+        return seen[0]
+
+    torch.testing.assert_close(train(awaits=False), train(awaits=True), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("end", ["close", "reshard", "another step", "save"])
+@pytest.mark.parametrize("when", WHENS)
+def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_path: Path) -> None:
+    model, data = small(), batches(2)
+    expected = plain_run(model, data)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> Params:
+        mine = replicas[world.rank]
+        engine = sw.shard(mine, "zero1", optimizer=adamw(mine), world=world)
+        for batch in data:
+            engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch))
+        assert any(flat.is_updating for flat in engine._sharded.flats)
+        if end == "reshard":
+            engine.reshard("zero3")
+        elif end == "another step":  # in which no module is used, and so no parameter has a gradient
+            engine.step()
+        elif end == "save":
+            engine.save(tmp_path / "checkpoint")
+        params = {} if end == "close" else full_params(engine)
+        engine.close()
+        return params or {name: param.detach().clone() for name, param in mine.named_parameters()}
+
+    devices = Devices(when)
+    for params in devices.run(2, rank):
+        torch.testing.assert_close(params, expected.params, rtol=1e-5, atol=1e-5)
+    assert devices.num_works == devices.num_waited
+
+
+@pytest.mark.parametrize("when", WHENS)
+@one_in(3)
+def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: When) -> None:
+    """Nothing between the two reads a parameter, and the second writes what the first has sent."""
+    num_on_their_way = []
+
+    def twice(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        optimizer.step()
+        num_on_their_way.append(sum(flat.is_updating for flat in engine._sharded.flats))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model, data = small(), batches(2)
+    late = run_on_devices(Devices(when), model, data, ("zero1", 2, None), step=twice)
+    assert all(num_on_their_way)
+    whole = run_on_devices(Devices(when), model, data, ("ddp", 2, None), step=twice)
+    assert_same(late, whole)
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
+    """Right after the step: it is refused, loses nothing that is on its way, and training goes on."""
+    model, data = small(), batches(2)
+
+    def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        loss = engine_step(engine, optimizer, batch)
+        weight = engine.module.head.weight
+        with pytest.raises(StateError, match=r"is read inside a torch\.func transform"):
+            torch.func.grad(lambda x: (x * weight).sum())(torch.ones(weight.shape[1]))
+        with pytest.raises(StateError, match=r"called inside a torch\.func transform"):
+            torch.func.grad(lambda _: engine.module(*batch))(torch.ones(()))
+        return loss
+
+    assert_same(run_on_devices(Devices(when), model, data, (preset, 2, None), step=step), plain_run(model, data))
+
+
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("can_split", [True, False])
 @one_in(3)
@@ -282,6 +423,31 @@ def test_gathers_that_cannot_be_launched_fail_as_links_do(monkeypatch: pytest.Mo
                 work.wait()
 
     monkeypatch.setattr(FakeGroups, "all_gather_coalesced", refuse)
+    Devices("late").run(2, rank)
+
+
+def test_an_update_behind_the_step_that_never_comes_fails_for_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is given half of an update, however often he asks."""
+    honest = FakeWork.wait
+
+    def breaks(self: FakeWork) -> None:
+        honest(self)
+        if self.key[-1] == "gather":
+            raise RuntimeError("the other end is gone")
+
+    monkeypatch.setattr(FakeWork, "wait", breaks)
+    replicas = [small(), small()]
+
+    def rank(world: sw.World) -> None:
+        mine = replicas[world.rank]
+        engine = sw.shard(mine, "zero1", optimizer=adamw(mine), world=world)
+        engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batches(1)[0]))
+        for _ in range(2):
+            with pytest.raises(CommError):
+                mine.head.weight.data.clone()
+        with pytest.raises(CommError):
+            engine.close()
+
     Devices("late").run(2, rank)
 
 
@@ -390,6 +556,11 @@ def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pyt
 
     monkeypatch.setattr(ParamMover, "wait_full", forgets)
     assert _is_found(Devices("late"), ("zero3", 2, None))
+
+
+def test_an_update_behind_the_step_that_a_reader_does_not_wait_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParamMover, "wait_param", lambda self, _=None: self.flat.end_update())
+    assert _is_found(Devices("late"), ("zero1", 2, None))
 
 
 def test_a_fresh_gradient_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

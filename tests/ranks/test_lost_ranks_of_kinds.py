@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport, World
+from shardwise.errors import ConfigError
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
 from tests.ranks.threads_that_die import run_mortals
 from tests.thorough import one_in
@@ -170,3 +171,21 @@ def test_a_save_is_under_way(name: str, deaths: dict[int, int], tmp_path: Path) 
         assert loaded.step == NUM_STEPS
         for key, value in engine.state_dict().items():
             assert torch.equal(value, found[0].state[key]), key
+
+
+def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
+    plan = {"preset": "zero2", "offload": {"optim": 0.5}, "precision": "bf16"}
+    whole = trained(plan, one, {}, tmp_path)[0]
+    compare(trained(plan, one, {1: 25}, tmp_path), whole, 2e-2)
+
+
+@pytest.mark.parametrize("axis", ["sp", "ep"])
+def test_meshes_that_split_samples_or_experts_lose_no_rank(axis: str, tmp_path: Path) -> None:
+    mesh = {"mesh": {axis: 2, "dp": 1}}
+
+    def work(world: World, member: int) -> None:
+        model = nn.Sequential(nn.Linear(16, 16), sw.experts.MoE(16, 16, 4))
+        with pytest.raises(ConfigError, match=f"survive: host is not possible: the mesh splits .* along {axis}"):
+            sw.shard(model, {"preset": "zero1", "survive": "host", **mesh}, optimizer=adamw(model), world=world)
+
+    assert len(run_mortals(2, work, tmp_path)) == 2

@@ -105,6 +105,16 @@ def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tm
     assert sorted(map(len, sizes))[0] < sorted(map(len, sizes))[-1] == NUM_STEPS
 
 
+@pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
+def test_one_that_comes_gets_rows_on_the_host(preset: str, tmp_path: Path) -> None:
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) == (1, 2, "backward"):
+            raise Killed
+
+    sizes = trained(tmp_path, plan={"preset": preset}, at=at)
+    assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
+
+
 @pytest.mark.parametrize("point", ["forward", "log"])
 def test_too_few_take_no_step_until_one_has_come(point: str, tmp_path: Path) -> None:
     def at(engine: sw.Engine, member: int, step: int, now: str) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from pipelined import Decoder, Told, batches, rows_of, unsplit
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from twins import adamw
 
 import shardwise as sw
+from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -29,6 +31,7 @@ def pipelined(
     data: list[tuple[Tensor, Tensor]],
     *,
     shares_memory: bool = True,
+    hosts: str | None = None,
     optimizer: Any = adamw,
     **plan: Any,
 ) -> list[Told]:
@@ -52,7 +55,7 @@ def pipelined(
             told.params = engine.state_dict()
         return told
 
-    return run_ranks(num_ranks, rank, shares_memory=shares_memory)
+    return run_ranks(num_ranks, rank, shares_memory=shares_memory, hosts=hosts)
 
 
 def assert_same(runs: list[Told], twin: Told, tolerance: float = 1e-5) -> None:
@@ -64,6 +67,117 @@ def assert_same(runs: list[Told], twin: Told, tolerance: float = 1e-5) -> None:
         for found, expected in ((run.params, twin.params), (run.grads, twin.grads)):
             for name, value in found.items():
                 torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_a_forward_may_write_to_what_stands_in_for_other_stages() -> None:
+    class InPlace(Decoder):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            hidden = self.tokens(x)
+            hidden += torch.linspace(-1, 1, x.shape[1])[:, None]
+            for block in self.blocks:
+                hidden = block(hidden)
+            logits: Tensor = self.head(self.norm(hidden))
+            return logits if y is None else nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    torch.manual_seed(0)
+    model, data = InPlace(), batches(2, 8)
+    assert_same(pipelined(model, {"pp": 2}, data, preset="zero1"), unsplit(model, data, clip=CLIP))
+
+
+def logits_or_loss(model: Decoder, hidden: Tensor, y: Tensor | None) -> Tensor:
+    logits: Tensor = model.head(model.norm(hidden))
+    return logits if y is None else nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class Skips(Decoder):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden = first = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden) + first / 2
+        return logits_or_loss(self, hidden, y)
+
+
+class Sums(Decoder):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden = total = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            total = total + hidden
+        return logits_or_loss(self, total, y)
+
+
+class Twice(Decoder):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(block(hidden))
+        return logits_or_loss(self, hidden, y)
+
+
+class Auxiliary(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.loss = block, 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.block(hidden)
+        self.loss = output.square().mean()  # type: ignore[assignment]
+        return output
+
+
+class AuxiliaryLosses(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Auxiliary(block) for block in self.blocks)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden: Tensor = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        losses: list[Any] = [block.loss for block in self.blocks]
+        return logits_or_loss(self, hidden, y) + torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Skips, "uses what modules of earlier stages returned"),
+        (Sums, "uses what modules of earlier stages returned"),
+        (Twice, "more than once"),
+        (AuxiliaryLosses, "reads loss of blocks.0, a tensor which that module computes"),
+    ],
+)
+def test_forwards_that_use_other_stages_results_are_refused(kind: type[Decoder], words: str, schedule: str) -> None:
+    """Each would train on zeros in place of what other stages computed."""
+    with pytest.raises(ModelError, match=words):
+        pipelined(kind(), {"pp": 2}, batches(1, 8), preset="zero1", pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_may_checkpoint_its_own_blocks(reentrant: bool, schedule: str) -> None:
+    class Checkpoints(Decoder):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            hidden = self.tokens(x)
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+            return logits_or_loss(self, hidden, y)
+
+    torch.manual_seed(0)
+    model, data = Checkpoints(), batches(2, 8)
+    plan: dict[str, Any] = {"preset": "zero1", "pipeline": {"schedule": schedule}}
+    runs = pipelined(model, {"pp": 2}, data, **plan)
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def peak(world: sw.World) -> int:
+        mine = models[world.rank]
+        full = {"mesh": {"pp": 2}, "accumulate": MICRO_BATCHES, **plan}
+        with sw.shard(mine, full, optimizer=adamw(mine), world=world) as engine:
+            return engine.rehearse(tuple(tensor[:2] for tensor in data[0])).by_kind["activations"]
+
+    assert all(run_ranks(2, peak))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])

@@ -81,7 +81,12 @@ def plan(num_ranks: int = 2, **more: Any) -> dict[str, Any]:
             ConfigError,
             "pipeline.schedule is '1f2b'; expected gpipe, 1f1b, interleaved or zb-h1.",
         ),
-        (Decoder, {"pipeline": {"schedule": "zb-h1"}, "compile": "eager"}, ConfigError, "takes the backward of linear"),
+        (
+            Decoder,
+            {"pipeline": {"schedule": "zb-h1"}, "compile": "eager"},
+            ConfigError,
+            "splits the backward of linear",
+        ),
         (
             Decoder,
             {"pipeline": {"schedule": "interleaved"}, "accumulate": 3},

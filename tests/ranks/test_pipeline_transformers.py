@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -68,6 +69,10 @@ def padded(num_steps: int = NUM_STEPS) -> list[dict[str, Tensor]]:
     return drawn
 
 
+def in_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.chunk(MICRO_BATCHES)
+
+
 def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model, losses, norms = copy.deepcopy(model), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,29 +118,49 @@ def test_a_decoder_in_stages_trains_like_the_whole(
     model.train()
     if recomputes:
         model.activation_checkpointing_enable()
+    race(model, {"preset": preset, "mesh": mesh, "pipeline": {"schedule": schedule}})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "opt", "falcon", "bert"])
+@one_in(2)
+def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) -> None:
+    """A stage receives a part of each sequence; its masks and positions are those of whole ones."""
+    torch.manual_seed(0)
+    plan = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence": True}, "pipeline": {"schedule": schedule}}
+    race(build(kind).train(), {"preset": "zero1", **plan})
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "sp": 2}, {"pp": 2, "tp": 2, "sp": 2}], ids=["pp sp", "pp tp sp"])
+def test_sequences_are_split_by_the_model_or_micro_batch_by_micro_batch(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = build("llama").train()
+    for splits in (False, True):
+        race(model, {"preset": "zero1", "mesh": mesh}, splits=splits)
+
+
+def race(model: nn.Module, plan: dict[str, Any], *, splits: bool = False) -> None:
+    """On the ranks of the plan's mesh: losses, norms and parameters are those of one process."""
     data = padded()
     losses, norms, params = twin_of(model, data)
-    models = [copy.deepcopy(model) for _ in range(mesh["pp"])]
+    num_ranks = math.prod(plan["mesh"].values())
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    plan = {"accumulate": MICRO_BATCHES, "clip_grad_norm": 1.0, **plan}
 
     def rank(world: sw.World) -> tuple[list[float], list[float], dict[str, Tensor]]:
         mine = models[world.rank]
-        plan = {
-            "preset": preset,
-            "mesh": mesh,
-            "accumulate": MICRO_BATCHES,
-            "clip_grad_norm": 1.0,
-            "pipeline": {"schedule": schedule},
-        }
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         told: tuple[list[float], list[float], dict[str, Tensor]] = ([], [], {})
         with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
             for batch in data:
-                told[0].append(engine.train_step(batch).item())
+                parts = [dict(zip(batch, one, strict=True)) for one in zip(*map(in_parts, batch.values()), strict=True)]
+                given = [engine.split_sequence(part) for part in parts] if splits else batch
+                told[0].append(engine.mean(engine.train_step(given).item()))
                 told[1].append(float(engine.gradient_norm or 0.0))
             told[2].update(engine.state_dict())
         return told
 
-    for own_losses, own_norms, own_params in run_ranks(mesh["pp"], rank):
+    for own_losses, own_norms, own_params in run_ranks(num_ranks, rank):
         assert own_losses == pytest.approx(losses, rel=1e-5)
         assert own_norms == pytest.approx(norms, rel=1e-5)
         assert list(own_params) == list(params)
@@ -158,7 +183,7 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
     models = [library().T5ForConditionalGeneration(library().T5Config(**sizes)) for _ in range(2)]
 
     def rank(world: sw.World) -> None:
-        with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is an encoder and a decoder"):
+        with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is an encoder-decoder model"):
             sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
 
     run_ranks(2, rank)

@@ -117,6 +117,30 @@ def test_accumulation_holds_what_was_promised(
         assert held.measured[kind] == held.promised[kind], kind
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("plan", "is_kept"),
+    [
+        ({}, True),
+        ({"precision": "bf16"}, False),
+        ({"precision": "bf16", "rows": {"grad": {"dtype": "bf16"}}}, False),
+        ({"wire": {"grad": "bf16"}}, False),
+    ],
+    ids=["fp32", "bf16", "bf16-waiting", "bf16-sent"],
+)
+def test_gradient_memory_is_kept_between_steps_where_it_has_one_dtype(
+    preset: str, plan: dict[str, Any], is_kept: bool, model: Transformer
+) -> None:
+    def held(engine: sw.Engine) -> dict[str, Any]:
+        return {"between": engine._sharded.sharding.meter.now["grad"], "report": engine.memory()}
+
+    run = sharded_run(model, batches(3), preset, 2, None, after=held, **plan)
+    assert bool(run.extra["between"]) == is_kept
+    measured, promised = run.extra["report"].measured, run.extra["report"].promised
+    of_grads = [sum(held[kind] for kind in ("grad", "working")) for held in (measured, promised)]
+    assert 0.75 * of_grads[1] <= of_grads[0] <= of_grads[1]
+
+
 def test_bf16_gradients_can_travel_wide(model: Transformer) -> None:
     data = batches(5)
     wide = sharded_run(model, data, "zero3", 2, None, precision="bf16", wire={"grad": "fp32"})

@@ -340,5 +340,5 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_an_output_without_anything_to_send_back_is_refused() -> None:
-    with pytest.raises(ModelError, match="there is nothing to send back"):
+    with pytest.raises(ModelError, match="no backward can start"):
         rehearsed(Silent(), torch.ones(8, 4))

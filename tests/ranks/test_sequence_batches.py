@@ -16,7 +16,7 @@ from twins import VOCAB, Transformer
 import shardwise as sw
 from shardwise.data import Loader
 from shardwise.errors import ConfigError, DataError, ModelError, ShardwiseError, StateError
-from shardwise.sequence.parallel import _drawing_apart
+from shardwise.sequence.parallel import _random_numbers_of
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -252,7 +252,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "no tokens": ({"rows": torch.zeros(3)}, "found no tensor"),
     "mask": ({"input_ids": torch.zeros(2, 8), "attention_mask": torch.zeros(2, 1, 8, 8)}, r"attention_mask is \[2, 1"),
     "positions": ({"input_ids": torch.zeros(2, 8), "position_ids": torch.zeros(3, 2, 8)}, r"position_ids is \[3, 2, 8"),
-    "unknown": ({"input_ids": torch.zeros(2, 7), "x": torch.zeros(2, 7)}, "what x would be padded with is not known"),
+    "unknown": ({"input_ids": torch.zeros(2, 7), "x": torch.zeros(2, 7)}, "the padding for x is not known"),
 }
 
 
@@ -296,7 +296,7 @@ def test_ranks_that_are_seeded_alike_drop_other_tokens() -> None:
     drawn, left = [], []
     for place in (0, 1, 1):
         torch.manual_seed(7)
-        with _drawing_apart(place, torch.device("cpu")):
+        with _random_numbers_of(place, torch.device("cpu")):
             drawn.append(torch.rand(8))
         left.append(torch.rand(4))
     assert not torch.equal(drawn[0], drawn[1])
@@ -334,7 +334,7 @@ def test_what_is_recomputed_is_of_its_own_batch() -> None:
         for found, known in ((first_grads, expected[0]), (second_grads, expected[1]), (grads(), expected[0])):
             for name, grad in known.items():
                 torch.testing.assert_close(found[name], grad, msg=name)
-        with pytest.raises(StateError, match="nobody knows which of them it is of"):
+        with pytest.raises(StateError, match="it is unknown which of them it belongs to"):
             (loss(one) + loss(other)).backward()
 
     on_two(work, lambda: Gpt(recomputes=True))
@@ -353,7 +353,7 @@ def test_batches_may_be_split_before_others_are_computed() -> None:
             for expected, (tokens, positions) in zip(alone, split, strict=True):
                 assert torch.equal(engine(tokens, positions), expected)
             assert not torch.equal(*alone)
-            with pytest.raises(StateError, match=r"tensors that engine\.split_sequence has not given out"):
+            with pytest.raises(StateError, match=r"tensors that engine\.split_sequence has not returned"):
                 engine(tokens.clone(), positions.clone())
             del split, tokens, positions
             tokens, positions = engine.split_sequence(tensors, documents=other)

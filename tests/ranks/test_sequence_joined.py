@@ -171,7 +171,7 @@ def test_what_cannot_be_joined() -> None:
     (batch,) = labelled(1, tokens=16)
 
     def work(engine: sw.Engine, model: Any) -> str:
-        with pytest.raises(StateError, match="none was yet"):
+        with pytest.raises(StateError, match="there is none yet"):
             engine.join_sequence(torch.zeros(1, 8))
         with torch.no_grad():
             logits = model(**batch).logits

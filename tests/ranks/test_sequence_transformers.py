@@ -215,7 +215,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 
     cases: list[tuple[Any, str]] = [
         (lambda: mixtral(output_router_logits=True), "MixtralForCausalLM adds a loss that balances its experts"),
-        (bert, "BertForMaskedLM is no causal language model that takes shift_labels"),
+        (bert, "BertForMaskedLM is not a causal language model that takes shift_labels"),
         (t5, "T5ForConditionalGeneration .* Leave sp out of the mesh"),
     ]
     for build, message in cases:

@@ -70,6 +70,23 @@ def test_trains_as_the_unsplit_model(preset: str, schedule: str, mesh: dict[str,
     assert_same(runs, unsplit(model, data, clip=CLIP))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_sums_beside_products_in_stages(schedule: str) -> None:
+    """Ranks along `tp` are on two hosts, and several micro-batches are between their forward and their backward."""
+    model, data = net(tied=False), batches(NUM_STEPS, 16)
+    more: dict[str, Any] = {"pipeline": {"schedule": schedule}, "tensor": CUT}
+    runs = pipelined(model, {"pp": 2, "tp": 2}, data, preset="zero1", hosts="abab", activations="recompute", **more)
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_parts_of_sequences_between_stages(schedule: str) -> None:
+    model, data = net(tied=False), batches(NUM_STEPS, 16)
+    tensor = {**CUT, "sequence": True}
+    runs = pipelined(model, {"pp": 2, "tp": 2}, data, preset="zero3", tensor=tensor, pipeline={"schedule": schedule})
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+
+
 def test_lamb_takes_the_norms_of_whole_parameters() -> None:
     def lamb(model: nn.Module) -> torch.optim.Optimizer:
         return sw.optim.Lamb(model.parameters(), lr=0.01)

@@ -1,84 +1,167 @@
-"""Sums of input gradients beside the products of weight gradients: in which order, and that nothing else changes."""
+"""Sums and gathers of a backward beside products of column modules: in which order, and that nothing else changes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from fake_devices import WHENS, Devices, When
 from split_models import TENSOR, Transformer, tokens
-from test_tensor_parallel import assert_equal, plain, seeded, sharded
+from test_tensor_parallel import (
+    UNEVEN,
+    CutLogits,
+    Uneven,
+    assert_equal,
+    optimizer_of,
+    plain,
+    seeded,
+    sharded,
+)
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.comm import Line
-from shardwise.tensor import beside, products
-from shardwise.testing import run_ranks
+from shardwise.comm import Line, Started
+from shardwise.errors import CommError
+from shardwise.tensor import products
+from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in
 
 pytestmark = one_in(6)
 
 Tensor = torch.Tensor
+Build = Callable[[], nn.Module]
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host collectives can be waited for later as well; there it would only cost time."""
-    monkeypatch.setattr(Line, "runs_beside", property(lambda line: line._collectives is not None))
+class Attention(nn.Module):
+    """Causal, with projections of their own, which read the same tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (-1, 6)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Apart(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn = Attention(24)
+
+
+APART: dict[str, Any] = {
+    "plan": {
+        **{name: rule for name, rule in TENSOR["plan"].items() if "qkv" not in name},
+        "blocks.*.attn.[qkv]": {"style": "column", "heads": 4},
+    },
+}
+SEQUENCE = {**APART, "sequence": True}
+
+
+# -- in which order -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
-    """What happened, by thread: sums that start, are waited for, and weights' products."""
+    """What happened, by thread: collectives that start and are waited for, and products of column modules."""
     events: dict[int, list[str]] = {}
-    start, wait, of_weight = beside.SumBeside.start, beside.SumBeside.wait, products._of_weight
 
-    def note(what: str) -> None:
-        events.setdefault(threading.get_ident(), []).append(what)
+    def noting(of: Any, name: str, told: str) -> None:
+        call = getattr(of, name)
 
-    def started(self: beside.SumBeside, grad: Tensor) -> Tensor:
-        note("start")
-        return start(self, grad)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.setdefault(threading.get_ident(), []).append(told)
+            made = call(*args, **kwargs)
+            if isinstance(made, Started):
+                made.wait = lambda wait=made.wait: (events[threading.get_ident()].append(f"{told}ed"), wait())[1]  # type: ignore[method-assign]
+            return made
 
-    def waited(self: beside.SumBeside, grad: Tensor) -> Tensor:
-        note("wait")
-        return wait(self, grad)
+        monkeypatch.setattr(of, name, noted)
 
-    def made(*args: Any, **kwargs: Any) -> Tensor:
-        note("weight")
-        return of_weight(*args, **kwargs)
-
-    monkeypatch.setattr(beside.SumBeside, "start", started)
-    monkeypatch.setattr(beside.SumBeside, "wait", waited)
-    monkeypatch.setattr(products, "_of_weight", made)
+    noting(Line, "start_sum", "sum")
+    noting(Line, "start_sum_part", "sum")
+    noting(Line, "start_concatenate", "gather")
+    noting(products, "_of_input", "input")
+    noting(products, "_of_weight", "weight")
     return events
 
 
-@pytest.mark.parametrize("shares_memory", [True, False])
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_training_is_that_of_the_unsplit_model(preset: str, sequence: bool, shares_memory: bool) -> None:
-    runs = sharded(Transformer, preset, {**TENSOR, "sequence": sequence}, shares_memory=shares_memory)
-    assert_equal(runs, plain(seeded(Transformer), 2))
+def backwards_of(build: Build, tensor: dict[str, Any], events: dict[int, list[str]], **more: Any) -> list[str]:
+    """The events of the second step's backward, which are the same on both ranks."""
+    models = [seeded(build) for _ in range(2)]
 
-
-def test_weights_are_made_between_the_start_of_a_sum_and_its_end(order: dict[int, list[str]]) -> None:
-    models = [seeded(Transformer) for _ in range(2)]
-
-    def rank(world: sw.World) -> None:
-        plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
+    def rank(world: sw.World) -> str:
+        plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
         with sw.shard(models[world.rank], plan, world=world) as engine:
-            for _ in range(2):
-                engine.backward(engine(tokens(0)))
+            engine.backward(engine(tokens(0)))
+            loss = engine(tokens(0))
+            events[threading.get_ident()].clear()
+            engine.backward(loss)
+            return " ".join(events[threading.get_ident()])
 
-    run_ranks(2, rank)
-    for events in order.values():
-        told = " ".join(events)
-        assert "start weight wait" in told or "start weight weight" in told
-        regions = told.split("start ")[1:]
-        assert all(region.startswith("weight") and "wait" in region for region in regions), told
+    devices = more.pop("devices", None)
+    first, second = devices.run(2, rank) if devices is not None else run_ranks(2, rank, **more)
+    assert first == second
+    return first.split()
+
+
+ATTENTION = "input input input sum weight weight weight sumed"
+MLP = "input sum weight sumed"
+
+
+@pytest.mark.parametrize("where", ["hosts", "devices"])
+def test_parameters_are_differentiated_between_the_start_of_a_sum_and_its_end(
+    order: dict[int, list[str]], where: str
+) -> None:
+    more: dict[str, Any] = {"devices": Devices("late")} if where == "devices" else {"hosts": "ab"}
+    told = " ".join(backwards_of(Apart, APART, order, **more))
+    for region, times in ((ATTENTION, 2), (MLP, 3)):  # the head is a region too
+        assert told.count(region) == times, told
+
+
+def test_a_sequence_is_gathered_again_beside_products(order: dict[int, list[str]]) -> None:
+    told = " ".join(backwards_of(Apart, SEQUENCE, order, hosts="ab"))
+    for num_columns in (3, 1):
+        inputs, weights = ["input"] * num_columns, ["weight"] * (num_columns - 1)
+        region = ["gather", *inputs, "sum", "gathered", "weight", *weights, "sumed"]
+        assert told.count(" ".join(region)) == 2, told
+
+
+def test_ranks_of_one_host_do_one_thing_after_the_other(order: dict[int, list[str]]) -> None:
+    """Who waits does the work, so nothing could run beside, and torch's own backwards are faster."""
+    told = backwards_of(Apart, APART, order)
+    assert "input" not in told
+    sums = [place for place, what in enumerate(told) if what == "sum"]
+    assert sums
+    assert all(told[place + 1] == "sumed" for place in sums)
+
+
+# -- and that nothing else changes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", ["abab", "abcd", "aabb"])
+@pytest.mark.parametrize("preset", ["zero3", "ddp", "zero2"])
+@pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
+def test_training_between_hosts_is_that_of_the_unsplit_model(preset: str, tensor: dict[str, Any], hosts: str) -> None:
+    """With `aabb` ranks along `tp` share a host, and go on as ever."""
+    assert_equal(sharded(Apart, preset, tensor, hosts=hosts), plain(seeded(Apart), 2))
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
+def test_training_on_devices_is_that_of_the_unsplit_model(tensor: dict[str, Any], when: When) -> None:
+    devices = Devices(when)
+    assert_equal(sharded(Apart, "zero3", tensor, devices=devices), plain(seeded(Apart), 2))
+    assert devices.num_works == devices.num_waited
 
 
 class Conv1D(nn.Module):
@@ -104,7 +187,327 @@ class Transposed(Transformer):
 
 
 def test_weights_that_lie_the_other_way_round() -> None:
-    assert_equal(sharded(Transposed, "zero2", TENSOR), plain(seeded(Transposed), 2))
+    assert_equal(sharded(Transposed, "zero2", TENSOR, hosts="abab"), plain(seeded(Transposed), 2))
+
+
+class Lora(nn.Module):
+    """A frozen linear module and adapters beside it, named as peft does."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        return out
+
+
+class Adapted(Apart):
+    """Adapters on queries and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.attn.q, block.attn.v = Lora(block.attn.q), Lora(block.attn.v)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_adapters_do_not_end_the_region_beside_them(order: dict[int, list[str]], hosts: str) -> None:
+    """What queries, keys and values read is summed once, though adapters of queries open regions of their own."""
+    told = backwards_of(Adapted, APART, order, hosts=hosts)
+    adapters, read, heads = 2 * 2, 1, 1  # nothing that is trained comes before the first block's attention
+    assert told.count("sum") == adapters + read + 2 + heads
+
+
+class Frozen(Apart):
+    """Of one region's columns one is frozen, one has a bias that is trained alone, and one a bias that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn.q.requires_grad_(False)
+            block.attn.k.weight.requires_grad_(False)
+            block.attn.v.bias.requires_grad_(False)
+
+
+class Tied(Apart):
+    """Two columns of one region share a weight, and the blocks theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn.v.weight = block.attn.k.weight
+            block.up.weight = self.blocks[0].up.weight
+
+
+class Twice(Apart):
+    """A column module is called twice in its region, and another is left out of every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.num_calls += 1
+        for block in self.blocks:
+            block.attn.skips = self.num_calls % 2 == 0
+        return super().forward(batch)
+
+
+class TwiceAttention(Attention):
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x), self.q(x).tanh() if self.skips else self.k(x) + self.q(x).tanh()
+        heads = [one.unflatten(-1, (-1, 6)).transpose(1, 2) for one in (q, k, self.v(x))]
+        mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def twice() -> nn.Module:
+    model = Twice()
+    for block in model.blocks:
+        block.attn = TwiceAttention(24)
+    return model
+
+
+class Checkpointed(Apart):
+    reentrant = False
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Hooked(Apart):
+    """Hooks on column modules, which see what passes, and scale it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn.k.register_full_backward_hook(lambda _, grads, __: (grads[0] * 1.5,))
+            block.attn.v.register_forward_hook(lambda _, __, made: made * 0.5)
+            block.up.weight.register_hook(lambda grad: grad * 2)
+
+
+BUILDS: dict[str, tuple[Build, dict[str, Any]]] = {
+    "adapters": (Adapted, APART),
+    "frozen": (Frozen, APART),
+    "frozen on sequences": (Frozen, SEQUENCE),
+    "tied": (Tied, APART),
+    "tied on sequences": (Tied, SEQUENCE),
+    "twice": (twice, APART),
+    "checkpointed": (Checkpointed, APART),
+    "checkpointed on sequences": (Checkpointed, SEQUENCE),
+    "reentrant": (Reentrant, APART),
+    "hooked": (Hooked, APART),
+    "hooked on sequences": (Hooked, SEQUENCE),
+    "fused": (Transformer, {**TENSOR, "sequence": True}),
+    "cut logits": (CutLogits, {**TENSOR, "plan": {**TENSOR["plan"], "head": "vocabulary_cut"}}),
+}
+
+
+@pytest.mark.parametrize("where", ["hosts", "devices"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_models_of_all_kinds(name: str, where: str) -> None:
+    build, tensor = BUILDS[name]
+    more: dict[str, Any] = {"devices": Devices("late")} if where == "devices" else {"hosts": "abab"}
+    assert_equal(sharded(build, "zero2", tensor, **more), plain(seeded(build), 2))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
+@pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
+def test_activations_that_are_not_kept(tensor: dict[str, Any], policy: str) -> None:
+    activations = {"policy": "selective", "keep": ["matmul"]} if policy == "selective" else policy
+    runs = sharded(Apart, "zero3", tensor, hosts="abab", activations=activations)
+    assert_equal(runs, plain(seeded(Apart), 2))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_uneven_shares(tp: int) -> None:
+    assert_equal(sharded(Uneven, "zero2", UNEVEN, dp=1, tp=tp, hosts="abc"[:tp]), plain(seeded(Uneven)))
+
+
+class FewKeys(Apart):
+    """Two heads of keys and values for four of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn = FewKeyHeads()
+
+
+class FewKeyHeads(Attention):
+    def __init__(self) -> None:
+        super().__init__(24)
+        self.k, self.v = nn.Linear(24, 12), nn.Linear(24, 12)
+        self.num_key_value_groups = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (-1, 6)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        k, v = (one.repeat_interleave(self.num_key_value_groups, 1) for one in (k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_that_share_heads(sequence: bool) -> None:
+    """Their gradients are sums over those ranks, which are made at once."""
+    heads = {f"blocks.*.attn.{name}": {"style": "column", "heads": 2} for name in "kv"}
+    asked = {**APART, "plan": {**APART["plan"], **heads}, "sequence": sequence}
+    assert_equal(sharded(FewKeys, "zero2", asked, dp=1, tp=4, hosts="aabb"), plain(seeded(FewKeys)))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_autocast_is_that_of_ranks_that_wait(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
+    """To the bit, where the sums are made at once; and near the unsplit model."""
+    asked = {**APART, "sequence": sequence}
+
+    class Narrow(Apart):
+        def forward(self, batch: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(batch)
+
+    beside = sharded(Narrow, "zero1", asked, dp=1, hosts="ab")
+    waited = sharded(Narrow, "zero1", asked, dp=1)
+    twin = plain(seeded(Narrow))
+    for one, other in zip(beside, waited, strict=True):
+        for name, grad in other["grads"].items():
+            assert torch.allclose(one["grads"][name], grad, rtol=2e-2, atol=2e-3), name
+            assert torch.allclose(one["grads"][name], twin["grads"][name], rtol=5e-2, atol=5e-3), name
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-3)
+
+
+def test_ten_steps_are_those_of_ranks_that_wait() -> None:
+    """Beside products or one after the other: the same numbers, and the same bytes along each axis."""
+
+    def trained(tensor: dict[str, Any], **where: Any) -> list[dict[str, Any]]:
+        models = [seeded(Apart) for _ in range(4)]
+
+        def rank(world: sw.World) -> dict[str, Any]:
+            model = models[world.rank]
+            plan = {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": tensor}
+            with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+                for step in range(10):
+                    engine.backward(engine(tokens(step).chunk(2)[world.rank // 2]))
+                    engine.step()
+                sent = dict(engine._sharded.ledger.sent_bytes)
+                return {"params": engine.state_dict(), "sent": sent}
+
+        return run_ranks(4, rank, **where)
+
+    for tensor in (APART, SEQUENCE):
+        beside, waited = trained(tensor, hosts="abab"), trained(tensor)
+        for one, other in zip(beside, waited, strict=True):
+            assert one["sent"] == other["sent"]
+            for name, param in other["params"].items():
+                assert torch.allclose(one["params"][name], param, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
+def test_a_graph_that_is_kept_is_gone_through_again(tensor: dict[str, Any]) -> None:
+    models = [seeded(Apart) for _ in range(2)]
+    twin = seeded(Apart)
+    for _ in range(2):
+        twin(tokens(0)).backward()
+
+    def rank(world: sw.World) -> dict[str, Tensor | None]:
+        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            engine.backward(engine(tokens(0)))
+            engine.zero_grad()
+            loss = engine(tokens(0))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return {name: engine.get(name, "grad") for name, _ in models[world.rank].named_parameters()}
+
+    for grads in run_ranks(2, rank, hosts="ab"):
+        for name, param in twin.named_parameters():
+            assert torch.allclose(grads[name], param.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_gradients_of_some_tensors_alone() -> None:
+    """`torch.autograd.grad` of an input, and of a bias whose weight is left out."""
+    models = [seeded(Apart) for _ in range(2)]
+    names = ("blocks.0.norm1.weight", "blocks.1.attn.k.bias", "blocks.0.up.weight")
+    twin = seeded(Apart)
+    expected = [torch.autograd.grad(twin(tokens(0)), [twin.get_parameter(name)])[0] for name in names]
+
+    def rank(world: sw.World) -> list[Tensor]:
+        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            engine.backward(engine(tokens(0)))
+            engine.zero_grad()
+            found = []
+            for name in names:
+                loss = engine.module(tokens(0))
+                found += torch.autograd.grad(loss, [engine.module.get_parameter(name)])
+            return found
+
+    first, second = run_ranks(2, rank, hosts="ab")
+    for place, (one, other, whole) in enumerate(zip(first, second, expected, strict=True)):
+        made = torch.cat([one, other]) if place else one
+        assert torch.allclose(made, whole, rtol=1e-4, atol=1e-6), names[place]
+
+
+def test_a_backward_that_raises_leaves_nothing_behind() -> None:
+    """A collective that was under way on all ranks is waited for at the next forward."""
+    models = [seeded(Apart) for _ in range(2)]
+    twin = seeded(Apart)
+    twin(tokens(1)).backward()
+
+    def rank(world: sw.World) -> dict[str, Tensor | None]:
+        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
+        model = models[world.rank]
+        with sw.shard(model, plan, world=world) as engine:
+            engine.backward(engine(tokens(0)))
+            engine.zero_grad()
+            handle = model.blocks[1].attn.q.weight.register_hook(fails)
+            with pytest.raises(InjectedError):
+                engine.backward(engine(tokens(0)))
+            handle.remove()
+            engine.zero_grad()
+            engine.backward(engine(tokens(1)))
+            return {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
+
+    for grads in run_ranks(2, rank, hosts="ab"):
+        for name, param in twin.named_parameters():
+            assert torch.allclose(grads[name], param.grad, rtol=1e-4, atol=1e-6), name
+
+
+def fails(_: Tensor) -> None:
+    raise InjectedError("a hook")
+
+
+def test_a_rank_that_is_lost_beside_products_is_told_of() -> None:
+    """The others hear of it where they wait for the sum."""
+    models = [seeded(Apart) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": APART}
+        model = models[world.rank]
+        with sw.shard(model, plan, world=world) as engine:
+            engine.backward(engine(tokens(0)))
+            if world.rank == 1:
+                model.blocks[1].attn.q.weight.register_hook(fails)
+                engine.backward(engine(tokens(0)))
+            with pytest.raises(CommError, match="rank 1"):
+                engine.backward(engine(tokens(0)))
+
+    with pytest.raises(InjectedError):
+        run_ranks(2, rank, hosts="ab")
 
 
 def test_a_graph_of_a_backward() -> None:
@@ -133,6 +536,6 @@ def test_a_graph_of_a_backward() -> None:
             engine.backward(penalty(engine, x.clone().requires_grad_()))
             return {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
 
-    for grads in run_ranks(2, rank):
+    for grads in run_ranks(2, rank, hosts="ab"):
         for name, grad in expected.items():
             assert torch.allclose(grads[name], grad, rtol=1e-4, atol=1e-6), name

@@ -71,9 +71,11 @@ def sharded(
     dp: int = 2,
     tp: int = 2,
     shares_memory: bool = True,
+    hosts: str | None = None,
     devices: Devices | None = None,
     **plan: Any,
 ) -> list[dict[str, Any]]:
+    """`hosts` has a letter for the host of each rank."""
     models = [seeded(build) for _ in range(dp * tp)]
     asked = {
         "preset": preset,
@@ -103,7 +105,7 @@ def sharded(
 
     if devices is not None:
         return devices.run(dp * tp, rank)
-    return run_ranks(dp * tp, rank, shares_memory=shares_memory)
+    return run_ranks(dp * tp, rank, shares_memory=shares_memory, hosts=hosts)
 
 
 def assert_equal(runs: list[dict[str, Any]], twin: dict[str, Any]) -> None:
@@ -137,8 +139,9 @@ def test_sequences_are_cut_between_blocks(preset: str) -> None:
     assert_equal(sharded(Transformer, preset, asked), plain(seeded(Transformer), 2))
 
 
-def test_of_gathered_sequences_a_part_is_saved() -> None:
-    """Columns read the whole sequence, and gather it again in the backward."""
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["fp32", "autocast"])
+def test_of_gathered_sequences_a_part_is_saved(is_narrow: bool) -> None:
+    """Columns read the whole sequence, and gather it again in the backward, in the dtype that they compute in."""
     models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
     whole = (tokens(0).numel(), 24)
@@ -151,7 +154,8 @@ def test_of_gathered_sequences_a_part_is_saved() -> None:
             return tensor
 
         with sw.shard(models[world.rank], plan, world=world) as engine:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
                 loss = engine(tokens(0))
             ledger = engine._sharded.ledger
             ledger.clear()
@@ -162,7 +166,8 @@ def test_of_gathered_sequences_a_part_is_saved() -> None:
         assert (whole[0] // 2, whole[1]) in saved
         assert saved.count(whole) == 2, "what the last norm and the head read, behind the blocks"
         # of each block the inputs of two regions and the gradients of two rows' outputs; that of the first edge
-        assert gathered_bytes == (2 * (2 + 2) + 1) * 4 * math.prod(whole) // 2
+        num_bytes = 2 if is_narrow else 4
+        assert gathered_bytes == (2 * (2 + 2) * num_bytes + 4) * math.prod(whole) // 2
 
 
 def test_sequences_that_cannot_be_dealt_are_refused() -> None:

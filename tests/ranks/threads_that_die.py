@@ -1,10 +1,11 @@
 """Threads as ranks of an elastic job: one that raises `Killed` is gone, and what it had in its folder stays. Others may
-come in the place of the dead."""
+come in the place of the dead. Ranks may be of several hosts, each with a folder of its own that goes with it."""
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,10 +23,23 @@ class Crowd:
     """The members of a job, and their generations."""
 
     def __init__(
-        self, num_ranks: int, folder: Path | None, *, shares_memory: bool, num_newcomers: int = 0, least: int = 1
+        self,
+        num_ranks: int,
+        folder: Path | None,
+        *,
+        shares_memory: bool,
+        num_newcomers: int = 0,
+        least: int = 1,
+        hosts: Sequence[str] = (),
     ) -> None:
-        """A newcomer waits to be let in from the moment in which a member dies."""
+        """A newcomer waits to be let in from the moment in which a member dies. `hosts` are those of the members, by
+        number, if there are several."""
         self.folder = folder
+        self.hosts = tuple(hosts)
+        self.doomed: set[int] = set()
+        """Members that are to die wherever they are next: their host is gone."""
+        for name in set(hosts):
+            self.folder_of(name).mkdir()
         self.shares_memory = shares_memory
         self.office = PostOffice()
         self.generation = 0
@@ -41,14 +55,31 @@ class Crowd:
         self._before: list[int] = []
         self._changed = threading.Condition()
 
-    def world(self, rank: int, size: int, office: PostOffice) -> World:
-        return World(
+    def folder_of(self, host: str) -> Path:
+        assert self.folder is not None
+        return self.folder / host
+
+    def world(self, rank: int, members: Sequence[int], office: PostOffice) -> World:
+        name = self.hosts[members[rank]] if self.hosts else ""
+        world = World(
             rank,
-            size,
+            len(members),
             ThreadTransport(office, rank),
             watched=Watched(office, 30, 0.2),
-            host=Host(None, "", self.shares_memory),
+            host=Host(None, name, self.shares_memory),
         )
+        world.hosts = tuple(self.hosts[member] for member in members) if self.hosts else ()
+        return world
+
+    def kill_host(self, member: int) -> None:
+        """That of a member: its memory is gone at once, and its ranks do nothing more that others would notice."""
+        with self._changed:
+            host = self.hosts[member]
+            dead = {one for one, name in enumerate(self.hosts) if name == host}
+            self.doomed |= dead
+            self._living -= dead
+            shutil.rmtree(self.folder_of(host))
+            self._changed.notify_all()
 
     def die(self, member: int, *, has_ended: bool) -> None:
         with self._changed:
@@ -76,6 +107,8 @@ class Crowd:
     ) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]:
         """Members before and now, what they said, and where they meet."""
         with self._changed:
+            if member in self.doomed:
+                raise Killed
             before, generation = list(self._members), self.generation
             self._arrived[member] = told, lets_in
             self._changed.notify_all()
@@ -83,11 +116,13 @@ class Crowd:
                 if self._living and self._living <= set(self._arrived) and self._announce():
                     break
                 assert self._changed.wait(20), f"{self._living} were to come, {set(self._arrived)} have"
+                if member in self.doomed:
+                    raise Killed
             assert self._made is not None
             return before, *self._made
 
     def _announce(self) -> bool:
-        """The next generation, if there are enough for it; see `Council`."""
+        """The next generation, if there are enough for it; see `Rendezvous`."""
         staying = [one for one in self._members if one in self._living]
         lets_in = all(self._arrived[one][1] for one in staying)
         coming = self._waiting if lets_in and not self.is_ending else []
@@ -111,13 +146,14 @@ class ThreadMembership:
     step = 0
 
     def __init__(self, crowd: Crowd, member: int) -> None:
-        self.crowd, self.member, self.folder = crowd, member, crowd.folder
+        self.crowd, self.member = crowd, member
+        self.folder = crowd.folder_of(crowd.hosts[member]) if crowd.hosts else crowd.folder
         self.world: World | None = None
         """The one that this member is in now."""
 
     def begin(self, size: int) -> World:
         """The first generation."""
-        self.world = self.crowd.world(self.member, size, self.crowd.office)
+        self.world = self.crowd.world(self.member, range(size), self.crowd.office)
         self.world.membership = self
         return self.world
 
@@ -136,6 +172,9 @@ class ThreadMembership:
     def leave(self) -> None:
         raise NotImplementedError
 
+    def needs_all(self) -> None:
+        raise AssertionError("nobody starts threads again")
+
     def end(self, error: BaseException | None) -> None:
         """The thread ends."""
 
@@ -147,7 +186,7 @@ class ThreadMembership:
         self, before: list[int], now: tuple[int, ...], said: dict[int, bytes], office: PostOffice
     ) -> Regrouped:
         rank = now.index(self.member)
-        self.world = renewed = self.crowd.world(rank, len(now), office)
+        self.world = renewed = self.crowd.world(rank, now, office)
         renewed.membership = self
         renewed.generation = self.crowd.generation
         return Regrouped(
@@ -166,12 +205,13 @@ def run_mortals(
     shares_memory: bool = True,
     num_newcomers: int = 0,
     least: int = 1,
+    hosts: Sequence[str] = (),
 ) -> dict[int, Result]:
     """Call `work(world, member)` on threads; what those who live to the end return, by member.
 
     With each death one of `num_newcomers` waits to be let in. Fewer than `least` wait for one.
     """
-    crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least)
+    crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
 
@@ -184,12 +224,14 @@ def run_mortals(
         except Killed:
             pass
         except BaseException as error:
-            failures.append(error)
-            raise
+            if member not in crowd.doomed:
+                failures.append(error)
+                raise
         finally:
             crowd.die(member, has_ended=member in results)
             if membership.world is not None and member not in results:
                 membership.world.close(Killed())
+                membership.world._cut()  # no thread of a process that is gone waits for anything
 
     members = range(num_ranks + num_newcomers)
     threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in members]

@@ -1,4 +1,4 @@
-"""What becomes of the tensors that forwards save for backwards: kept, recomputed, or kept on the host or a disk."""
+"""Handling of the tensors that forwards save for backwards: kept, recomputed, or offloaded to the host or a disk."""
 
 from shardwise.activations.choice import Treatment, Treatments, treatments_for
 from shardwise.activations.install import TreatedSites

@@ -1,7 +1,7 @@
-"""Which unit's activations are kept, recomputed or moved: what a plan's `activations` mean for one model.
+"""Which units' activations are kept, recomputed or offloaded: a plan's `activations` applied to one model.
 
-Units that can be treated are the model's blocks: modules below the model, with modules in them, around no other unit.
-What an embedding or a head saves is what it is given, so that there is nothing to gain.
+Eligible units are the model's blocks: modules below the root that have submodules and contain no other unit. An
+embedding or a head saves only its input, so treating it would gain nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardwise.errors import ConfigError
 from shardwise.storage import UnitChoice, fits, owners_of, whole_numel
 
 SELECTIVE = ("matmul", "attention")
-"""What `selective` keeps unless a plan says otherwise."""
+"""The operators whose results `selective` keeps by default."""
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """Of one unit: the policy, and of `selective` the operators whose results are kept."""
+    """The treatment of one unit: the policy, and for `selective` the operators whose results are kept."""
 
     policy: PolicyName
     keep: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Treatments:
-    """By unit, of those whose activations are not simply kept, and the modules that are called for each."""
+    """The treatments by unit, for units whose activations are not simply kept, and the modules of each unit."""
 
     by_unit: dict[str, Treatment] = field(default_factory=dict)
     sites: dict[str, tuple[nn.Module, ...]] = field(default_factory=dict, repr=False)
@@ -54,19 +54,18 @@ class Treatments:
 
     @property
     def by_site(self) -> dict[nn.Module, tuple[str, Treatment]]:
-        """By module: the unit's name and treatment."""
+        """By module, the unit's name and treatment."""
         return {site: (unit, self.by_unit[unit]) for unit, sites in self.sites.items() for site in sites}
 
     def have(self, *policies: PolicyName) -> bool:
         return any(one.policy in policies for one in self.by_unit.values())
 
     def said(self, unit: str) -> str:
-        """In words, of what is not simply kept."""
+        """A description of the unit's treatment; empty if its activations are kept."""
         return str(self.by_unit[unit]) if unit in self.by_unit else ""
 
     def check_stages(self, model: nn.Module, pieces: Sequence[str]) -> None:
-        """Raise `ConfigError` if a pipeline cuts a module whose activations are treated; `pieces` are what it deals
-        out."""
+        """Raise `ConfigError` if a pipeline cuts inside a treated module; `pieces` are the modules of its stages."""
         modules = dict(model.named_modules(remove_duplicate=False))
         for unit, sites in self.sites.items():
             inside = {inner for site in sites for inner in site.modules() if inner is not site}
@@ -78,24 +77,29 @@ class Treatments:
                 )
 
     def within(self, model: nn.Module) -> Treatments:
-        """Of the modules that are still in `model`: a rank of a pipeline has some of them."""
+        """The treatments of the modules that are still in `model`; a pipeline rank has only some of them."""
         present = set(model.modules())
         sites = {unit: tuple(site for site in of if site in present) for unit, of in self.sites.items()}
         left = {unit: of for unit, of in sites.items() if of}
         return Treatments({unit: self.by_unit[unit] for unit in left}, left)
 
 
-def treatments_for(model: nn.Module, choices: Sequence[UnitChoice], plan: Plan) -> Treatments:
-    """Raises `ConfigError` for what cannot be meant for this model."""
+def treatments_for(
+    model: nn.Module, choices: Sequence[UnitChoice], plan: Plan, *, of_stage: bool = False
+) -> Treatments:
+    """The treatments that `plan` asks for. Raises `ConfigError` if they do not apply to this model. With `of_stage`
+    other ranks have the rest of the model."""
     asked = [plan.activations, *(rule.activations for rule in plan.rules.values())]
     for one, where in zip(asked, ("activations", *(f"rules.{name}.activations" for name in plan.rules)), strict=True):
         _check(one, where, plan)
     if all(one.policy in (None, "keep") for one in asked):
         return Treatments()
     candidates = _candidates(model, choices)
+    if not candidates and of_stage:
+        return Treatments()
     if not candidates:
         raise ConfigError(
-            f"The plan says activations, but none of the units of {type(model).__name__} is a module with modules in "
+            f"The plan sets activations, but none of the units of {type(model).__name__} is a module with modules in "
             f"it, below the model. Say which modules are units: units: {{class: Block}}."
         )
     found: dict[str, Treatment] = {}
@@ -124,8 +128,8 @@ def _check(asked: Activations, where: str, plan: Plan) -> None:
         operators_named(asked.keep if asked.keep is not None else SELECTIVE, f"{where}.keep")
         if plan.compile is not None:
             raise ConfigError(
-                f"{where} is selective and compile is {plan.compile!r}: in a compiled unit no single operator is left "
-                f"whose result could be kept. Take recompute or offload, or leave out compile."
+                f"{where} is selective and compile is {plan.compile!r}: a compiled unit has no single operators "
+                f"whose results could be kept. Take recompute or offload, or leave out compile."
             )
     if asked.policy == "disk" and plan.disk is None:
         raise ConfigError(
@@ -134,7 +138,7 @@ def _check(asked: Activations, where: str, plan: Plan) -> None:
 
 
 def _candidates(model: nn.Module, choices: Sequence[UnitChoice]) -> list[UnitChoice]:
-    """The units that can be treated, each module in the first of them."""
+    """The units that can be treated; a module belongs to the first of its units."""
     every = {site for choice in choices for site in choice.sites}
     candidates: list[UnitChoice] = []
     taken: set[nn.Module] = set()
@@ -153,7 +157,7 @@ def _candidates(model: nn.Module, choices: Sequence[UnitChoice]) -> list[UnitCho
 
 
 def _by_rule(model: nn.Module, candidates: Sequence[UnitChoice], plan: Plan) -> dict[str, str]:
-    """The first rule with activations that all parameters of a unit fit, by the unit's name."""
+    """For each unit the first rule with activations that matches all its parameters."""
     owners = owners_of(model)
     found: dict[str, str] = {}
     for name, rule in plan.rules.items():

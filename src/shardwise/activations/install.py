@@ -1,4 +1,4 @@
-"""Treatments carried out: the forwards of some modules replaced, and given back."""
+"""Installs treatments by replacing the forwards of modules, and removes them again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardwise.activations.recompute import Around, Recomputing
 
 
 class TreatedSites:
-    """Between `install` and `remove` each module's forward is treated as said.
+    """Between `install` and `remove` each module's forward is treated as specified.
 
-    What wraps a forward is called inside of the module's hooks, and is no module: names, classes and hooks stay.
+    The wrappers run inside the module's hooks and are not modules, so names, classes and hooks are unchanged.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class TreatedSites:
         offloading: Mapping[str, Offloading],
         around: Around = nullcontext,
     ) -> None:
-        """`offloading` are those who keep what is saved elsewhere, by policy; `around` is for `Recomputing`."""
+        """`offloading`: the offloader of each policy; `around`: see `Recomputing`."""
         self._by_site = dict(by_site)
         self._offloading, self._around = offloading, around
         self._before: dict[nn.Module, Callable[..., Any] | None] = {}
@@ -41,7 +41,7 @@ class TreatedSites:
             )
 
     def remove(self) -> None:
-        """May be called twice."""
+        """Restore the forwards. May be called twice."""
         for site, forward in self._before.items():
             if forward is None:
                 site.__dict__.pop("forward", None)

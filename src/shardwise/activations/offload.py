@@ -1,20 +1,20 @@
-"""What a unit's forward saves for its backward leaves the device after the forward, and is back one unit ahead.
+"""Offloads what a unit's forward saves for its backward, and prefetches it one unit ahead in the backward.
 
-[Note: saved storages] Autograd hands over tensors; what takes memory are their storages. Each storage leaves once, as
-a whole, however many tensors of however many units are views of it, and comes back as one. Left alone are parameters
-(their memory is the engine's), buffers, what is too small to be worth a copy, and what lies on another device.
+[Note: saved storages] Autograd hands over tensors; memory is taken by their storages. Each storage is offloaded once,
+as a whole, however many tensors of however many units are views of it, and is fetched as one. Not offloaded are
+parameters (their memory is the engine's), buffers, small storages, and those on another device.
 
-[Note: order on a device] Copies run on streams of their own. A unit's storages are copied as soon as its forward is
-through, and let go at the end of the next such unit's forward, behind an event: so nothing that is computed later is
-laid over what is still being copied, and the host waits for nothing. In the backward the first tensor of a unit that is
-asked for starts the copies of the unit before it, into memory of the current stream, which waits for them when it gets
-there. On a CPU a copy is done at once, and a unit's storages are let go at the end of its own forward.
+[Note: order on a device] Copies run on separate streams. A unit's storages are copied as soon as its forward has
+finished, and freed at the end of the next such unit's forward, behind an event. So later computations cannot reuse
+memory that is still being copied, and the host does not wait. In the backward, the first access to a saved tensor of a
+unit starts the copies of the preceding unit, into memory of the current stream, which waits for them when they are
+needed. On a CPU a copy completes at once, and a unit's storages are freed at the end of its own forward.
 
-[Note: written to] Autograd compares versions when a saved tensor is used, but not of one that was handed over. So the
-version of each is compared when its storage is let go: what was written to until then raises in the backward, as in
-plain PyTorch. What is written to later is right here, since the copy has the older values.
+[Note: in-place changes] Autograd compares versions when a saved tensor is used, but not for tensors that hooks have
+packed. So the version of each is compared when its storage is freed: a tensor that was changed before then raises in
+the backward, as in plain PyTorch. A change after that is harmless, since the copy has the older values.
 
-[Note: again] A graph that is kept (`retain_graph`) keeps the copies too; another backward brings them again.
+[Note: repeated backwards] A retained graph (`retain_graph`) keeps the copies too; another backward fetches them again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardwise.storage import Copied, Copy
 
 Tensor = torch.Tensor
 SMALL_BYTES = 4096
-"""Storages with fewer stay."""
+"""Smaller storages are not offloaded."""
 
 
 class SavedElsewhere(WrappedForward):
-    """In the place of the `forward` of `site`: what it saves is kept by `offloading`."""
+    """Replaces the `forward` of `site`: `offloading` keeps what it saves."""
 
     def __init__(self, unit: str, site: nn.Module, forward: Callable[..., Any], offloading: Offloading) -> None:
         super().__init__(forward)
@@ -55,9 +55,9 @@ class SavedElsewhere(WrappedForward):
 
 
 class Offloading:
-    """The saved tensors of one model that are elsewhere.
+    """The saved tensors of one model that are offloaded.
 
-    Those of which `resting` are views never leave. `waits`: copies are done beside the computation.
+    Storages of the tensors `resting` are never offloaded. With `waits`, copies are asynchronous.
     """
 
     def __init__(self, store: Store, device: torch.device, resting: Iterable[Tensor], *, waits: bool) -> None:
@@ -65,15 +65,15 @@ class Offloading:
         self.device = device
         self.resting = frozenset(tensor.untyped_storage()._cdata for tensor in resting)
         self.known: weakref.WeakValueDictionary[int, Item] = weakref.WeakValueDictionary()
-        """What has been met, by its storage: as long as that lives, or a graph needs it."""
+        """Items by their storage, while the storage lives or a graph needs the item."""
         self._latest: weakref.ref[_Group] | None = None
         self._leaving: _Group | None = None
-        """Whose copies have been started and not been waited for."""
+        """The group whose copies have been started but not waited for."""
         self._begun: weakref.ref[_Group] | None = None
         self._waits = waits
 
     def leave(self, group: _Group) -> None:
-        """The forward of a unit is through."""
+        """End the forward of a unit: start to copy what it saved."""
         self.settle()
         group.evict()
         before = self._latest() if self._latest is not None else None
@@ -84,13 +84,13 @@ class Offloading:
             self.settle()
 
     def settle(self) -> None:
-        """Let go of what has been copied."""
+        """Free the storages that have been copied."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.settle()
 
     def begin(self, group: _Group) -> None:
-        """Something of `group` is asked for in a backward."""
+        """A backward accesses a saved tensor of `group`: fetch it, and prefetch the groups before it."""
         last = self._begun() if self._begun is not None else None
         if last is group:
             return
@@ -108,14 +108,14 @@ class Offloading:
 
 
 class Item:
-    """One storage: on the device until `settle`, and from `fetch` on."""
+    """One storage: on the device until `settle`, and again from `fetch` on."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype` is that of the first tensor that is saved of it."""
+        """`dtype` is that of the first saved tensor with this storage."""
         self._dtype = dtype if storage.nbytes() % dtype.itemsize == 0 else torch.uint8
         self._numel = storage.nbytes() // self._dtype.itemsize
         self.version = 0
-        """Of the tensor that was saved last before it left: one of another version has other values."""
+        """The version of the last tensor saved before offloading; a tensor with another version has other values."""
         self._device = device
         self._known = weakref.ref(storage)
         self._storage: torch.UntypedStorage | None = storage
@@ -124,7 +124,7 @@ class Item:
         self._arriving: Copy = Copied()
 
     def has(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Whether it is this storage, with the values that a tensor of that version has."""
+        """Whether this is the item of `storage` with the values of a tensor with that version."""
         return self._known() is storage and (self._away is None or self.version == version)
 
     def evict(self, store: Store, unit: str) -> None:
@@ -146,7 +146,7 @@ class Item:
             self._arriving = self._away.fetch(self._whole)
 
     def whole(self) -> Tensor:
-        """All of it, flat, which may be read from here on."""
+        """The whole storage as a flat tensor, ready to be read."""
         self.fetch()
         self._arriving.wait()
         if self._whole is None:
@@ -155,7 +155,7 @@ class Item:
         return self._whole
 
     def let_go(self) -> None:
-        """Of what is on the device; it can be fetched again."""
+        """Free the memory on the device; it can be fetched again."""
         if self._away is not None and self._whole is not None:
             self._arriving.wait()
             self._whole, self._arriving = None, Copied()
@@ -167,21 +167,21 @@ class Item:
 
 
 class _Group:
-    """What one call of one module has saved, in its order."""
+    """What one call of one module has saved, in order."""
 
     def __init__(self, unit: str, offloading: Offloading, buffers: Iterable[Tensor]) -> None:
         self.unit = unit
         self.offloading = offloading
         self.before: weakref.ref[_Group] | None = None
-        """The group of the call before it, which its backward leads to."""
+        """The group of the preceding call, which the backward reaches next."""
         self._stays = offloading.resting | {buffer.untyped_storage()._cdata for buffer in buffers}
         self._views: list[_View] = []
-        """Until it is settled; later autograd has them alone."""
+        """Kept until `settle`; afterwards only autograd holds the views."""
         self._items: list[weakref.ref[Item]] = []
 
-    def pack(self, tensor: Tensor) -> _View | _Left:
+    def pack(self, tensor: Tensor) -> _View | _NotOffloaded:
         if not self._leaves(tensor):
-            return _Left(self.unit, tensor)
+            return _NotOffloaded(self.unit, tensor)
         view = _View(self, self._item(tensor), tensor)
         self._views.append(view)
         return view
@@ -233,7 +233,7 @@ class _Group:
 
 
 class _View:
-    """A saved tensor whose storage leaves."""
+    """A saved tensor whose storage is offloaded."""
 
     def __init__(self, group: _Group, item: Item, tensor: Tensor) -> None:
         self.group, self.item = group, item
@@ -253,18 +253,18 @@ class _View:
         if self._was_written_to or (self._tensor is not None and self._tensor._version != self._version):
             raise written_to(self.group.unit, self._shape)
         whole = self.item.whole()
-        if whole.dtype != self._dtype:  # in a rehearsal that would count as memory
+        if whole.dtype != self._dtype:  # in a rehearsal a view would count as memory
             whole = whole.view(self._dtype)
         return whole.as_strided(self._shape, self._stride, self._offset)
 
 
-class _Left:
-    """A saved tensor that stays where it is."""
+class _NotOffloaded:
+    """A saved tensor that is not offloaded."""
 
     def __init__(self, unit: str, tensor: Tensor) -> None:
         self._unit = unit
         self._version = tensor._version
-        self._tensor = tensor.detach()  # the tensor itself may hold the node that holds this
+        self._tensor = tensor.detach()  # the tensor itself may hold the node that holds this object
 
     def tensor(self) -> Tensor:
         if self._tensor._version != self._version:
@@ -272,12 +272,12 @@ class _Left:
         return self._tensor
 
 
-def _unpack(saved: _View | _Left) -> Tensor:
+def _unpack(saved: _View | _NotOffloaded) -> Tensor:
     return saved.tensor()
 
 
 def written_to(unit: str, shape: torch.Size) -> RuntimeError:
-    """As PyTorch says it."""
+    """An error worded as PyTorch's."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"shape {list(shape)} that the forward of {unit} has saved. Change a copy of it instead."

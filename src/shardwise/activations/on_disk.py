@@ -1,8 +1,8 @@
-"""Saved tensors in files: written behind the forward, read ahead of the backward, past the page cache.
+"""Saved tensors in files: written behind the forward and read ahead of the backward, bypassing the page cache.
 
-A storage is copied into pages of the host, and written from there while the next units compute. Once it is written the
-pages go to the next one. If it is asked for before that, it is taken from the pages. Files are used again as long as
-sizes stay the same, and have lost their names, so that nothing is left of them whatever ends the process.
+A storage is copied into pages of the host and written from there while the next units compute. Once it is written, its
+pages are reused; if it is needed earlier, it is taken from the pages. Files are reused as long as sizes stay the same,
+and are unlinked when created, so that nothing remains of them however the process ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardwise.tiers import PAGE, DiskFile, Pending, pages
 
 Tensor = torch.Tensor
 BEHIND_BYTES = 2**28
-"""What may wait to be written, at most; one storage always may."""
+"""The most bytes that may wait to be written; a single storage may always wait."""
 
 
 class PagedMemory(ActivationMemory):
-    """Buffers that begin on pages, counted as `staging`."""
+    """Page-aligned buffers, counted as `staging`."""
 
     kind = "staging"
 
@@ -34,12 +34,12 @@ class PagedMemory(ActivationMemory):
         super().__init__(meter, device)
         self._device = device
 
-    def _taken(self, num_bytes: int) -> Tensor:
+    def _allocate(self, num_bytes: int) -> Tensor:
         return pages(num_bytes, self._device)[:num_bytes]
 
 
 class DiskStore:
-    """In files of `disk`'s folder, through pages of `memory`."""
+    """Stores tensors in files of `disk`'s folder, through pages of `memory`."""
 
     def __init__(self, disk: DiskMemory, memory: PagedMemory, meter: ByteMeter) -> None:
         self.memory = memory
@@ -66,7 +66,7 @@ class DiskStore:
     # -- files ------------------------------------------------------------------------------------------
 
     def file(self, num_bytes: int) -> DiskFile:
-        """Of whole pages. Raises `TierError` if there is no room for one."""
+        """A file of `num_bytes`, whole pages. Raises `TierError` if there is no room for one."""
         while self._returned:
             back = self._returned.popleft()
             self._in_use -= back.num_bytes
@@ -75,7 +75,7 @@ class DiskStore:
         self._most = max(self._most, self._in_use)
         if self._free.get(num_bytes):
             return self._free[num_bytes].pop()
-        for size in sorted(self._free, reverse=True):  # rather than hold more than has been in use at once
+        for size in sorted(self._free, reverse=True):  # so that no more is held than was in use at once
             while self._free[size] and self._made_bytes + num_bytes > self._most:
                 self._free[size].pop().close()
                 self._made_bytes -= size
@@ -86,7 +86,7 @@ class DiskStore:
         return file
 
     def give_back(self, file: DiskFile) -> None:
-        """By autograd's threads too."""
+        """Return a file; autograd's threads call this too."""
         self._returned.append(file)
 
 
@@ -97,7 +97,7 @@ class _OnDisk:
         self._pages: Tensor | None = store.memory.buffer(padded, torch.uint8)
         self._leaving: Copy = store.memory.evict(self._pages[: self._num_bytes], source)
         self._last: Copy = Copied()
-        """The copy that was last to read the pages."""
+        """The last copy that reads the pages."""
         self._file: DiskFile | None = None
         self._writing: Pending | None = None
         self._reading: Pending | None = None
@@ -107,7 +107,7 @@ class _OnDisk:
             assert self._pages is not None
             self._leaving.wait()
             self._leaving.land()
-            with self._told("written"):
+            with self._named_errors("written"):
                 self._file = self._store.file(self.padded)
             self._writing = self._file.write(0, self._pages)
             self._store.note_writing(self)
@@ -117,12 +117,12 @@ class _OnDisk:
         return self._writing is None or self._writing.is_done
 
     def finish_writing(self) -> None:
-        """Wait for it, and let the pages go. Raises `TierError` if it failed."""
+        """Wait for the write, and free the pages. Raises `TierError` if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._told("written"):
+            with self._named_errors("written"):
                 writing.wait()
-            self._leave_pages()
+            self._free_pages()
 
     def look_ahead(self) -> None:
         if self._pages is None:
@@ -136,33 +136,33 @@ class _OnDisk:
         assert self._pages is not None
         reading, self._reading = self._reading, None
         if reading is not None:
-            with self._told("read"):
+            with self._named_errors("read"):
                 reading.wait()
         self._last = self._store.memory.fetch(out.view(torch.uint8), self._pages[: self._num_bytes])
         last = self._last
         if self._writing is None:
-            self._leave_pages()
+            self._free_pages()
         return last
 
     def release(self) -> None:
         for pending in (self._writing, self._reading):
             if pending is not None:
-                with contextlib.suppress(TierError):  # nobody needs it any more
+                with contextlib.suppress(TierError):  # the content is no longer needed
                     pending.wait()
         self._writing = self._reading = None
-        self._leave_pages()
+        self._free_pages()
         if self._file is not None:
             self._store.give_back(self._file)
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Iterator[None]:
-        """What a disk says that fails inside, by the name of the unit."""
+    def _named_errors(self, done: str) -> Iterator[None]:
+        """A context that adds the unit's name to errors of the disk."""
         try:
             yield
         except TierError as error:
-            raise TierError(f"What the forward of {self._unit} saved on a disk could not be {done}. {error}") from error
+            raise TierError(f"The activations of {self._unit} on a disk could not be {done}. {error}") from error
 
-    def _leave_pages(self) -> None:
+    def _free_pages(self) -> None:
         if self._pages is not None:
             self._store.memory.give_back(self._pages, self._last)
             self._pages, self._last = None, Copied()

@@ -1,4 +1,4 @@
-"""Operators by the names that a plan gives them."""
+"""Looks up operators by their names in a plan."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GROUPS = {
         "_cudnn_attention_forward",
     ),
 }
-"""Operators of `torch.ops.aten` that go by one name; versions of PyTorch lack some."""
+"""Groups of operators of `torch.ops.aten`; some versions of PyTorch lack some of them."""
 
 
 def operators_named(names: Iterable[str], where: str = "activations.keep") -> frozenset[Operator]:
     """All overloads of `matmul`, `attention` or `aten.NAME`.
 
-    Raises `ConfigError` for what is no operator, and for one that draws random numbers.
+    Raises `ConfigError` for an unknown operator, and for one that draws random numbers.
     """
     found: set[Operator] = set()
     for name in names:
@@ -46,15 +46,15 @@ def operators_named(names: Iterable[str], where: str = "activations.keep") -> fr
             )
         if any(torch.Tag.nondeterministic_seeded in one.tags and _dropout_at(one) is None for one in overloads):
             raise ConfigError(
-                f"{where} names {name!r}, which draws random numbers: if it is not drawn anew, what is drawn after it "
-                f"is not what it was in the forward. Leave it out."
+                f"{where} names {name!r}, which draws random numbers: without drawing them again, later "
+                f"numbers would differ from those of the forward. Leave it out."
             )
         found.update(overloads)
     return frozenset(found)
 
 
 def draws(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers: attention does if it drops some of its weights."""
+    """Whether this call draws random numbers: attention does only with dropout."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     place = _dropout_at(operator)
@@ -65,7 +65,7 @@ def draws(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _dropout_at(operator: Operator) -> int | None:
-    """Where among its arguments the share of weights is that it drops."""
+    """The index of the dropout probability among the operator's arguments."""
     names = [argument.name for argument in operator._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None
 

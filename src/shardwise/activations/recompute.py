@@ -1,15 +1,15 @@
-"""A unit's forward that is computed again in the backward, in the place of keeping what it has saved.
+"""Recomputes a unit's forward in the backward instead of keeping what it saved.
 
-[Note: what is the same again] PyTorch's non-reentrant checkpointing brings the random numbers, on the CPU and on the
-device, and autocast. Besides, a forward may change what it is given or what it keeps. Running statistics of batch
-norms are put back after the second time. A cache of transformers' decoders, to which each block adds its keys and
-values, is given to the second time as it was before the first: as a copy that shares all tensors, since they are
-replaced by longer ones and never written to.
+[Note: equal recomputation] PyTorch's non-reentrant checkpointing restores random number generators, on the CPU and on
+the device, and autocast. In addition a forward may change its inputs or its own state. Running statistics of batch
+norms are restored after the recomputation. A cache of transformers' decoders, to which each block appends its keys and
+values, is passed to the recomputation as it was before the forward: as a copy that shares all tensors, since caches
+replace them by longer ones and never write to them.
 
-[Note: results that are kept] With some operators' results at hand the second time runs without these operators. PyTorch
-has that too (`create_selective_checkpoint_contexts`), but counts all operators, so that in a forward and in what is
-recomputed of it the same ones have to run, and an engine gathers parameters inside; it keeps attention with dropout as
-well, after which all that is drawn is drawn from another place of the generator; and it can be sent back once only.
+[Note: kept results] With some operators' results kept, the recomputation skips these operators. PyTorch has this too
+(`create_selective_checkpoint_contexts`), but it counts all operators, so that a forward and its recomputation must run
+the same ones, while an engine gathers parameters inside; it also keeps attention with dropout, after which later random
+numbers come from another state of the generator; and it supports only one backward.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardwise.errors import ModelError
 from shardwise.runtime import WrappedForward, in_backward, tensors_in
 
 _CACHES = "transformers.cache_utils"
-"""The module of all that transformers keeps keys and values in."""
+"""The module of transformers with all its key-value caches."""
 
 
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Recomputing(WrappedForward):
-    """In the place of the `forward` of `site`, a module of `unit`: results of the operators `keep` stay."""
+    """Replaces the `forward` of `site`, a module of `unit`. Results of the operators `keep` are kept."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Recomputing(WrappedForward):
         keep: frozenset[Operator],
         around: Around = nullcontext,
     ) -> None:
-        """`around` makes what is entered while the forward is recomputed, where hooks of the module do not run."""
+        """`around` makes the context of a recomputation, in which the module's hooks do not run."""
         super().__init__(forward)
         self._unit, self._keep, self._around = unit, keep, around
         self._norms = [module for module in site.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
@@ -62,35 +62,36 @@ class Recomputing(WrappedForward):
                 f"plan recomputes it too. Let one of the two do it: turn it off in the model, or leave out activations."
             )
         names, num_args = list(kwargs), len(args)
-        before = [_as_it_is(value) for value in (*args, *kwargs.values())]
+        before = [_cache_snapshot(value) for value in (*args, *kwargs.values())]
         is_first = True
 
         def run(*given: Any) -> Any:
             nonlocal is_first
             if not is_first:
                 given = tuple(
-                    value if was is None else _as_it_is(was) for value, was in zip(given, before, strict=True)
+                    value if was is None else _cache_snapshot(was) for value, was in zip(given, before, strict=True)
                 )
             is_first = False
             return self.forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         results = _Results()
-        given = (*args, *kwargs.values())  # one by one, so that autograd minds whether any of them is written to
+        # Separate arguments, so that autograd detects in-place changes of any of them.
+        given = (*args, *kwargs.values())
         output = checkpoint(run, *given, use_reentrant=False, context_fn=partial(self._contexts, results))
         results.watch(output)
         return output
 
     def _contexts(self, results: _Results) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What is around the forward, and around each time that it is recomputed."""
+        """The contexts of the forward, and of each recomputation."""
         if not self._keep:
-            return nullcontext(), _Again(self._norms, [self._around])
+            return nullcontext(), _Recomputation(self._norms, [self._around])
         replaying = partial(_Replaying, self._keep, results, self._unit)
-        return _Keeping(self._keep, results), _Again(self._norms, [self._around, replaying])
+        return _Keeping(self._keep, results), _Recomputation(self._norms, [self._around, replaying])
 
 
-class _Again:
-    """Around a forward that is recomputed, each time: what each of `around` makes, and running statistics of `norms`
-    are afterwards what they were before."""
+class _Recomputation:
+    """The context of a recomputation: it enters what `around` makes, and restores running statistics of `norms` at the
+    end."""
 
     def __init__(self, norms: Sequence[nn.Module], around: Sequence[Around]) -> None:
         self._norms, self._around = norms, around
@@ -113,30 +114,30 @@ class _Again:
 
 
 class _Kept:
-    """The result of one operator, and what tells whether anybody has written to it since."""
+    """The result of one operator, with the versions that show whether it was changed in place since."""
 
     def __init__(self, result: Any) -> None:
         self.result = tree_map_only(torch.Tensor, _alias, result)
-        self.was_written_to = False
+        self.is_changed = False
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.storages: set[int] = set()
         tree_map_only(torch.Tensor, self.watch, self.result)
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """`tensor` is a view of it."""
+        """Also check `tensor`, a view of the result."""
         self._versions.append((_alias(tensor), tensor._version))
         self.storages.add(tensor.untyped_storage()._cdata)
 
     @property
-    def is_as_it_was(self) -> bool:
-        return not self.was_written_to and all(tensor._version == version for tensor, version in self._versions)
+    def is_unchanged(self) -> bool:
+        return not self.is_changed and all(tensor._version == version for tensor, version in self._versions)
 
 
 class _Results:
-    """What is kept of one forward, in the order in which it came.
+    """The kept results of one forward, in the order of the calls.
 
-    PyTorch's count of how often a tensor was written to does not follow all views (`_unsafe_view`, which is what a
-    linear layer without a bias returns). So writes inside of the forward are watched, and what the forward returns is.
+    PyTorch's version counters are not shared by all views (`_unsafe_view`, which a linear layer without a bias
+    returns). So writes inside the forward are tracked, and so is the forward's output.
     """
 
     def __init__(self) -> None:
@@ -149,17 +150,17 @@ class _Results:
         self._by_storage.update(dict.fromkeys(kept.storages, kept))
 
     def note_writes(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`func` writes to some of its arguments."""
+        """Mark the results that `func` writes to."""
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in tensors_in(value):
                     kept = self._by_storage.get(tensor.untyped_storage()._cdata)
                     if kept is not None:
-                        kept.was_written_to = True
+                        kept.is_changed = True
 
     def watch(self, output: Any) -> None:
-        """The forward has returned `output`, which others may write to."""
+        """Check the versions of `output`, which the forward has returned and others may write to."""
         for tensor in tensors_in(output):
             kept = self._by_storage.get(tensor.untyped_storage()._cdata)
             if kept is not None:
@@ -190,7 +191,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 
 class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Gives the kept results out, in the same order."""
+    """Returns the kept results, in the same order."""
 
     def __init__(self, operators: frozenset[Operator], results: _Results, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
@@ -211,7 +212,7 @@ class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 f"{self._unit} computes something else when it is recomputed: {func} ran more often than in the "
                 f"forward. Make what its forward does depend on its arguments alone, or leave out activations."
             )
-        if not found.is_as_it_was:
+        if not found.is_unchanged:
             raise ModelError(
                 f"The result of {func} in {self._unit} is changed in place, and the plan keeps it for the backward. "
                 f"Leave this operator out of activations.keep, or let the model make a new tensor."
@@ -220,19 +221,19 @@ class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _is_kept(func: Any, operators: frozenset[Operator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result of this call is. Not what an autograd function of the model's own computes inside, which it
-    may write to: gradients are disabled there."""
+    """Whether the result of this call is kept. Calls inside a custom autograd function, which may write to their
+    results, are not: gradients are disabled there."""
     return func in operators and torch.is_grad_enabled() and not draws(func, args, kwargs)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, and the same count of how often it was written to, also below autograd."""
+    """A tensor with the same memory and the same version counter, also below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
-def _as_it_is(value: Any, depth: int = 3) -> Any:
-    """`value` as it is now, if there is a cache of transformers in it, else `None`: see [Note: what is the same again].
+def _cache_snapshot(value: Any, depth: int = 3) -> Any:
+    """The state of `value` now, if it is a cache of transformers, else `None`: see [Note: equal recomputation].
 
     Tensors are shared.
     """
@@ -241,11 +242,11 @@ def _as_it_is(value: Any, depth: int = 3) -> Any:
     now = copy.copy(value)
     for name, one in vars(value).items():
         if isinstance(one, list):
-            copied = [_as_it_is(each, depth - 1) for each in one]
+            copied = [_cache_snapshot(each, depth - 1) for each in one]
             now.__dict__[name] = [each if was is None else was for each, was in zip(one, copied, strict=True)]
         elif isinstance(one, dict):
             now.__dict__[name] = dict(one)
         else:
-            was = _as_it_is(one, depth - 1)
+            was = _cache_snapshot(one, depth - 1)
             now.__dict__[name] = one if was is None else was
     return now

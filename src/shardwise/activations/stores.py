@@ -1,4 +1,4 @@
-"""Where saved tensors lie meanwhile: on the host, or nowhere, in a rehearsal that counts them."""
+"""Where saved tensors are kept: on the host, or nowhere, in a rehearsal that only counts them."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ KIND = "activations"
 
 
 class Away(Protocol):
-    """One storage's bytes, on another tier."""
+    """The bytes of one storage on another tier."""
 
     def settle(self) -> None:
-        """What is computed from here on may overwrite what it was copied from."""
+        """Make the copy safe from later computations that overwrite its source."""
         ...
 
     def look_ahead(self) -> None:
-        """They are asked for soon, but not next."""
+        """Prefetch: these bytes are needed soon, but not next."""
         ...
 
     def fetch(self, out: Tensor) -> Copy:
-        """Start to bring them into `out`, a flat tensor on the device."""
+        """Start to copy the bytes into `out`, a flat tensor on the device."""
         ...
 
     def release(self) -> None:
-        """Nobody asks for them any more. Called by whatever thread lets go last."""
+        """Free the bytes. Called by whichever thread drops the last reference."""
         ...
 
 
 class Store(Protocol):
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:
-        """Start to copy `source`, on the device, saved by `unit`; it may not be written to before `settle`."""
+        """Start to copy `source`, on the device, saved by `unit`; it must not be written to before `settle`."""
         ...
 
 
 def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """All of it, as a flat uint8 tensor."""
+    """The whole storage as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class ActivationMemory(HostMemory):
-    """Buffers of the host for what comes in other sizes with every batch: as much is kept for reuse as was once in use.
+    """Host buffers of sizes that vary with the batch. It keeps as many bytes for reuse as were once in use.
 
     Counted as `kind`.
     """
@@ -71,10 +71,10 @@ class ActivationMemory(HostMemory):
         self._make_room(num_bytes)
         self._taken_bytes += num_bytes
         self._meter.hold(self.kind, num_bytes)
-        return self._taken(num_bytes).view(dtype)
+        return self._allocate(num_bytes).view(dtype)
 
     def give_back(self, tensor: Tensor, last: Copy | None = None) -> None:
-        self._returned.append((tensor.view(torch.uint8), last or Copied()))  # by autograd's threads too
+        self._returned.append((tensor.view(torch.uint8), last or Copied()))  # autograd's threads call this too
 
     def _take_back(self) -> None:
         while self._returned:
@@ -83,7 +83,7 @@ class ActivationMemory(HostMemory):
             super().give_back(memory, last)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Let go of pieces of other sizes rather than hold more than has been in use at once."""
+        """Free buffers of other sizes, so that no more is held than was in use at once."""
         for size in sorted(self._free, reverse=True):
             while self._free[size] and self._taken_bytes + num_bytes > self._most:
                 _, last = self._free[size].pop()
@@ -93,12 +93,12 @@ class ActivationMemory(HostMemory):
 
 
 class HostStore:
-    """In the host's memory."""
+    """Stores tensors in the host's memory."""
 
     def __init__(self, memory: ActivationMemory) -> None:
         self.memory = memory
 
-    def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # memory does not fail by unit
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # no error depends on the unit
         return _OnHost(self.memory, bytes_of(source, source.device))
 
 
@@ -113,7 +113,7 @@ class _OnHost:
         self._leaving.wait()
 
     def look_ahead(self) -> None:
-        """The device's turn is next but one."""
+        """Nothing to do, because host memory needs no prefetch."""
 
     def fetch(self, out: Tensor) -> Copy:
         self.settle()
@@ -125,12 +125,12 @@ class _OnHost:
 
 
 class RehearsedStore:
-    """Nowhere: bytes are counted as if they were there."""
+    """Stores nothing, and counts bytes as if it did."""
 
     def __init__(self) -> None:
         self.num_bytes = self.peak_bytes = 0
 
-    def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # they are counted as one
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # units are counted together
         self.num_bytes += source.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         return _Rehearsed(self, source.nbytes())

@@ -1,1 +1,1 @@
-"""What this machine's tiers give, measured: disks, host memory, links. `shardwise bench disk|host|links` prints it."""
+"""Measures this machine's tiers: disks, host memory, links. `shardwise bench disk|host|links` prints the results."""

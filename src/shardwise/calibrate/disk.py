@@ -1,4 +1,4 @@
-"""How fast one folder's disk reads and writes, by the size of requests and how many are under way."""
+"""Measures how fast the disk of a folder reads and writes, by block size and queue depth."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DEPTHS = (1, 2, 4, 8, 16)
 QUICK_BLOCKS, QUICK_DEPTHS = (2**20, 2**22), (1, 8)
 FILE_BYTES = 2**29
 MAX_SHARE = 4
-"""A quarter of what is free at most."""
+"""At most one part in so many of the free space is used."""
 WINDOW_BYTES = 2**26
-"""Handed over at once, and as much again while that is under way: the queue never runs dry."""
+"""Submitted at once, and as much again while it is in progress, so that the queue never runs empty."""
 AS_GOOD = 0.97
 
 
 @dataclass(frozen=True)
 class DiskRow:
-    """Bytes a second with one setting."""
+    """Bytes per second with one setting."""
 
     block_bytes: int
     depth: int
@@ -35,7 +35,7 @@ class DiskRow:
 
     @property
     def both(self) -> float:
-        """Of bytes that are read and written again, as an update does: the harmonic mean."""
+        """The rate for bytes that are read and written again, as in an update: the harmonic mean."""
         if not self.write_bytes_per_second or not self.read_bytes_per_second:
             return 0.0
         return 2 / (1 / self.write_bytes_per_second + 1 / self.read_bytes_per_second)
@@ -43,13 +43,13 @@ class DiskRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried: each direct setting, then the best of them through the page cache."""
+    """The settings to measure: each direct setting, then the best of them through the page cache."""
 
     blocks: Sequence[int] = BLOCKS
     depths: Sequence[int] = DEPTHS
     file_bytes: int = FILE_BYTES
     seconds: float = 0.7
-    """For each of reading and writing with each setting, as far as the file is long."""
+    """Time for each of reading and writing with each setting, unless the file ends earlier."""
 
     @property
     def num_settings(self) -> int:
@@ -57,16 +57,17 @@ class Grid:
 
 
 class Cached(SystemCalls):
-    """Through the page cache, as if the file system knew nothing else."""
+    """Uses the page cache, as if the file system did not support direct I/O."""
 
     def open(self, path: Path, flags: int) -> int:
         return super().open(path, flags & ~getattr(os, "O_DIRECT", 0))
 
 
 def measure_disk(folder: Path, grid: Grid, tell: Callable[[DiskRow], None] = lambda _: None) -> list[DiskRow]:
-    """A row for each setting; `tell` hears of each at once. What it writes has no name, and goes however it ends.
+    """One row per setting; `tell` is called with each as it is measured. The files written are unlinked, so that none
+    remains.
 
-    Raises `TierError` if the folder is no place for a disk tier, or has not room for the file four times.
+    Raises `TierError` if the folder is not usable for a disk tier, or has no room for four times the file.
     """
     rows: list[DiskRow] = []
     place = TierFolder(folder)
@@ -92,12 +93,12 @@ def measure_disk(folder: Path, grid: Grid, tell: Callable[[DiskRow], None] = lam
 
 
 def bounded(file_bytes: int, free_bytes: int) -> int:
-    """What of `file_bytes` may be used where `free_bytes` are free, on pages; at least one."""
+    """The part of `file_bytes` to use with `free_bytes` free, a multiple of pages; at least one page."""
     return max(PAGE, min(file_bytes, free_bytes // MAX_SHARE) // PAGE * PAGE)
 
 
 def best_of(rows: Sequence[DiskRow]) -> DiskRow:
-    """Of the direct settings that are as good as the fastest (3 %) the one that has the least under way."""
+    """Of the direct settings within 3 % of the fastest, the one with the fewest bytes in flight."""
     direct = [row for row in rows if row.is_direct] or list(rows)
     fastest = max(row.both for row in direct)
     good = [row for row in direct if row.both >= AS_GOOD * fastest]
@@ -116,7 +117,7 @@ def _measured(
     queue = IoQueue(depth, block_bytes)
     file = place.create("bench", file_bytes, queue)
     try:
-        list(_windows(file, file.write, data))  # the first write of a block also finds a place for it
+        list(_windows(file, file.write, data))  # the first write of a block also allocates it
         write = _rate(file, file.write, data, seconds)
         os.posix_fadvise(file.descriptor(), 0, 0, os.POSIX_FADV_DONTNEED)
         read = _rate(file, file.read, into, seconds)
@@ -127,7 +128,7 @@ def _measured(
 
 
 def _rate(file: DiskFile, move: Callable[[int, torch.Tensor], Pending], memory: torch.Tensor, seconds: float) -> float:
-    """Bytes a second, what is left in the page cache written out too; of one way through the file at most."""
+    """Bytes per second, including the write-back of the page cache; at most one pass over the file."""
     started = time.perf_counter()
     moved = 0
     for num_bytes in _windows(file, move, memory):
@@ -139,7 +140,7 @@ def _rate(file: DiskFile, move: Callable[[int, torch.Tensor], Pending], memory: 
 
 
 def _windows(file: DiskFile, move: Callable[[int, torch.Tensor], Pending], memory: torch.Tensor) -> Iterator[int]:
-    """The bytes of each window of the file, as each is done; the next one is under way by then."""
+    """The bytes of each window of the file as it completes; the next one has been submitted by then."""
     starts = list(range(0, file.num_bytes, len(memory)))
     under_way: list[tuple[int, Pending]] = []
     try:
@@ -160,6 +161,6 @@ def _windows(file: DiskFile, move: Callable[[int, torch.Tensor], Pending], memor
 
 
 def _memory(file_bytes: int) -> torch.Tensor:
-    """Bytes that no disk can make shorter."""
+    """Random bytes, which no disk can compress."""
     memory = pages(min(WINDOW_BYTES, file_bytes))
     return memory.view(torch.int64).random_().view(torch.uint8)

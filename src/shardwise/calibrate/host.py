@@ -1,4 +1,4 @@
-"""How fast host memory is copied, and how fast AdamW updates what lies there, by the number of threads."""
+"""Measures how fast host memory is copied, and how fast AdamW updates it, by the number of threads."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from shardwise.optim.host_adam import AdamTensors, HostAdam
 NUMEL, QUICK_NUMEL = 2**24, 2**21
 REPEATS = 5
 ADAM_BYTES = 28
-"""Of one element: bf16 gradient in, fp32 master and moments in and out, bf16 parameter out."""
+"""Per element: bf16 gradient in, fp32 master and moments in and out, bf16 parameter out."""
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
 class HostRow:
-    """With one number of threads: the best of a few repeats, because others use memory as well."""
+    """The best of a few repeats with one number of threads, because other processes use memory as well."""
 
     num_threads: int
     copy_bytes_per_second: float
-    """Bytes that were copied: each is read once and written once."""
+    """Bytes copied: each is read once and written once."""
     adam_elements_per_second: float
 
     @property
     def adam_bytes_per_second(self) -> float:
-        """Bytes that an update has to read or write at least."""
+        """Bytes per second that an update has to read or write at least."""
         return ADAM_BYTES * self.adam_elements_per_second
 
 
 def measure_host(
     threads: Sequence[int], numel: int = NUMEL, tell: Callable[[HostRow], None] = lambda _: None
 ) -> list[HostRow]:
-    """A row for each of `threads`; 30 bytes an element are taken meanwhile."""
+    """One row for each of `threads`; takes 30 bytes per element of memory meanwhile."""
     source = torch.randn(ADAM_BYTES // 2 * numel // 4)
     target = torch.empty_like(source)
     tensors = AdamTensors(
@@ -59,13 +59,13 @@ def measure_host(
 
 
 def best_of(rows: Sequence[HostRow]) -> HostRow:
-    """The fewest threads with which an update is as fast as with any (3 %)."""
+    """The fewest threads within 3 % of the fastest update."""
     fastest = max(row.adam_elements_per_second for row in rows)
     return min((row for row in rows if row.adam_elements_per_second >= 0.97 * fastest), key=lambda row: row.num_threads)
 
 
 def _copy(pool: ThreadPoolExecutor, num_threads: int, target: torch.Tensor, source: torch.Tensor) -> None:
-    """By NumPy, which copies in the thread that calls."""
+    """Copy by NumPy, which copies in the calling thread."""
     pairs = zip(target.chunk(num_threads), source.chunk(num_threads), strict=True)
     views = [(to.numpy(), of.numpy()) for to, of in pairs]
     list(pool.map(lambda pair: pair[0].__setitem__(slice(None), pair[1]), views))

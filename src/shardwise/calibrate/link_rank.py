@@ -1,4 +1,4 @@
-"""One of the two ranks that `links.py` starts: how long an all-gather of one large buffer takes."""
+"""One of the two ranks that `links.py` starts: times an all-gather of one large buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.comm import World
 
 
 def main(out: str, num_bytes: int, repeats: int) -> None:
-    """Rank 0 writes bytes a second: what each rank has received, over the best of the times."""
+    """Rank 0 writes the bytes per second that each rank received, in the fastest repeat."""
     with World.join(timeout_seconds=60) as world:
         collectives = world.collectives(torch.device("cpu"))
         full = torch.zeros(num_bytes * world.size // 4)

@@ -1,4 +1,4 @@
-"""How fast bytes go from rank to rank of this host, and between it and a device."""
+"""Measures how fast bytes go between ranks of this host, and between the host and a device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measure_links(num_bytes: int = NUM_BYTES, tell: Callable[[LinkRow], None] = 
 
 
 def between_ranks(num_bytes: int, *, shares_memory: bool) -> float:
-    """Bytes a second that each of two processes receives in an all-gather of `num_bytes` from each."""
+    """Bytes per second that each of two processes receives in an all-gather of `num_bytes` from each."""
     with tempfile.TemporaryDirectory(prefix="shardwise-links-") as folder:
         out = Path(folder) / "figure"
         words = [
@@ -78,7 +78,7 @@ def between_ranks(num_bytes: int, *, shares_memory: bool) -> float:
 
 
 def device_rates(accelerator: Accelerator, num_bytes: int) -> tuple[float, float]:
-    """Bytes a second of copies from pinned host memory to the first device, and back."""
+    """Bytes per second of copies from pinned host memory to the first device, and back."""
     device = RankDevice.of(accelerator, 0)
     with device.here():
         host = pages(num_bytes, device)[:num_bytes]

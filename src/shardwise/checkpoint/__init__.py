@@ -1,6 +1,6 @@
-"""Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh.
+"""Checkpoints: sharded safetensors and a JSON index, published atomically, read by any mesh.
 
-What reads them is imported when it is first used: few jobs resume, and all would wait for it.
+The reading half is imported when it is first used, because few jobs resume and all would wait for the import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Python values as JSON and back, exactly: no pickle, so a checkpoint can hold data but never run code.
+"""Python values as JSON and back, exactly, without pickle, so that a checkpoint can hold data but never run code.
 
-JSON alone would turn the integer keys of a scheduler's milestones into text and tuples into lists. What JSON has no
-word for is an object with one key that starts with `$`.
+JSON alone would turn the integer keys of a scheduler's milestones into text, and tuples into lists. What JSON cannot
+express is an object with one key that starts with `$`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.safe_files import MAX_JSON_DEPTH, nests_deeper
 
 MAX_DIMS = 64
-"""Of a tensor or an array; numpy has no more."""
+"""Dimensions of a tensor or an array; numpy's own limit."""
 MAX_DEPTH = MAX_JSON_DEPTH - 10
-"""Lists and dicts within each other: an index has them a few levels down."""
+"""Nesting of lists and dicts; an index contains them a few levels down."""
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSUVMm]\d{1,9}(\[\w{1,9}\])?")
 
 
 def check_depth(text: bytes, what: str) -> None:
-    """Raise `ConfigError` for JSON that would not be read again."""
+    """Raise `ConfigError` for JSON that is nested too deeply to be read again."""
     if nests_deeper(text, MAX_DEPTH):
         raise ConfigError(f"{what} nests more than {MAX_DEPTH} lists and dicts, which a checkpoint cannot keep.")
 
 
 def encode(value: Any, where: str = "state") -> Any:
-    """`value` in words that JSON has. Raises `ConfigError` naming the place of what cannot be kept."""
+    """`value` as JSON data. Raises `ConfigError` with the path of a value that cannot be stored."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, list):
@@ -61,12 +61,12 @@ def encode(value: Any, where: str = "state") -> Any:
 
 
 def as_bytes(memories: Mapping[str, Any]) -> bytes:
-    """What `read_document` reads. Raises `ConfigError` naming the place of what cannot be kept."""
+    """The JSON that `read_document` reads. Raises `ConfigError` with the path of a value that cannot be stored."""
     return json.dumps(encode(dict(memories), "memories")).encode()
 
 
 def decode(value: Any, where: str = "state") -> Any:
-    """The inverse of `encode`. Raises `CheckpointError` naming the place of what `encode` cannot have written."""
+    """The inverse of `encode`. Raises `CheckpointError` with the path of a value that `encode` cannot have written."""
     if isinstance(value, list):
         return [decode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -76,12 +76,12 @@ def decode(value: Any, where: str = "state") -> Any:
         return {key: decode(item, f"{where}[{key!r}]") for key, item in value.items()}
     try:
         return _decode_word(word, value, where)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # numpy's and torch's own words
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # numpy's and torch's own errors
         raise CheckpointError(f"{where} is not what shardwise writes there: {word}: {error}.") from error
 
 
 def _decode_word(word: str, value: dict[str, Any], where: str) -> Any:
-    """What `word`, the only key of `value`, stands for."""
+    """The value that `word`, the only key of `value`, encodes."""
     if len(value) > 1:
         raise ValueError(f"it stands beside {list(value)[1]!r}")
     match word, value[word]:
@@ -98,7 +98,7 @@ def _decode_word(word: str, value: dict[str, Any], where: str) -> Any:
             _check_size(shape, len(content), dtype.itemsize)
             array = np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
             if dtype.kind == "U":
-                array.tolist()  # raises for code points that there are none of
+                array.tolist()  # raises for invalid code points
             return array
         case "$number", [str(name), str(text)]:
             content, dtype = _decoded_bytes(text), _array_dtype(name)
@@ -124,7 +124,7 @@ def _decoded_bytes(text: str) -> bytes:
 
 
 def _array_dtype(name: str) -> np.dtype[Any]:
-    """A dtype that has a size, and no Python objects in it."""
+    """A dtype with a size, and without Python objects."""
     dtype = np.dtype(name) if _ARRAY_DTYPE.fullmatch(name) else None
     if dtype is None or not dtype.itemsize or dtype.str != name:
         raise ValueError(f"{name!r} is not a dtype of numbers or text")
@@ -159,7 +159,7 @@ def _encode_array(value: Any, where: str) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, as torch calls it."""
+    """torch's name, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -172,5 +172,5 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def bytes_tensor(content: bytes) -> torch.Tensor:
-    """The bytes as a tensor of them; `torch.frombuffer` refuses to be empty."""
+    """The bytes as a uint8 tensor; `torch.frombuffer` refuses empty ones."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

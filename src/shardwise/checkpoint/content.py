@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as pieces: for every tensor which of its elements lie on this rank, and where."""
+"""The content of a checkpoint in pieces: for every tensor, which of its elements lie on this rank, and where."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ NOTHING = Span(0, 0)
 class Entry:
     """Elements `span` of the tensor `name`, or of its part `box` (flattened), in live memory.
 
-    `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written` of them: ranks that hold copies
-    share the writing, and together write each element once. With `is_whole` the elements are the tensor's own, not the
-    parameter's (a state that is a scalar): every rank has all of them, and one writes them.
+    `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written`: ranks that hold copies share
+    the writing, and together write each element once. With `is_whole` the elements are those of a separate tensor, not
+    of the parameter (a scalar state): every rank has all of them, and one writes them.
 
-    `is_hidden` says that the model has no view of this memory: nothing but an optimizer's step, or the engine when it
-    is told to, changes it.
+    `is_hidden`: the model has no view of this memory, so only an optimizer's step or a call to the engine changes it.
     """
 
     kind: str
@@ -40,12 +39,12 @@ class Entry:
     is_whole: bool = False
     is_hidden: bool = False
     is_narrow: bool = False
-    """A state in fewer bits than an optimizer that knows nothing of it would have: the parameter's own."""
+    """Whether it is a state in fewer bits than in an ordinary optimizer, which has the parameter's dtype."""
 
     box: Box | None = None
-    """Where a model axis cuts the tensor, the part that `span` counts the elements of."""
+    """If a model axis cuts the tensor, the part whose elements `span` counts."""
     rows: DiskRows | None = None
-    """That have to be asked for the elements, where they lie on a disk."""
+    """The rows through which the elements are read, if they lie on a disk."""
 
     @property
     def key(self) -> str:
@@ -56,14 +55,14 @@ class Entry:
 class Content:
     """Everything of one model and optimizer that a resume needs, as it lies on one rank.
 
-    A parameter's entry is its master weights where there are some; the resting bytes of a frozen one.
+    A parameter's entry has its master weights if there are any, and for a frozen parameter the resting bytes.
     """
 
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of whole tensors."""
+    """Shapes of whole tensors."""
     boxes: dict[str, Box | None] = field(default_factory=dict)
-    """The parts that this rank has of those that a model axis cuts."""
+    """This rank's parts of tensors that a model axis cuts."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str = ""
     """The name of the optimizer's class."""
@@ -79,9 +78,10 @@ def content_of(
     *,
     own_buffers: bool = False,
 ) -> Content:
-    """The content as it lies on the rank at `place` of its data-parallel group.
+    """The content of the rank at `place` of its data-parallel group.
 
-    Buffers are the first one's, which after each step all ranks share; with `own_buffers` every rank has its own.
+    Buffers are those of the first rank, which all ranks share after each step; with `own_buffers` every rank has its
+    own.
     """
     every = list(model.named_parameters(remove_duplicate=False))
     first: dict[Tensor, str] = {}
@@ -90,8 +90,8 @@ def content_of(
     content = Content(ties={name: first[param] for name, param in every if first[param] != name})
     sharded = {param for flat in flats for param in flat.params}
     loose = [(name, param.detach()) for param, name in first.items() if param not in sharded]
-    in_sight = [flat.full for flat in flats] + [tensor for _, tensor in loose]
-    written = _add_params(content, flats, in_sight={one.untyped_storage().data_ptr() for one in in_sight})
+    visible = [flat.full for flat in flats] + [tensor for _, tensor in loose]
+    written = _add_params(content, flats, visible={one.untyped_storage().data_ptr() for one in visible})
     kind = f"buffer.{place}" if own_buffers and place else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
@@ -105,21 +105,21 @@ def content_of(
 
 
 def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
-    """Which elements of a parameter the rank at `coordinate` keeps between steps: master weights, or a frozen one's
-    bytes. The optimizer's states are of the same elements."""
+    """The elements of a parameter that the rank at `coordinate` keeps between steps: of the master weights, or of a
+    frozen parameter. The optimizer's states are of the same elements."""
     return slot.span.overlap(_kept(spec, coordinate)).within(slot.span)
 
 
 def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
-    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one."""
+    """The part of `kept_span` that the rank at `coordinate` writes or sends: each element has exactly one such rank."""
     return slot.span.overlap(_given(spec, coordinate)).within(slot.span)
 
 
 def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
-    """Of a flat buffer, the elements that this rank gives away.
+    """The elements of a flat buffer that this rank writes or sends.
 
-    Copies lie along the axes of its table over which the buffer is not sharded. It divides evenly among the ranks along
-    replica axes, and so does what one rank keeps among its copies.
+    Copies lie along the axes of the table over which the buffer is not sharded. The buffer divides evenly among the
+    ranks along replica axes, and so does what one rank keeps among its copies.
     """
     shard = _kept_shard(spec)
     place, num_copies = 0, 1
@@ -140,8 +140,8 @@ def _kept_shard(spec: FlatSpec) -> Axes:
     return (spec.table.optim if spec.trainable else spec.table.param).shard
 
 
-def _add_params(content: Content, flats: Sequence[Flat], in_sight: set[int]) -> dict[str, Span]:
-    """The sharded parameters; returns what of each this rank writes. `in_sight` are the model's storages."""
+def _add_params(content: Content, flats: Sequence[Flat], visible: set[int]) -> dict[str, Span]:
+    """Add the sharded parameters; returns what this rank writes of each. `visible` are the model's storages."""
     written: dict[str, Span] = {}
     for flat in flats:
         kept, given = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
@@ -152,7 +152,7 @@ def _add_params(content: Content, flats: Sequence[Flat], in_sight: set[int]) -> 
             if slot.box is not None and slot.box.place:
                 written[slot.name] = NOTHING  # another rank along the model axis has the same
             tensor = flat.param_piece(index)
-            is_hidden = tensor.untyped_storage().data_ptr() not in in_sight
+            is_hidden = tensor.untyped_storage().data_ptr() not in visible
             content.entries.append(
                 Entry(
                     "param",
@@ -169,8 +169,8 @@ def _add_params(content: Content, flats: Sequence[Flat], in_sight: set[int]) -> 
 
 
 def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mapping[str, Span]) -> None:
-    """The optimizer's states of this rank's pieces. Of what is not of the piece's size the first element's rank
-    writes what it has; all have the same."""
+    """Add the optimizer's states of this rank's pieces. A state that does not have the piece's size is the same on all
+    ranks; the rank with the parameter's first element writes it."""
     for piece in optimizer.pieces:
         state = optimizer.kept_state_of(piece)
         if not state:
@@ -213,14 +213,15 @@ def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters: numbers, flags, text, tuples of them, and tensors of one number. Others are code."""
+    """The storable hyper-parameters: numbers, flags, text, tuples of them, and tensors of one number. Others are
+    code."""
     settings = {}
     for key, value in group.items():
         if key == "params":
             continue
         try:
             settings[key] = encode(value, key)
-        except ConfigError:  # a function, say: whoever resumes has built the optimizer with it
+        except ConfigError:  # such as a function; the resuming script builds the optimizer with it
             continue
     return settings
 

@@ -1,4 +1,4 @@
-"""What one rank remembers for itself, as JSON in its file: its generators, and the states of the user's objects."""
+"""One rank's own document, as JSON in its file: its random generators, and the states of the user's objects."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ class Document:
 
 
 def read_document(reader: Reader, rank: int) -> Document | None:
-    """What `rank` remembered, checked; `None` if the checkpoint has nothing of such a rank."""
+    """The document of `rank`, checked; `None` if the checkpoint has none for such a rank."""
     found = reader.whole(RANK, str(rank))
     if found is None:
         return None
     name = f"what rank {rank} remembers, in {reader.path / found.chunk.file},"
-    said = decode(parse_json(as_text(reader.tensor(found).numpy().tobytes(), name), name), name)
-    if not isinstance(said, dict) or not all(isinstance(said.get(part), dict) for part in ("generators", "objects")):
+    content = decode(parse_json(as_text(reader.tensor(found).numpy().tobytes(), name), name), name)
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(part), dict) for part in ("generators", "objects")
+    ):
         raise CheckpointError(f"{name} is not what shardwise writes there: it has no generators or no objects.")
     try:
-        _try(said["generators"])
-    except Exception as error:  # whatever numpy, torch or Python say of what is no state of theirs
+        _try(content["generators"])
+    except Exception as error:  # numpy, torch and Python raise various errors for an invalid state
         raise CheckpointError(
             f"{name} has invalid states of random generators: {type(error).__name__}: {error}."
         ) from error
-    return Document(said["generators"], said["objects"])
+    return Document(content["generators"], content["objects"])
 
 
 def _try(state: Mapping[str, Any]) -> None:
-    """Put generators that nobody uses into this state, to see that those in use could be."""
+    """Load the states into unused generators, to check that they could be loaded into those in use."""
     version, numbers, gauss = state["python"]
     random.Random().setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -1,10 +1,10 @@
-"""A folder of checkpoints: where a draft is made, how it appears, what is found, what goes.
+"""A folder of checkpoints: drafts, publishing, finding and removing.
 
 step-00000100/                 a checkpoint: one file per rank, and the index
-latest                         the name of the one to resume from
-.writing-step-00000200-...     a draft; nobody reads it
-.replaced-step-00000100        what was there while the same step was written anew
-.lock                          who writes here
+latest                         the name of the checkpoint to resume from
+.writing-step-00000200-...     a draft, which is never read
+.replaced-step-00000100        the previous checkpoint of a step, while the step is written anew
+.lock                          the process that writes here
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LATEST = "latest"
 STEP, WRITING, REPLACED, REMOVED = "step-", ".writing-", ".replaced-", ".removed-"
 MAX_NAME_BYTES = 4096
 SPARE_BYTES = 2**20
-"""For what is written besides the tensors' bytes: notes and the index."""
+"""Allowance for what is written besides the tensors' bytes: notes and the index."""
 
 
 class AfterwardsError(CheckpointError):
-    """A checkpoint is there, but what comes after it failed. Says all of it by itself."""
+    """The checkpoint exists, but a later operation failed. The message is complete."""
 
 
 def step_name(step: int) -> str:
@@ -41,9 +41,9 @@ def step_name(step: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Every checkpoint of the folder, by step. One whose replacement was cut short counts under its own step."""
+    """Every checkpoint of the folder, by step. A replaced one whose replacement was cut short counts for its step."""
     try:
-        names = sorted(os.listdir(folder))  # unlike a glob it says so if it may not look
+        names = sorted(os.listdir(folder))  # unlike a glob, it raises if access is denied
     except (FileNotFoundError, NotADirectoryError):
         return {}
     found: dict[int, Path] = {}
@@ -56,10 +56,10 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint to resume from: what `latest` points at, else the highest step; `None` if there is none.
+    """The checkpoint to resume from: what `latest` names, else the highest step; `None` if there is none.
 
-    A checkpoint itself may be given too, or the file `latest`. Raises `CheckpointError` if `latest` names one that is
-    not there: an older one in its place is for the user to choose.
+    `folder` may also be a checkpoint itself, or the file `latest`. Raises `CheckpointError` if `latest` names a missing
+    one: whether to take an older one instead is the user's decision.
     """
     if folder.name == LATEST and folder.is_file():
         folder = folder.parent
@@ -86,7 +86,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def _step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's folder; `None` if it is not such a name."""
+    """The step in the name of a checkpoint's folder; `None` for another name."""
     number = name.removeprefix(STEP)
     is_number = number.isascii() and number.isdecimal() and len(number) < 20
     return int(number) if is_number and step_name(int(number)) == name else None
@@ -101,7 +101,7 @@ def _no_link(path: Path) -> Path:
 
 
 def _advice(found: Mapping[int, Path]) -> str:
-    """What there is instead, newest first, and how to take it."""
+    """The checkpoints that exist instead, newest first, and how to resume from one."""
     if not found:
         return " There is no other checkpoint in that folder."
     paths = [found[step] for step in sorted(found, reverse=True)]
@@ -111,7 +111,7 @@ def _advice(found: Mapping[int, Path]) -> str:
 
 
 def tidy(folder: Path) -> None:
-    """Clear away what a job that was killed has left. Only for whoever has the lock."""
+    """Remove what a killed job has left. Requires the lock."""
     for path in folder.glob(f"{REPLACED}{STEP}*"):
         target = path.with_name(path.name.removeprefix(REPLACED))
         if not target.exists():
@@ -122,7 +122,7 @@ def tidy(folder: Path) -> None:
 
 
 def check_room(folder: Path, num_bytes: int, free_bytes: int) -> None:
-    """Raise `CheckpointError` unless that much fits with what is written besides it."""
+    """Raise `CheckpointError` unless that much fits, with what is written besides."""
     if num_bytes + SPARE_BYTES > free_bytes:
         raise CheckpointError(
             f"A checkpoint in {folder} takes {format_bytes(num_bytes + SPARE_BYTES)}, but its file system has "
@@ -131,7 +131,7 @@ def check_room(folder: Path, num_bytes: int, free_bytes: int) -> None:
 
 
 def read_note(draft: Path, name: str) -> dict[str, Any] | None:
-    """What a rank says of its file once it is done with it; `None` as long as it is not."""
+    """A rank's note about its finished file; `None` until there is one."""
     try:
         note: dict[str, Any] = json.loads(note_path(draft / name).read_text())
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def read_note(draft: Path, name: str) -> dict[str, Any] | None:
 
 
 def publish(draft: Path, target: Path, index_json: str) -> None:
-    """From here on the checkpoint exists. A folder is renamed in one step; the index is in it already."""
+    """Make the checkpoint appear: the folder, which contains the index already, is renamed atomically."""
     write_text(draft / INDEX, index_json)
     for note in draft.glob("rank-*.json"):
         note.unlink()
@@ -168,18 +168,18 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
 
 
 def thin_out(folder: Path, keep: Keep, newest_step: int, metrics: dict[Path, dict[str, float]]) -> None:
-    """Remove what `keep` does not ask for. `metrics` remembers what the indices say, from save to save.
+    """Remove what `keep` does not ask for. `metrics` caches the metrics of the indices from save to save.
 
-    A folder goes by its name first, so that nobody finds half of one.
+    A folder is renamed before it is removed, so that a half-removed one is never found.
     """
     found = checkpoints_in(folder)
     for path in found.values():
         if path not in metrics:
             with contextlib.suppress(CheckpointError):  # damaged: it has no metrics, and is kept or not by its step
                 metrics[path] = read_index(path).metrics
-    said = {step: metrics.get(path, {}) for step, path in found.items()}
-    for step in set(said) - keep.chosen(said) - {newest_step}:
+    by_step = {step: metrics.get(path, {}) for step, path in found.items()}
+    for step in set(by_step) - keep.chosen(by_step) - {newest_step}:
         gone = folder / f"{REMOVED}{found[step].name}"
-        with contextlib.suppress(OSError):  # what cannot be removed now is tried again after the next save
+        with contextlib.suppress(OSError):  # it is tried again after the next save
             found[step].rename(gone)
             shutil.rmtree(gone, ignore_errors=True)

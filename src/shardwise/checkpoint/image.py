@@ -1,8 +1,8 @@
-"""One rank's file as it will lie on disk: a safetensors head, then every tensor's bytes, worked out before writing.
+"""One rank's file as it will lie on disk: a safetensors header, then every tensor's bytes, laid out before writing.
 
-The file format is safetensors' own (https://github.com/huggingface/safetensors, README): eight bytes with the length of
-a JSON head, the head, and the tensors without gaps. Written here and not by `safetensors.torch.save_file`, because
-that one holds all bytes twice, cannot be written in slices, and leaves no room for checksums on the way.
+The file format is that of safetensors (https://github.com/huggingface/safetensors, README): eight bytes with the length
+of a JSON header, the header, and the tensors without gaps. It is not written by `safetensors.torch.save_file`, because
+that holds all bytes twice, cannot write in slices, and cannot take checksums on the way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.storage import DiskRows
 from shardwise.tiers import PAGE
 
 WINDOW = 2**24
-"""Bytes written at once. Smaller ones cost throughput, measured; larger ones gain none."""
+"""Bytes written at once. Smaller writes cost throughput, as measured; larger ones gain none."""
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -57,12 +57,12 @@ class Part:
     num_bytes: int
     offset: int
     shape: tuple[int, ...] | None = None
-    """Of a tensor that is whole, and not elements of a parameter."""
+    """For a separate tensor, which is not made of a parameter's elements."""
     is_hidden: bool = False
-    """Of memory that the model has no view of; see `Entry`."""
+    """Whether the model has no view of its memory; see `Entry`."""
     is_narrow: bool = False
     box: Box | None = None
-    """What the elements are counted in, if it is not all of `name`."""
+    """The part whose elements `span` counts, if it is not all of `name`."""
 
     @property
     def key(self) -> str:
@@ -70,21 +70,21 @@ class Part:
 
     @property
     def place(self) -> Span:
-        """In the file, in bytes."""
+        """Its byte range in the file."""
         return Span(self.offset, self.offset + self.num_bytes)
 
 
 @dataclass(frozen=True)
 class Image:
-    """What one rank writes: `head`, then `parts`, whose bytes are those of `sources` as long as it has them."""
+    """What one rank writes: `head`, then `parts`, whose bytes are those of `sources` while there are any."""
 
     name: str
     head: bytes
     parts: tuple[Part, ...]
     sources: tuple[torch.Tensor, ...]
-    """Flat, one for each part, live; none once they have been copied."""
+    """One live, flat tensor per part; none once they have been copied."""
     rows: tuple[DiskRows | None, ...] = ()
-    """What has to be asked for each of them, where it lies on a disk."""
+    """For each source, the rows through which it is read if it lies on a disk."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,19 +96,19 @@ class Image:
 
     @property
     def has_rows(self) -> bool:
-        """Whether something of it lies on a disk."""
+        """Whether any of it lies on a disk."""
         return any(rows is not None for rows in self.rows)
 
     @property
     def without_sources(self) -> Image:
-        """The same image, holding on to no memory of the model."""
+        """The same image without references to the model's memory."""
         return Image(self.name, self.head, self.parts, ())
 
     def file(self, head_crc32: int) -> File:
         return File(self.name, self.num_bytes, len(self.head), head_crc32)
 
     def chunks(self, sums: list[list[int]]) -> list[Chunk]:
-        """One per part, with its checksums."""
+        """One chunk per part, with its checksums."""
         return [
             Chunk(
                 kind=part.kind,
@@ -130,7 +130,7 @@ class Image:
         ]
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Bytes `start` and on of the image into `out`, from live memory."""
+        """Copy the image's bytes from `start` on into `out`, from live memory."""
         window = Span(start, start + out.numel())
         out[max(0, self.num_bytes - start) :].zero_()
         head = Span(0, len(self.head)).overlap(window)
@@ -150,7 +150,7 @@ class Image:
 def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Image:
     """The file `name` with what this rank writes of `content`, and `documents` by key, such as `rank/0`.
 
-    Raises `CheckpointError` for a dtype that the format has no word for.
+    Raises `CheckpointError` for a dtype that the format does not support.
     """
     sources = [_source(entry) for entry in content.entries if entry.written.numel]
     for key, text in documents.items():
@@ -159,7 +159,8 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
     order: dict[DiskRows | None, int] = {None: 0}
     for one in (entry.rows for entry in content.entries):
         order.setdefault(one, len(order))
-    # So that each starts on a multiple of its element; and rows of a disk after each other, as a step updates them.
+    # So that each tensor starts at a multiple of its element size, and rows of a disk are in the order in which a step
+    # updates them.
     sources.sort(key=lambda source: (-source.tensor.element_size(), order[source.rows]))
     head = _head(sources)
     parts, offset = [], len(head)
@@ -187,7 +188,7 @@ class _Source(NamedTuple):
 
 
 def _source(entry: Entry) -> _Source:
-    """What of an entry this rank writes."""
+    """The part of an entry that this rank writes."""
     tensor = entry.tensor.detach()
     if tensor.dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors files cannot hold.")
@@ -206,7 +207,7 @@ def _bytes_of(source: torch.Tensor) -> torch.Tensor:
 
 
 def _head(sources: list[_Source]) -> bytes:
-    """The length and the JSON, filled with spaces to a multiple of 64 bytes, as the format allows."""
+    """The length and the JSON, padded with spaces to a multiple of 64 bytes, as the format allows."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for kind, label, _, tensor, *_ in sources:
@@ -222,7 +223,7 @@ def _head(sources: list[_Source]) -> bytes:
 
 
 class Sums:
-    """The checksums of an image, from its bytes in the order in which they are written."""
+    """The checksums of an image, computed from its bytes in the order in which they are written."""
 
     def __init__(self, image: Image) -> None:
         regions = [Span(0, len(image.head))]
@@ -234,7 +235,7 @@ class Sums:
         self._block, self._region = next(self._blocks)
 
     def add(self, window: memoryview) -> None:
-        """The bytes that follow those of the last call. What is behind the image is padding, and not summed."""
+        """Add the bytes that follow those of the last call. Bytes after the image are padding, and not summed."""
         start, self._position = self._position, self._position + len(window)
         while self._block is not None:
             common = self._block.overlap(Span(start, self._position))
@@ -255,7 +256,8 @@ class Sums:
 
 
 def _blocks(regions: list[Span]) -> Iterator[tuple[Span | None, int]]:
-    """What has a sum of its own, with the number of the region that it is in. The first region, the head, has one."""
+    """The ranges with checksums of their own, and the number of the region of each. The first region, the head, is one
+    range."""
     for number, region in enumerate(regions):
         size = block_bytes_of(region.numel) if number else region.numel
         for start in range(region.start, region.stop, size):

@@ -1,9 +1,9 @@
 """The index of a checkpoint: which elements of which tensor lie in which bytes of which file, and their checksums.
 
-[Note: checksums] Every chunk is summed in blocks, at most 64 of them, so that a rank that needs a part of a chunk
-checks what it reads and reads little more than it needs, and so that the index stays small. The head of each file and
-the index itself have sums of their own: no byte of a checkpoint is without one. The index has two: `text_crc32` is of
-its text, which is quickly compared, and `crc32` of what it says, for an index that somebody has laid out anew.
+[Note: checksums] Every chunk is summed in blocks, at most 64 of them, so that a rank that needs a part of a chunk can
+check what it reads and reads little more than it needs, while the index stays small. The header of each file and the
+index itself have their own sums, so every byte of a checkpoint has one. The index has two: `text_crc32` of its text,
+which is quick to compare, and `crc32` of its content, for an index that was reformatted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.safe_files import parse_json, read_own_text
 
 FORMAT = 5
 READABLE = (2, 3, 4, 5)
-"""In format 2 there were no narrow chunks; before 4 nobody said which optimizer it was; before 5 nothing was cut."""
+"""Format 2 has no narrow chunks; before 4 the optimizer was not named; before 5 nothing was cut."""
 INDEX = "index.json"
 MAX_INDEX_BYTES = 2**30
 LEAST_BLOCK_BYTES = 2**16
@@ -42,11 +42,11 @@ Flag = Annotated[bool, Field(strict=True)]
 class Chunk:
     """Elements `start` to `stop` of the flattened tensor `name`: bytes of `file` from `offset`, under `key`.
 
-    `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: what one rank remembers, as JSON. With `shape`
-    it is whole and not made of the parameter's elements (a state that is a scalar); both ends are then 0.
-    With `box`, which has for each dimension the ranges that a rank had (tensor parallelism), they are elements of that
-    part of the tensor, flattened. `crc32` has a sum for each `block_bytes` of them. `is_narrow` is a state that its
-    optimizer keeps in fewer bits than others do: those have it in the parameter's own dtype.
+    `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: one rank's own document, as JSON. With `shape`
+    it is a separate tensor, not made of the parameter's elements (a scalar state); `start` and `stop` are then 0. With
+    `box`, which has for each dimension the ranges that a rank had (tensor parallelism), the elements are those of that
+    part of the tensor, flattened. `crc32` has a sum per `block_bytes`. `is_narrow` marks a state that its optimizer
+    keeps in fewer bits than others, which have it in the parameter's own dtype.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -69,7 +69,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class File:
-    """What a file must be like to be the one that was written. Its head is the first `head_bytes`."""
+    """The properties by which a file is recognized as the one that was written. Its header is the first
+    `head_bytes`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -92,14 +93,14 @@ class Index:
     """One per parameter group of the optimizer: its settings, and under `params` the names of its parameters."""
     versions: dict[str, str]
     ties: dict[str, str] = field(default_factory=dict)
-    """Further names of a parameter, and the name it has here."""
+    """Further names of a parameter, and its name in this index."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States of the optimizer that are plain numbers, by parameter and key."""
     metrics: dict[str, Number] = field(default_factory=dict)
     files: list[File] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     optimizer: str = ""
-    """The name of the optimizer's class; "" if there was none, or nobody knows."""
+    """The name of the optimizer's class; "" if there was none, or it is unknown."""
 
     def to_json(self) -> str:
         body = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -110,12 +111,12 @@ class Index:
 
 
 def box_of(ranges: Sequence[Sequence[Sequence[int]]], shape: Sequence[int]) -> Box:
-    """What `Chunk.box` says of a tensor of `shape`."""
+    """The box that `Chunk.box` describes, for a tensor of `shape`."""
     return Box(tuple(shape), tuple(tuple(Span(*span) for span in own) for own in ranges))
 
 
 def block_bytes_of(num_bytes: int) -> int:
-    """How large the blocks are in which a chunk of `num_bytes` is summed."""
+    """The size of the blocks in which a chunk of `num_bytes` is summed."""
     size = LEAST_BLOCK_BYTES
     while size * MOST_BLOCKS < num_bytes:
         size *= 2
@@ -123,9 +124,9 @@ def block_bytes_of(num_bytes: int) -> int:
 
 
 def read_body(folder: Path) -> dict[str, Any]:
-    """What the index of the checkpoint in `folder` says, as it was written, but not checked further.
+    """The index of the checkpoint in `folder`, with valid checksums, but not checked further.
 
-    Raises `CheckpointError` that says why there is none.
+    Raises `CheckpointError` if there is none, it is damaged, or its format is unknown.
     """
     path = folder / INDEX
     try:
@@ -152,12 +153,12 @@ def read_body(folder: Path) -> dict[str, Any]:
 
 
 def _is_as_written(content: str) -> bool:
-    """Whether nobody has laid the index out anew since `Index.to_json`: then its text has its sum, and need not be made
-    again to be compared."""
+    """Whether the text is as `Index.to_json` wrote it: then its own sum suffices, and the canonical form is not
+    needed."""
     found = _AS_WRITTEN.match(content) if content.endswith("}}\n") else None
     return found is not None and zlib.crc32(content[found.end() : -2].encode()) == int(found[1])
 
 
 def _canonical(body: object) -> bytes:
-    """The same text for the same content, however a person or a tool has laid it out since."""
+    """The same text for the same content, however it has been reformatted since."""
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay when a new one has been written."""
+"""Which checkpoints of a folder are kept when a new one has been written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Keep:
-    """What stays in a folder: the union of what each of these asks for; everything, if none does.
+    """The checkpoints to keep in a folder: the union of these rules, or all if none is given.
 
     - `last`: that many of the highest steps.
-    - `every`: steps that are multiples of it, for good.
-    - `best`: a name given in `engine.save(..., metrics={...})`: the `num_best` checkpoints in which it is smallest, or
-      with `largest` largest. A checkpoint without that metric, or in which it is not a number, is never best.
+    - `every`: steps that are multiples of it, permanently.
+    - `best`: the name of a metric given in `engine.save(..., metrics={...})`: the `num_best` checkpoints in which it is
+      smallest, or with `largest` largest. A checkpoint without that metric, or with NaN, is never best.
 
-    The one just written always stays.
+    The checkpoint just written is always kept. Raises `ConfigError` for values that are not positive whole numbers.
     """
 
     last: int | None = None
@@ -34,7 +34,7 @@ class Keep:
                 raise ConfigError(f"Keep({name}={value!r}) is not valid; give a whole number of at least 1.")
 
     def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that stay, of those that `metrics` has."""
+        """The steps to keep, among those in `metrics`."""
         steps = sorted(metrics)
         if self.last is None and self.every is None and self.best is None:
             return set(steps)
@@ -46,14 +46,14 @@ class Keep:
         return kept
 
     def _ranked(self, metric: str, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Steps that have the metric, best first; of equal ones the earlier."""
-        values = {step: said[metric] for step, said in metrics.items() if metric in said}
+        """Steps that have the metric, best first, and earlier ones first among equals."""
+        values = {step: own[metric] for step, own in metrics.items() if metric in own}
         sign = -1 if self.largest else 1
         return sorted(_numbers(values), key=lambda step: (sign * values[step], step))
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers: tensors and arrays of one number may be given too. Raises `ConfigError` for others."""
+    """Metrics as plain numbers; tensors and arrays of one number are accepted. Raises `ConfigError` for others."""
     return {_text(name): _number(name, value) for name, value in metrics.items()}
 
 
@@ -68,11 +68,11 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value.item() if hasattr(value, "item") else value) if is_one else float("")
     except (TypeError, ValueError, OverflowError) as error:
-        said = f"of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)[:80]
+        text = f"of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)[:80]
         raise ConfigError(
-            f"metrics[{name!r}] is a {type(value).__name__} {said}; give one number, such as loss.item()."
+            f"metrics[{name!r}] is a {type(value).__name__} {text}; give one number, such as loss.item()."
         ) from error
 
 
 def _numbers(values: Mapping[int, float]) -> Iterable[int]:
-    return (step for step, value in values.items() if value == value)  # NaN is not itself
+    return (step for step, value in values.items() if value == value)  # NaN is not equal to itself

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: each rank fetches the elements it needs, whatever mesh, table and units wrote them."""
+"""Resuming from a checkpoint: each rank reads the elements it needs, whatever mesh, table and units wrote them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.checkpoint.content import Content
 from shardwise.checkpoint.document import read_document
 from shardwise.checkpoint.folder import newest
 from shardwise.checkpoint.read import Reader
-from shardwise.checkpoint.recipe import Recipe, fill, read_and_check, work_out
+from shardwise.checkpoint.recipe import Recipe, fill, plan, read_and_check
 from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer
 from shardwise.checkpoint.schema import read_index
 from shardwise.comm import World
@@ -25,11 +25,11 @@ from shardwise.machine import num_cores
 from shardwise.optim import AdoptedOptimizer
 
 MAX_THREADS = 8
-"""That read for one rank."""
+"""The most threads that read for one rank."""
 
 
 class Stateful(Protocol):
-    """A scheduler, a loader: whatever says and takes back what it needs to go on."""
+    """An object with a state to save and load, such as a scheduler or a loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -38,32 +38,32 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came back: the step it was saved at and the user's own state."""
+    """What was restored: the step of the checkpoint and the user's own state."""
 
     path: Path
     step: int
     state: dict[str, Any]
     num_bytes_read: int = 0
-    """By this rank: what it needs, and what replaced values once more."""
+    """Read by this rank: what it needs, with replaced values counted twice."""
 
 
 def find(folder: Path, world: World) -> Path | None:
-    """The checkpoint that all ranks will read: rank 0 looks, and tells the others. All ranks call.
+    """The checkpoint that all ranks will read: rank 0 looks for it and tells the others. All ranks call.
 
-    What it cannot look into, or what `newest` refuses, all ranks raise.
+    All ranks raise `CheckpointError` if it cannot look into the folder, or `newest` raises.
     """
-    said = {}
+    mine = {}
     if world.rank == 0:
         try:
             found = newest(folder)
-            said = {"path": None if found is None else str(found)}
+            mine = {"path": None if found is None else str(found)}
         except (CheckpointError, OSError) as error:
             is_ours = isinstance(error, CheckpointError)
-            said = {"error": str(error) if is_ours else f"{folder} cannot be looked into: {error}."}
-    told = json.loads(world.exchange(json.dumps(said).encode(), "index")[0])
-    if "error" in told:
-        raise CheckpointError(told["error"])
-    return None if told["path"] is None else Path(told["path"])
+            mine = {"error": str(error) if is_ours else f"{folder} cannot be looked into: {error}."}
+    answer = json.loads(world.exchange(json.dumps(mine).encode(), "index")[0])
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return None if answer["path"] is None else Path(answer["path"])
 
 
 def load(
@@ -77,7 +77,7 @@ def load(
     """Fill `content`, the optimizer, the `objects` and this rank's generators from the checkpoint at `path`.
 
     All ranks call. Nothing is changed before the index and every byte that is needed have been checked on every rank;
-    if one rank refuses, all raise the same `CheckpointError`. `before_change` is called when all have agreed.
+    if one rank raises, all raise the same `CheckpointError`. `before_change` is called when all have agreed.
     """
     objects, before = objects or {}, dict[str, Any]()
     with _reader(path, world) as reader, _undone_on_refusal(objects, before):
@@ -86,12 +86,12 @@ def load(
             check_same_model(path, reader, content, world)
             check_same_groups(path, reader.index, content, optimizer)
             check_same_optimizer(path, reader, content, optimizer)
-            recipe = work_out(reader, content, optimizer)
+            recipe = plan(reader, content, optimizer)
             _check_files(reader, world)
             read_and_check(recipe, reader, optimizer)
-            _recall(recipe, reader, world)
+            _load_document(recipe, reader, world)
             before |= {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
-            _give_back(path, objects, recipe.memories)
+            _load_objects(path, objects, recipe.memories)
         before_change()
         with _agreed(
             world, "The checkpoint changed while it was read, and the model now has parts of it. Resume again. "
@@ -103,7 +103,7 @@ def load(
 
 
 def _num_threads(world: World) -> int:
-    """As many cores as this rank has to itself, where more would leave a disk no faster."""
+    """One thread per core that this rank has to itself, limited because more would not speed up a disk."""
     return max(1, min(MAX_THREADS, num_cores() // max(1, world.local_size or world.size)))
 
 
@@ -121,22 +121,22 @@ def _reader(path: Path, world: World) -> Iterator[Reader]:
 
 @contextmanager
 def _agreed(world: World, prefix: str = "") -> Iterator[None]:
-    """What one rank refuses inside, all refuse on leaving, in the words of the first."""
+    """If a rank raises inside, all raise on leaving, with the message of the first."""
     refusal = ""
     cause: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # the others must learn of it, whatever it is
         refusal = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         cause = error
     refusals = [message.decode() for message in world.exchange(refusal.encode(errors="backslashreplace"), "loaded")]
     if any(refusals):
-        raise CheckpointError(prefix + next(said for said in refusals if said)) from cause
+        raise CheckpointError(prefix + next(text for text in refusals if text)) from cause
 
 
 @contextmanager
 def _undone_on_refusal(objects: Mapping[str, Stateful], before: Mapping[str, Any]) -> Iterator[None]:
-    """Put the user's objects back to what they said `before` if this ends in a refusal."""
+    """Restore the user's objects to the states in `before` if this ends in an error."""
     try:
         yield
     except (CheckpointError, CommError):
@@ -146,14 +146,14 @@ def _undone_on_refusal(objects: Mapping[str, Stateful], before: Mapping[str, Any
 
 
 def _check_files(reader: Reader, world: World) -> None:
-    """Of all files, also those that no rank needs, shared among ranks, that they are there."""
+    """Check that all files exist, even those that no rank needs; the ranks share the work."""
     for number, file in enumerate(reader.index.files):
         if number % world.size == world.rank:
             reader.check_file(file)
 
 
-def _recall(recipe: Recipe, reader: Reader, world: World) -> None:
-    """What this rank remembered: generators as far as there was such a rank; objects, in another world, as rank 0's."""
+def _load_document(recipe: Recipe, reader: Reader, world: World) -> None:
+    """Load this rank's document: generators if there was such a rank; objects of rank 0 if the world size differs."""
     own = read_document(reader, world.rank)
     if own is not None:
         recipe.generators = own.generators
@@ -162,7 +162,7 @@ def _recall(recipe: Recipe, reader: Reader, world: World) -> None:
         recipe.memories = chosen.objects
 
 
-def _give_back(path: Path, objects: Mapping[str, Stateful], memories: Mapping[str, Any]) -> None:
+def _load_objects(path: Path, objects: Mapping[str, Stateful], memories: Mapping[str, Any]) -> None:
     for name, thing in objects.items():
         if name not in memories:
             raise CheckpointError(
@@ -171,7 +171,7 @@ def _give_back(path: Path, objects: Mapping[str, Stateful], memories: Mapping[st
             )
         try:
             thing.load_state_dict(memories[name])
-        except Exception as error:  # it is the user's object, and may raise anything
+        except Exception as error:  # the user's object may raise anything
             raise CheckpointError(
                 f"{name}.load_state_dict() refused the state in {path} ({type(error).__name__}: {error})."
             ) from error

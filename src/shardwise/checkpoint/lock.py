@@ -1,10 +1,10 @@
-"""One job writes into a folder of checkpoints at a time.
+"""Makes sure that one job at a time writes into a folder of checkpoints.
 
-[Note: whose folder] A small file names the host, the process and when that process began. A process that is gone, on
-this host, has left it behind, and it is taken over. So it is from another host, where nobody here can see whether that
-process still lives: a job that was moved to another machine must be able to go on. Should the other one live after
-all, it finds before it next publishes that the folder is no longer its own, and refuses. Either way, at most one of
-two jobs publishes.
+[Note: whose folder] A small file names the host, the process and the time when that process began. If the process is
+gone from this host, it left the file behind, and the lock is taken over. It is also taken over from another host,
+because it cannot be known here whether that process is alive, and a job that was moved to another machine must be able
+to go on. If the other process is alive after all, it finds before it next publishes that it no longer holds the folder,
+and raises. Either way, at most one of two jobs publishes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class FolderLock:
         self._me = Holder.me()
 
     def acquire(self) -> bool:
-        """Take it, or raise `CheckpointError` naming who has it. Returns whether it was not held by this process."""
+        """Take the lock, or raise `CheckpointError` naming its holder. Returns whether this process did not hold it
+        before."""
         for _ in range(10):
             holder = self._holder()
             if self._me.is_same(holder):
@@ -50,8 +51,8 @@ class FolderLock:
         raise CheckpointError(f"{self._path} keeps changing. Do several jobs write into this folder?")
 
     def check(self) -> None:
-        """Raise `CheckpointError` unless it is still ours. If nobody has it, because somebody removed the file or the
-        folder, it is taken again."""
+        """Raise `CheckpointError` unless this process still holds the lock. If there is no holder, because the file or
+        the folder was removed, take it again."""
         holder = self._holder()
         if holder is None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -69,24 +70,25 @@ class FolderLock:
                 self._path.unlink()
 
     def _holder(self) -> Holder | None:
-        """Whoever the file names; nobody if it is not there or was cut off by a crash."""
+        """The holder named by the file; `None` if there is no file. An unreadable file counts as an unknown holder."""
         try:
-            said = json.loads(read_own_text(self._path, MAX_LOCK_BYTES))
-            return Holder.read(said)
+            content = json.loads(read_own_text(self._path, MAX_LOCK_BYTES))
+            return Holder.read(content)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, CheckpointError):
             return Holder("an unknown host", 0, 0.0)
 
     def _make(self) -> bool:
-        """Put our name there with its content at once: a link to a file that is complete. False if one was faster."""
+        """Create the file with its content atomically, as a link to a complete file. False if another process was
+        faster."""
         mine = self._path.with_name(f"{LOCK}.{self._me.pid}")
         mine.write_text(json.dumps(asdict(self._me)))
         try:
             os.link(mine, self._path)
         except FileExistsError:
             return False
-        except OSError:  # no hard links here
+        except OSError:  # no hard links on this file system
             mine.replace(self._path)
             return True
         finally:

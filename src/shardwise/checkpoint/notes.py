@@ -1,8 +1,8 @@
-"""Rank 0 waits for the other ranks' notes in a draft; see [Note: agreement without messages] in `saver.py`.
+"""Rank 0's wait for the other ranks' notes in a draft; see [Note: agreement without messages] in `saver.py`.
 
-[Note: a note that never comes] A rank that died leaves none. On this host its process is looked for, so that the wait
-ends at once. Of another host nothing can be known from here but that files no longer grow: that is given 5 minutes, and
-a few seconds if the watch of the ranks has found that something is wrong between them.
+[Note: a note that never comes] A rank that died leaves none. On this host its process is checked, so that the wait ends
+at once. On another host all that can be seen from here is that files no longer grow; the limit for that is 5 minutes,
+or a few seconds if the watchdog has found a fault between the ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardwise.errors import CheckpointError
 from shardwise.units import format_seconds
 
 LOOK_SECONDS = 0.005, 0.1
-"""Rank 0 looks for the others' notes this often at first, and this often after a while."""
+"""Seconds between two checks for the others' notes, at first and after a while."""
 AFTER_FAULT_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The process of a rank. `place` is equal where one process can see the other."""
+    """The process of a rank. `place` is equal for processes that can see each other."""
 
     place: str
     pid: int
@@ -41,14 +41,14 @@ class Writer:
         return cls(_place(), os.getpid(), psutil.Process().create_time())
 
     def is_gone(self) -> bool:
-        """Whether it has ended, as far as can be seen from here."""
+        """Whether it has ended, as far as this process can see."""
         if self.place != _place():
             return False
         try:
             process = psutil.Process(self.pid)
             if process.status() == psutil.STATUS_ZOMBIE:
                 return True
-            return abs(process.create_time() - self.began) > 2  # another one with the same number
+            return abs(process.create_time() - self.began) > 2  # another process with the same number
         except psutil.NoSuchProcess:
             return True
         except psutil.AccessDenied:
@@ -57,7 +57,7 @@ class Writer:
 
 @functools.cache
 def _place() -> str:
-    """One boot of one system, and one view of its processes; "" where that cannot be said."""
+    """One boot of one system, and one process namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -66,7 +66,7 @@ def _place() -> str:
 
 
 class Notes:
-    """What every rank says of its file in `draft`. `writers` are the processes of the ranks."""
+    """Every rank's note about its file in `draft`. `writers` are the processes of the ranks."""
 
     def __init__(self, draft: Path, writers: Sequence[Writer], journal: Journal, timeout_seconds: float) -> None:
         self._draft = draft
@@ -75,12 +75,12 @@ class Notes:
         self._timeout_seconds = timeout_seconds
 
     def wait(self) -> list[dict[str, Any]]:
-        """Every rank's, by rank, rank 0's included. Raises `CheckpointError` if one will never come."""
+        """Every rank's note, by rank, including rank 0's. Raises `CheckpointError` if one will never come."""
         notes: dict[int, dict[str, Any]] = {}
         started, seen, pause = time.monotonic(), -1, LOOK_SECONDS[0]
         while True:
             gone = {rank for rank in self._missing(notes) if self._writers[rank].is_gone()}
-            for rank in self._missing(notes):  # what a rank that is gone left before is there by now
+            for rank in self._missing(notes):  # a note that a gone rank left is visible by now
                 note = folders.read_note(self._draft, file_name(rank))
                 if note is not None:
                     notes[rank] = note
@@ -98,7 +98,7 @@ class Notes:
         return [rank for rank in range(len(self._writers)) if rank not in notes]
 
     def _check(self, missing: list[int], gone: set[int], still_seconds: float) -> None:
-        """Raise `CheckpointError` if there is nothing to wait for any longer."""
+        """Raise `CheckpointError` if waiting is pointless."""
         for rank in gone.intersection(missing):
             raise CheckpointError(f"rank {rank} ended (killed?) before it had finished its file.")
         if not self._draft.is_dir():

@@ -1,15 +1,15 @@
 """Reading elements of a checkpoint: only the bytes that are needed, each checked against its sum.
 
-A damaged checkpoint changes nothing: all that will be replaced is checked before anything is. What will replace values
-is read a second time when every rank is content, out of the page cache where the host has memory for it, to where it
-belongs; and it is checked again where the file may have changed. `transfer.py` moves the bytes.
+A damaged checkpoint changes nothing: everything that will be replaced is checked before any of it is. Values that
+replace others are read a second time, to their destination, once every rank has agreed: from the page cache if the host
+has memory for it, and checked again if the file may have changed. `transfer.py` moves the bytes.
 
-[Note: read twice] Keeping what was read beside the old values saves the second read, and costs fresh memory, which may
-be dearer. To check 128 MiB through memory that stays in the processor's cache takes 59 ms, 17 of them to read it out of
-the page cache, and to read it to where it belongs 37 more. To read it into fresh memory takes 57 ms in large pages, up
-to 170 on a virtual machine whose host has to find these first, and then 45 for the sums, 26 for the copy to its place,
-and a second shard of memory. The page cache takes what memory is free, and gives it back to whoever needs it. Where it
-does not hold what a host's ranks read, the disk is read twice.
+[Note: read twice] Keeping what was read beside the old values would save the second read, but take fresh memory, which
+may cost more. Checking 128 MiB through memory that stays in the processor's cache takes 59 ms, 17 of them to read it
+from the page cache, and reading it to its destination 37 more. Reading it into fresh memory takes 57 ms in large pages,
+up to 170 on a virtual machine whose host has to find these first, and then 45 for the sums, 26 for the copy to its
+destination, and the memory of a second shard. The page cache uses free memory, and gives it up on demand. If it cannot
+hold what a host's ranks read, the disk is read twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reader:
     """The files of one checkpoint, opened when first needed. Use it in a `with`."""
 
     def __init__(self, path: Path, index: Index, num_threads: int = 1) -> None:
-        """Read by `num_threads`, if there is enough to read."""
+        """Read with `num_threads`, if there is enough to read."""
         self.index = index
         self.num_bytes_read = 0
         self.path = path
@@ -96,7 +96,7 @@ class Reader:
         return found
 
     def _read_of_box(self, chunk: Chunk, span: Span, box: Box) -> Read | None:
-        """What of a chunk is among elements `span` of the part `box`."""
+        """The part of a chunk that is among elements `span` of the part `box`."""
         theirs = Box.whole(box.shape) if chunk.box is None else box_of(chunk.box, box.shape)
         common = common_runs(theirs, Span(chunk.start, chunk.stop), box, span)
         if not common:
@@ -106,7 +106,7 @@ class Reader:
         return Read(chunk, Span(first - chunk.start, last - chunk.start), 0, runs)
 
     def whole(self, kind: str, name: str) -> Read | None:
-        """A tensor that is not made of a parameter's elements; `None` if this is not one."""
+        """A separate tensor that is not made of a parameter's elements; `None` if it is not one."""
         chunk = self.first_chunk(kind, name)
         if chunk is None or chunk.shape is None:
             return None
@@ -115,25 +115,25 @@ class Reader:
     # -- bytes ------------------------------------------------------------------------------------------
 
     def check_file(self, file: File) -> None:
-        """The file is there, has the size it was written with, and so has its head its sum."""
+        """Check that the file exists with its size, and that its header has its checksum and content."""
         self._handle(file.name, "the list of its tensors")
 
     def file_of(self, read: Read) -> File:
         return self._files[read.chunk.file]
 
     def check(self, read: Read) -> None:
-        """Read what `read` needs and compare its sums; keep nothing."""
+        """Read what `read` needs and compare its checksums; keep nothing."""
         self.carry([(read, None)])
 
     def fill(self, read: Read, out: torch.Tensor) -> None:
-        """Put what `read` names into `out`, flat, which may be of another dtype and on another device."""
+        """Copy what `read` names into `out`, flat, of any dtype and on any device."""
         self.carry([(read, out)])
 
     def carry(self, wanted: Iterable[tuple[Read, torch.Tensor | None]], *, are_checked: bool = False) -> None:
-        """Fill each tensor with what its `Read` names, as `fill` does, or check that, if there is none.
+        """Fill each tensor with what its `Read` names, like `fill`, or only check that if there is no tensor.
 
-        In the order in which it lies in the files, whatever the order here. `are_checked`: all of it was read before,
-        by this reader ([Note: known bytes] in `transfer.py`).
+        The order of reading is that of the files. `are_checked`: all of it was read before, by this reader
+        ([Note: known bytes] in `transfer.py`).
         """
         due: list[Portion] = []
         for read, out in wanted:
@@ -150,12 +150,12 @@ class Reader:
             out[target : target + numel].copy_(together[source : source + numel])
 
     def empty(self, read: Read) -> torch.Tensor:
-        """Memory for a whole tensor, flat."""
-        self._open(read)  # before memory is asked for
+        """Memory for a separate tensor, flat."""
+        self._open(read)  # raises before memory is allocated
         return torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
 
     def tensor(self, read: Read) -> torch.Tensor:
-        """A whole tensor, in its own shape."""
+        """A separate tensor, in its own shape."""
         out = self.empty(read)
         self.fill(read, out)
         return out.reshape(read.chunk.shape or ())
@@ -202,11 +202,13 @@ class Reader:
         self._compare(path, head, file)
 
     def _compare(self, path: Path, head: bytes, file: File) -> None:
-        """What the file says of its tensors is what the index says."""
+        """Raise unless the header lists the same tensors as the index."""
         if int.from_bytes(head[:8], "little") != len(head) - 8:
             raise CheckpointError(f"{path} has a header whose length differs from what the index says.")
-        said = parse_json(as_text(head[8:], str(path)), f"the head of {path}")
-        there = {key: value for key, value in said.items() if key != "__metadata__"} if isinstance(said, dict) else {}
+        header = parse_json(as_text(head[8:], str(path)), f"the head of {path}")
+        there = (
+            {key: value for key, value in header.items() if key != "__metadata__"} if isinstance(header, dict) else {}
+        )
         for chunk in self._chunks_in[file.name]:
             start, dtype = chunk.offset - file.head_bytes, dtype_of(chunk.dtype)
             expected = {
@@ -223,7 +225,7 @@ class Reader:
             raise CheckpointError(f"{path} has {next(iter(there))}, which {self.path / INDEX} does not list.")
 
     def _held(self, file: File, num_bytes: int) -> str:
-        """What of the file is lost if only `num_bytes` of it are left."""
+        """What is lost of the file if only `num_bytes` of it are left."""
         lost = [chunk for chunk in self._chunks_in[file.name] if chunk.offset + chunk.num_bytes > num_bytes]
         lost = [chunk for chunk in lost if chunk.kind != "rank"] or lost
         return f"Lost with it: {lost[0].kind} {lost[0].name} and {len(lost) - 1} more." if lost else ""

@@ -1,4 +1,4 @@
-"""What a rank needs of a checkpoint: worked out, read and checked before anything is changed, then put in its place."""
+"""What a rank needs of a checkpoint: planned, read and checked before anything is changed, then put in its place."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shardwise.tiers import tensors_in_pages
 
 Tensor = torch.Tensor
 Wanted = list[tuple[Read, Tensor | None]]
-"""What will be read together, each to where it belongs."""
+"""What will be read together, each with its destination."""
 STREAMED_NUMEL = 2**20
-"""Elements that are in memory at once on their way from a checkpoint to a disk."""
+"""Elements that are in memory at once when they are copied from a checkpoint to a disk."""
 
 
 @dataclass
 class Filling:
-    """A tensor that is there, and where its elements lie in the checkpoint."""
+    """An existing tensor, and where its elements lie in the checkpoint."""
 
     entry: Entry
     reads: list[Read]
@@ -38,22 +38,22 @@ class Filling:
 
 @dataclass
 class PieceStates:
-    """The states that a piece will have, by key, and of each where it lies in the checkpoint."""
+    """The future states of a piece, by key, and where each lies in the checkpoint."""
 
     piece: Piece
     box: Box | None = None
-    """Where a model axis cuts the parameter, the part that the piece is of."""
+    """If a model axis cuts the parameter, the part to which the piece belongs."""
     reads: dict[str, list[Read]] = field(default_factory=dict)
     wholes: dict[str, Read] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """In which the optimizer will have those of `reads`."""
+    """The dtypes in which the optimizer will keep those of `reads`."""
     ready: dict[str, Tensor] = field(default_factory=dict)
-    """Those that are in memory already, checked, but not yet the optimizer's."""
+    """States that are in memory already, checked, but not yet given to the optimizer."""
 
 
 @dataclass
 class Recipe:
-    """All that will be read, worked out and checked before anything is changed."""
+    """Everything that will be read, planned and checked before anything is changed."""
 
     tensors: list[Filling] = field(default_factory=list)
     states: list[PieceStates] = field(default_factory=list)
@@ -64,8 +64,8 @@ class Recipe:
 # -- before anything is changed ---------------------------------------------------------------------------
 
 
-def work_out(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> Recipe:
-    """Where every element lies that this rank needs."""
+def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> Recipe:
+    """Find the elements that this rank needs."""
     recipe = Recipe()
     for entry in content.entries:
         if entry.kind.startswith("state."):
@@ -89,15 +89,15 @@ def work_out(reader: Reader, content: Content, optimizer: AdoptedOptimizer | Non
 
 
 def _kind_there(reader: Reader, entry: Entry) -> str:
-    """A rank's own buffer, else rank 0's; formats that are converted from may call a buffer `param`, or the reverse."""
+    """A rank's own buffer, else rank 0's. Converted formats may have a buffer as `param`, or the reverse."""
     common = entry.kind.partition(".")[0]
     kinds = (entry.kind, common, "param" if common == "buffer" else "buffer")
     return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
 
 
 def _state_dtype(reader: Reader, piece: Piece, key: str, *, is_narrow: bool) -> torch.dtype:
-    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs. A narrow one
-    stays so if this optimizer, too, keeps it narrow."""
+    """As in torch, a state that had its parameter's dtype follows the parameter to another dtype; others keep theirs. A
+    narrow state stays narrow if this optimizer keeps it narrow too."""
     state, param = reader.first_chunk(f"state.{key}", piece.name), reader.first_chunk("param", piece.name)
     assert state is not None
     if state.is_narrow and not is_narrow:
@@ -108,11 +108,10 @@ def _state_dtype(reader: Reader, piece: Piece, key: str, *, is_narrow: bool) -> 
 
 
 def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
-    """Every byte that this rank needs.
+    """Read and check every byte that this rank needs.
 
     What will replace values is only checked, and read again when all ranks have agreed ([Note: read twice] in
-    `read.py`). States that the optimizer does not have yet are kept: they take no memory that they would not take
-    anyway.
+    `read.py`). States that the optimizer does not have yet are kept, because their memory is needed anyway.
     """
     for filling in recipe.tensors:
         if may_overlap(filling.entry.tensor):
@@ -122,7 +121,7 @@ def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer |
         for states in recipe.states:
             of_flats[states.piece.flat].append(states)
         for flat, own in of_flats.items():
-            if not flat.spec.updates_from_disk:  # else from one file to another, when all have agreed
+            if not flat.spec.updates_from_disk:  # otherwise they are copied from file to file, when all have agreed
                 _make_room_for_new_states(own, optimizer)
     wanted: Wanted = [(read, None) for filling in recipe.tensors for read in filling.reads]
     for states in recipe.states:
@@ -137,7 +136,7 @@ def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer |
 
 
 def _check_overlap(reader: Reader, filling: Filling) -> None:
-    """Elements that are one number in the model have to be the same in the checkpoint."""
+    """Elements that share memory in the model must be equal in the checkpoint."""
     entry = filling.entry
     values = torch.empty(entry.span.numel, dtype=entry.tensor.dtype)
     reader.carry((read, values) for read in filling.reads)
@@ -149,7 +148,7 @@ def _check_overlap(reader: Reader, filling: Filling) -> None:
 
 
 def _make_room_for_new_states(every: list[PieceStates], optimizer: AdoptedOptimizer) -> None:
-    """Of one flat buffer: what comes together goes together."""
+    """For one flat buffer, whose states are allocated and freed together."""
     new: list[tuple[PieceStates, str]] = []
     for states in every:
         if not optimizer.takes_states_as_they_are or optimizer.state_of(states.piece):
@@ -168,7 +167,7 @@ def _make_room_for_new_states(every: list[PieceStates], optimizer: AdoptedOptimi
 
 
 def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
-    """Put everything where it belongs, once all ranks have agreed."""
+    """Put everything in its place, once all ranks have agreed."""
     wanted: Wanted = []
     for filling in recipe.tensors:
         wanted += _fill_tensor(filling, reader)
@@ -178,7 +177,7 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
             if optimizer.takes_states_as_they_are:
                 wanted += due
                 states.append((piece, state))
-            else:  # it makes something else of them: no more than one piece's are there as they are read
+            else:  # it converts states, so read those of one piece at a time
                 reader.carry(due, are_checked=True)
                 optimizer.put_state(piece, state)
     reader.carry(wanted, are_checked=True)
@@ -189,7 +188,7 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
 
 
 def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
-    """Returns what is still to be read."""
+    """Returns what has still to be read."""
     entry, out = filling.entry, filling.entry.tensor.detach()
     if entry.rows is not None:
         _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)
@@ -205,8 +204,8 @@ def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
 def _states_to_fill(
     recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer
 ) -> Iterator[tuple[Wanted, Piece, dict[str, Any]]]:
-    """Each piece's states, and what is still to be read of them: those that were read before as they are, the others in
-    the memory they have if it fits."""
+    """Each piece's states, and what has still to be read of them: states that were read before as they are, others in
+    the memory of the existing states if it fits."""
     groups = {param: group for group in optimizer.groups for param in group["params"]}
     for states in recipe.states:
         piece, group = states.piece, groups[states.piece.param]
@@ -231,7 +230,7 @@ def _states_to_fill(
             else:
                 given[key].copy_(ready)
         for key in states.wholes:
-            on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
+            on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch expects it
             given[key] = states.ready.pop(key).to("cpu" if on_host else device)
         numbers = reader.index.numbers.get(piece.name, {}) if piece.span.numel else {}
         given |= {key: decode(value) for key, value in numbers.items()}
@@ -239,14 +238,14 @@ def _states_to_fill(
 
 
 def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> Tensor:
-    """The memory of the state that the piece `had` if that fits, else new memory."""
+    """The memory of the piece's existing state `had` if it fits, else new memory."""
     if isinstance(had, Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
         return had.detach()
     return torch.empty_like(piece.tensor.detach(), dtype=dtype)
 
 
 def _stream(reader: Reader, rows: DiskRows, out: Tensor, reads: list[Read], span: Span, box: Box | None) -> None:
-    """From the checkpoint's files to where `out` says on a disk, piece by piece."""
+    """Copy from the checkpoint's files to the place of `out` on a disk, piece by piece."""
     memory = torch.empty(min(span.numel, STREAMED_NUMEL), dtype=out.dtype)
     for start in range(0, span.numel, STREAMED_NUMEL):
         part = Span(span.start + start, min(span.start + start + STREAMED_NUMEL, span.stop))

@@ -1,12 +1,13 @@
-"""From one table to another without a disk: the ranks of a world give each other the elements that they will need.
+"""From one table to another without a disk: the ranks send each other the elements that they will need.
 
-Which elements lie where is `content`'s to say, as for a checkpoint. A rank keeps what it has already; of the rest, each
-element comes from the one copy that would have written it. One flat buffer of the new layout at a time is filled, and
-an old one goes as soon as nothing of it is left to move, so at the peak there is one unit more than before or after.
+`content` determines which elements lie where, as for a checkpoint. A rank keeps what it already has; every other
+element comes from the one copy that would have written it to a checkpoint. The new layout is filled one flat buffer at
+a time, and an old buffer is freed as soon as nothing of it is left to move, so the peak is one unit above the larger of
+the two layouts.
 
-[Note: former ranks] The old layout may be one of other ranks: a rank of this world *stands for* those of the former one
-whose elements it can read, itself among them if it was there. One that has come stands for nobody and is given all; one
-that is gone is stood for by somebody who has its image. Without a change of ranks everybody stands for himself.
+[Note: former ranks] The old layout may belong to other ranks: a rank of this world *stands for* those former ranks
+whose elements it can read, including itself if it was among them. A newcomer stands for none and receives everything;
+for a rank that is gone, a rank with its image stands in. Without a change of ranks every rank stands for itself.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ States = dict[str, dict[str, Any]]
 class _Home:
     """Where a parameter lies in a layout.
 
-    Elements are counted in the whole of what ranks with other coordinates along `ep` have parts of, and in this rank's
-    part of what `tp` cuts, which all to whom it gives have too. `told` says of each rank what it keeps and what it
+    Elements are counted in the whole parameter where ranks with other coordinates along `ep` have different parts, and
+    in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank keeps and
     gives, where ranks have parts of different sizes.
     """
 
     spec: FlatSpec
     slot: Slot
-    told: tuple[tuple[Span, Span], ...] = ()
+    spans: tuple[tuple[Span, Span], ...] = ()
     givers: frozenset[int] | None = None
-    """Of whom elements can be had, if that is not everybody."""
+    """The ranks that can give elements, if not all can."""
 
     def kept(self, rank: int) -> Span:
-        if self.told:
-            return self.told[rank][0]
+        if self.spans:
+            return self.spans[rank][0]
         return kept_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
 
     def given(self, rank: int) -> Span:
-        if self.told:
-            return self.told[rank][1]
+        if self.spans:
+            return self.spans[rank][1]
         if self.givers is not None:
             return self._given_by_some(self.givers, rank)
         return written_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
 
     def _given_by_some(self, givers: frozenset[int], rank: int) -> Span:
-        """Those who keep the same elements share in giving them."""
+        """Ranks that keep the same elements share in giving them."""
         kept, place = self.kept(rank), _model_place(self.spec, rank)
         same = [one for one in sorted(givers) if self.kept(one) == kept and _model_place(self.spec, one) == place]
         if rank not in same:
@@ -76,7 +77,7 @@ class _Home:
 
 @dataclass(frozen=True)
 class _Thing:
-    """A parameter's values, or one of its states, that moves: `kind` is `param` or the state's key."""
+    """A parameter's values, or one of its states, to be moved: `kind` is `param` or the state's key."""
 
     name: str
     kind: str
@@ -94,13 +95,13 @@ class Held:
     tensors: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
     """By the rank of the layout, the parameter's name, and `param` or the state's key: the elements that it kept."""
     values: States = field(default_factory=dict)
-    """States that are not of the parameter's size, as far as they are known here."""
+    """States that do not have the parameter's size, as far as they are known here."""
     rows: dict[str, DiskRows] = field(default_factory=dict)
-    """Where on a disk what `tensors` says lies."""
+    """The rows of parameters whose `tensors` lie on a disk."""
 
     @classmethod
     def live(cls, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> Held:
-        """A layout that is there, of this world."""
+        """The live layout of this world."""
         me = world.rank
         held = cls([(flat.spec, flat.slots) for flat in flats], tuple((rank,) for rank in range(world.size)))
         for flat in flats:
@@ -120,10 +121,11 @@ class Held:
 
 
 class TrainingState:
-    """What a rank holds of parameters and states in the old layout, until it is moved. All ranks make one at once."""
+    """A rank's parameters and states in the old layout, until they are moved. All ranks create one at the same time."""
 
     def __init__(self, held: Held, world: World, dealt: Collection[str] = ()) -> None:
-        """`dealt` are the parameters of which ranks along `ep` have other parts, in the old layout or in the new."""
+        """`dealt` are the parameters of which ranks along `ep` have different parts, in the old layout or in the
+        new."""
         self._world = world
         self._dealt = frozenset(dealt)
         self._stands_for = held.stands_for
@@ -136,16 +138,17 @@ class TrainingState:
         self._rows = held.rows
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         self._values: States = {}
-        self._tell_states(held)
+        self._exchange_states(held)
 
     def learn_new(self, flats: Sequence[Flat]) -> None:
-        """The new layout, which has no memory yet. All ranks call."""
+        """Set the new layout, which has no memory yet. All ranks call."""
         self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats])
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
-        """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call, in one order.
+        """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call, in the same
+        order.
 
-        What has been moved is let go of here.
+        What has been moved is dropped here.
         """
         homes = {slot.name: self._new_homes[slot.name] for slot in flat.slots}
         filled, states = self._make_room(flat, homes)
@@ -177,31 +180,31 @@ class TrainingState:
             for name, home in homes.items()
             if name in self._dealt
         }
-        told = [json.loads(message) for message in self._world.exchange(json.dumps(own).encode(), "layout")]
+        layouts = [json.loads(message) for message in self._world.exchange(json.dumps(own).encode(), "layout")]
         for name in own:
-            spans = tuple((Span(*said[name][0]), Span(*said[name][1])) for said in told)
-            homes[name] = replace(homes[name], told=spans)
+            spans = tuple((Span(*message[name][0]), Span(*message[name][1])) for message in layouts)
+            homes[name] = replace(homes[name], spans=spans)
         return homes
 
-    def _tell_states(self, held: Held) -> None:
-        """What kinds of states there are anywhere: a rank without elements has none to show."""
-        told: States = {}
+    def _exchange_states(self, held: Held) -> None:
+        """Exchange which states exist anywhere: a rank without elements of a parameter has none itself."""
+        own: States = {}
         for (_, name, key), tensor in held.tensors.items():
             if key != PARAM:
-                told.setdefault(name, {})[key] = ["piece", dtype_name(tensor.dtype)]
+                own.setdefault(name, {})[key] = ["piece", dtype_name(tensor.dtype)]
         for name, values in held.values.items():
             for key, value in values.items():
-                told.setdefault(name, {}).setdefault(key, ["value", encode(value, key)])
-        for message in self._world.exchange(json.dumps(told).encode(), "layout"):
+                own.setdefault(name, {}).setdefault(key, ["value", encode(value, key)])
+        for message in self._world.exchange(json.dumps(own).encode(), "layout"):
             for name, states in json.loads(message).items():
-                for key, (what, said) in states.items():
+                for key, (what, value) in states.items():
                     if what == "piece":
-                        self._kinds.setdefault(name, {})[key] = dtype_of(said)
+                        self._kinds.setdefault(name, {})[key] = dtype_of(value)
                     else:
-                        self._values.setdefault(name, {})[key] = decode(said)
+                        self._values.setdefault(name, {})[key] = decode(value)
 
     def _kinds_of(self, name: str, new: FlatSpec) -> dict[str, torch.dtype]:
-        """What of a parameter moves, and in which dtype. A frozen one has no states."""
+        """What moves of a parameter, and in which dtype. A frozen one has no states."""
         states = self._kinds.get(name, {}) if new.trainable and self._homes[name].spec.trainable else {}
         return {PARAM: self._homes[name].dtype, **states}
 
@@ -227,7 +230,7 @@ class TrainingState:
         return filled, states
 
     def _own(self, thing: _Thing, former: int, span: Span) -> Tensor:
-        """Elements of what this rank has of a former one, in memory."""
+        """Elements that this rank has of a former one, in memory."""
         tensor, rows = _cut(self._tensors[former, thing.name, thing.kind], span), self._rows.get(thing.name)
         return rows.read(tensor) if rows is not None and rows.has(tensor) else tensor
 
@@ -255,8 +258,8 @@ class TrainingState:
         filled: Mapping[tuple[str, str], Tensor],
         by: tuple[Collectives, Flat],
     ) -> None:
-        """One message to each rank that lacks what this one is to give, with all of it. `by` collectives of the device
-        of what is filled, wherever on this rank it comes from and goes to."""
+        """Send one message to each rank that needs elements from this one, with all of them. `by` has the collectives
+        of the device, and the flat buffer to fill."""
         world, (collectives, flat), device = self._world, by, by[1].device
         sent, arrived, targets = [], [], []
         for other in range(world.size):
@@ -280,7 +283,7 @@ class TrainingState:
     def _passing(
         self, things: Sequence[_Thing], homes: Mapping[str, _Home], giver: int, taker: int
     ) -> Iterator[tuple[_Thing, int, Span]]:
-        """What one rank gives another, of which former rank, in an order that both know."""
+        """What one rank gives another, and of which former rank, in an order that both know."""
         if giver == taker:
             return
         for thing in things:
@@ -299,13 +302,13 @@ class TrainingState:
 
 
 def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:
-    """Where `rank` is along the axes that cut layers, which a change of plan leaves as they are."""
+    """The place of `rank` along the axes that cut layers, which a change of plan does not affect."""
     coordinate = spec.mesh.coordinate(rank)
     return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
 
 
 def _in_whole(slot: Slot, span: Span) -> Span:
-    """Elements of this rank's part of a parameter as those of the whole, of which the part is one range."""
+    """Elements of this rank's part of a parameter as elements of the whole, in which the part is one range."""
     start = slot.box.runs[0][1] if slot.box is not None and span.numel else 0
     return Span(span.start + start, span.stop + start)
 

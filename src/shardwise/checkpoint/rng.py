@@ -1,4 +1,4 @@
-"""The random number generators of one rank, as values that `codec` keeps."""
+"""The random number generators of one rank, as values that `codec` can store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.devices import RankDevice
 
 
 def capture(device: RankDevice) -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's generators, and of `device`'s, as arrays and numbers."""
+    """The states of Python's, numpy's and torch's generators, and of `device`'s, as arrays and numbers."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -27,7 +27,7 @@ def capture(device: RankDevice) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: RankDevice) -> None:
-    """Put the generators back to what `capture` saw; that of `device` if it was one of the same kind."""
+    """Restore the generators from `capture`; that of `device` if it was of the same kind."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

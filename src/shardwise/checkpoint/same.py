@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model and this optimizer, before anything of it is used."""
+"""Checks whether a checkpoint belongs to this model and optimizer, before anything of it is used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shardwise.checkpoint.codec import decode, dtype_of
 from shardwise.checkpoint.content import Content
 from shardwise.checkpoint.index import Index
 from shardwise.checkpoint.read import Reader
+from shardwise.checkpoint.transfer import Read
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, nearest
-from shardwise.optim import AdoptedOptimizer, Cooperative, state_keys
+from shardwise.optim import AdoptedOptimizer, Cooperative, StateForm, state_keys
 from shardwise.placement import Span
 
 
 def check_same_model(path: Path, reader: Reader, content: Content, world: World) -> None:
-    """The same names with the same shapes, and the same tensors behind two names."""
+    """Raise `CheckpointError` unless names, shapes and ties match."""
     shapes = reader.index.shapes
     for name, shape in content.shapes.items():
         if name in reader.index.ties:
@@ -44,8 +45,8 @@ def check_same_model(path: Path, reader: Reader, content: Content, world: World)
 
 
 def _check_tied(path: Path, reader: Reader, alias: str, name: str, world: World) -> None:
-    """What is two tensors in the checkpoint can be one in the model only if both are the same; each rank looks at a
-    part of them."""
+    """Two tensors in the checkpoint can be one in the model only if both are equal; each rank compares a part of
+    them."""
     shapes = reader.index.shapes
     numel = math.prod(shapes[alias])
     span = Span(numel * world.rank // world.size, numel * (world.rank + 1) // world.size)
@@ -68,7 +69,7 @@ def _values(reader: Reader, name: str, span: Span) -> torch.Tensor:
 
 
 def check_same_groups(path: Path, index: Index, content: Content, optimizer: AdoptedOptimizer | None) -> None:
-    """The optimizer's groups, by the names of their parameters. A checkpoint of weights alone has none."""
+    """Raise unless the optimizer's groups have the same parameters. A checkpoint of weights alone has no groups."""
     if optimizer is None or not index.groups:
         return
     if len(index.groups) != len(content.groups):
@@ -93,7 +94,7 @@ def check_same_groups(path: Path, index: Index, content: Content, optimizer: Ado
 
 
 def _check_settings(path: Path, number: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Numbers stay numbers. A setting that either side leaves open may become anything."""
+    """Numbers stay numbers. A setting that is `None` on either side may become anything."""
     for key, value in saved.items():
         if not _fits(value, group.get(key)):
             raise CheckpointError(
@@ -115,9 +116,10 @@ def _fits(value: Any, own: Any) -> bool:
 
 
 def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> None:
-    """This optimizer, with the settings of the checkpoint, keeps just the states that are there.
+    """Raise unless this optimizer, with the settings of the checkpoint, keeps exactly the states that are there.
 
-    So `Adam` takes what `AdamW` wrote, and our AdamW what torch's did; but nobody begins anew, or lacks a moment.
+    So `Adam` takes what `AdamW` wrote, and our AdamW what torch's did, but no optimizer silently starts over, or lacks
+    a moment.
     """
     index = reader.index
     if optimizer is None or not index.groups:
@@ -129,24 +131,30 @@ def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer
             there = _keys_there(reader, name)
             is_stateless = is_stateless and not there
             if there and needed is not None and there != needed:
-                raise _other_optimizer(path, index, content, f"{_said(there)} for {name}", _said(needed))
+                raise _other_optimizer(path, index, content, f"{_describe(there)} for {name}", _describe(needed))
     is_other = index.optimizer not in ("", content.optimizer)
     if is_stateless and is_other and decode(index.state)["num_steps"]:
         raise _other_optimizer(path, index, content, "nothing", "other states")
 
 
 def settings_of(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The settings of a group that come back from a checkpoint, decoded."""
+    """The settings of a group that are restored from a checkpoint, decoded."""
     own = optimizer.own_settings if isinstance(optimizer, Cooperative) else frozenset()
     return {key: decode(value) for key, value in saved.items() if key != "params" and key not in own}
 
 
-def _keys_there(reader: Reader, name: str) -> dict[str, bool]:
-    """The states of a parameter, and of each whether it is made of the parameter's elements."""
+def _keys_there(reader: Reader, name: str) -> dict[str, StateForm]:
+    """The states of a parameter, and the form of each."""
     numbers = reader.index.numbers.get(name, {})
     kinds = [kind for kind in reader.kinds_of(name) if kind.startswith("state.")]
-    keys = {kind.removeprefix("state."): reader.whole(kind, name) is None for kind in kinds}
-    return keys | {key: False for key, value in numbers.items() if value is not None}
+    keys = {kind.removeprefix("state."): _form_of(reader.whole(kind, name)) for kind in kinds}
+    return keys | {key: "number" for key, value in numbers.items() if value is not None}
+
+
+def _form_of(whole: Read | None) -> StateForm:
+    if whole is None:
+        return "elements"
+    return "whole" if whole.chunk.shape else "number"
 
 
 def _other_optimizer(path: Path, index: Index, content: Content, there: str, needed: str) -> CheckpointError:
@@ -161,5 +169,5 @@ def _weights_alone(path: Path) -> str:
     return f"To start a new run from its weights: shardwise convert {path} NEW --to shardwise --weights-only."
 
 
-def _said(keys: Mapping[str, bool]) -> str:
-    return ", ".join(sorted(keys)) or "nothing"
+def _describe(keys: Mapping[str, StateForm]) -> str:
+    return ", ".join(key + " (not a number)" * (form == "whole") for key, form in sorted(keys.items())) or "nothing"

@@ -1,12 +1,12 @@
-"""Writing a checkpoint: everybody writes beside the target, then it appears under its name at once.
+"""Writing a checkpoint: every rank writes into a draft, which is then renamed to the target.
 
-[Note: agreement without messages] While a checkpoint is written behind the training's back, no rank may send a message
-for it: the background thread's would mix with the training's. So ranks agree through the draft itself. Each leaves a
-note beside its file once that is on the disk, or a note that says why it never will be; rank 0's thread looks for the
-notes, and publishes when all are good. Everything that needs everybody's word (whose folder it is, whether there is
-room, whether all can be written, what went wrong last time) is asked in the call itself, before the thread starts,
-with messages. Whatever a rank does by itself there, it does inside of an agreement: one that fails alone would leave
-the others waiting.
+[Note: agreement without messages] While a checkpoint is written in the background, no rank may send a message for it,
+because the background thread's messages would mix with those of training. So ranks agree through the draft itself. Each
+leaves a note beside its file once that is on the disk, or a note that says why it will not be; rank 0's thread waits
+for the notes, and publishes when all are good. Everything that needs the agreement of all ranks (the lock, free space,
+whether all can be written, what went wrong last time) is settled with messages in the call itself, before the thread
+starts. Whatever a rank does alone there is inside an agreement, because a rank that fails alone would leave the others
+waiting.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Request:
-    """What a checkpoint is to be, besides what it holds. The same on all ranks, but for `memories`."""
+    """The properties of a checkpoint, besides its content. The same on all ranks, except `memories`."""
 
     folder: Path
     step: int
@@ -56,7 +56,7 @@ class Request:
     metrics: Mapping[str, float] = field(default_factory=dict)
     keep: Keep = field(default_factory=Keep)
     memories: Mapping[str, Any] = field(default_factory=dict)
-    """What this rank alone remembers: its generators, and the states of the user's objects."""
+    """This rank's own document: its generators, and the states of the user's objects."""
 
     @property
     def target(self) -> Path:
@@ -93,13 +93,13 @@ class Saver:
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
         self._left: _UnderWay | None = None
-        """What a saver before this one has left to be written."""
+        """A checkpoint that a previous saver was writing."""
 
     def renewed(self, world: World) -> Saver:
-        """One for the ranks that are left, after a fault: the right to write passes on to it.
+        """A saver for the remaining ranks after a fault; it takes over the locks.
 
-        What is being written is left to itself: it ends with a checkpoint if all ranks had finished their files, and
-        else with a line in the log. Blocks until nothing of this rank's memory is read any more.
+        A checkpoint that is being written continues by itself: it is published if all ranks had finished their files,
+        otherwise the log says that it failed. Blocks until none of this rank's memory is read any more.
         """
         self.wait_for_copy()
         other = Saver(world, pinned=self._pinned, timeout_seconds=self._timeout_seconds)
@@ -116,11 +116,11 @@ class Saver:
     def save(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool = True) -> Path:
         """Write the checkpoint `target`, then point `latest` at it. All ranks call.
 
-        `make` says what it is to hold; it is called once what was written before is settled, and what it raises on one
-        rank all raise. A reader, or a `kill -9`, never sees half a checkpoint. If one rank fails, all raise
-        `CheckpointError`, and what was there before is still there. Without `wait` it returns once what the model shows
-        is copied to host memory ([Note: late copies]), and what goes wrong after that is raised by the next call of
-        `save` or `settle`, or by `close`.
+        `make` returns what it is to contain; it is called once the previous checkpoint is complete, and if it raises on
+        one rank, all raise. A reader never sees half a checkpoint, even after a `kill -9`. If one rank fails, all raise
+        `CheckpointError`, and earlier checkpoints are still there. Without `wait` it returns once the model's visible
+        values are copied to host memory ([Note: late copies]); a later failure is raised by the next call of `save` or
+        `settle`, or by `close`.
         """
         self.settle()
         prepared = self._prepare(target, make, wait=wait)
@@ -132,16 +132,16 @@ class Saver:
         return target
 
     def wait_for_copy(self) -> None:
-        """Return once all of this rank's memory may change; see [Note: late copies]. For one rank alone."""
+        """Return once all of this rank's memory may change; see [Note: late copies]. One rank may call alone."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.wait()
 
     def settle(self) -> None:
-        """Wait for what is written in the background; raise on all ranks what went wrong with it. All ranks call.
+        """Wait for a checkpoint that is written in the background; if it failed, raise on all ranks. All ranks call.
 
-        A rank that died is noticed here, as anywhere where ranks wait for each other: nobody waits for rank 0, which
-        waits for the notes of all, before all have said that theirs is there.
+        A rank that died is noticed here, as in any collective: rank 0 waits for all notes, and no rank waits for rank 0
+        before all have announced that their note is there.
         """
         under_way, self._under_way, self._snapshot = self._under_way, None, None
         if self._left is not None:
@@ -157,7 +157,8 @@ class Saver:
         self._agree(under_way.result, under_way.what, None)
 
     def close(self) -> None:
-        """Wait for what is written in the background, and give the folders free. Raises what this rank knows of."""
+        """Wait for a checkpoint that is written in the background, and release the folders. Raises what this rank knows
+        of."""
         under_way, self._under_way = self._under_way, None
         try:
             if under_way is not None:
@@ -167,7 +168,7 @@ class Saver:
                 except AfterwardsError:
                     raise
                 except (CheckpointError, OSError) as error:
-                    raise CheckpointError(f"{under_way.what}: {_said(error)}") from error
+                    raise CheckpointError(f"{under_way.what}: {_describe(error)}") from error
         finally:
             for lock in self._locks.values():
                 lock.release()
@@ -176,9 +177,10 @@ class Saver:
     # -- before anything is written ---------------------------------------------------------------------
 
     def _prepare(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool) -> _Prepared:
-        """What this rank will write, with memory for it, and an empty draft with room for what all of them will.
+        """What this rank will write, memory to stage it, and an empty draft on a disk with room for what all ranks
+        write.
 
-        Its state is encoded as it is now: the caller may change it while it is being written.
+        The user's state is encoded now, because the caller may change it while it is being written.
         """
         what = f"The checkpoint {target} could not be started"
         mine: list[tuple[Request, Content, Image, torch.Tensor]] = []
@@ -195,30 +197,30 @@ class Saver:
             stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW) if wait else stage_bytes(image))
             mine.append((replace(request, state=state), content, image, stage))
             free = self._open(folder, draft) if rank == 0 else 0
-            said = {"bytes": image.num_bytes, "free": free, "draft": draft.name, "step": request.step}
-            return {**said, "writer": asdict(Writer.me())}
+            facts = {"bytes": image.num_bytes, "free": free, "draft": draft.name, "step": request.step}
+            return {**facts, "writer": asdict(Writer.me())}
 
         name = f"{folders.WRITING}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-        told = self._agree(lambda: begin(folder / name), what, folder / name)
-        draft = folder / told[0]["draft"]
-        try:  # on every rank: all were told the same
-            _check_steps([said["step"] for said in told])
-            folders.check_room(folder, sum(said["bytes"] for said in told), told[0]["free"])
+        every = self._agree(lambda: begin(folder / name), what, folder / name)
+        draft = folder / every[0]["draft"]
+        try:  # on every rank, because all have the same data
+            _check_steps([one["step"] for one in every])
+            folders.check_room(folder, sum(one["bytes"] for one in every), every[0]["free"])
         except CheckpointError as error:
             if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(f"{what}: {error}") from error
-        return _Prepared(*mine[0], draft, [Writer(**said["writer"]) for said in told])
+        return _Prepared(*mine[0], draft, [Writer(**one["writer"]) for one in every])
 
     def _open(self, folder: Path, draft: Path) -> int:
-        """Make the draft, in a folder that is ours; returns how many bytes are free there."""
+        """Create the draft, in a folder that is locked; returns the free bytes there."""
         self._hold(folder)
         free = shutil.disk_usage(folder).free
         draft.mkdir()
         return free
 
     def _hold(self, folder: Path) -> None:
-        """Make sure that `folder` is there, and ours."""
+        """Make sure that `folder` exists and that this process holds its lock."""
         folder.mkdir(parents=True, exist_ok=True)
         lock = self._locks.get(folder)
         if lock is None:
@@ -229,27 +231,27 @@ class Saver:
         lock.check()
 
     def _agree(self, work: Callable[[], Result], what: str, draft: Path | None) -> list[Result]:
-        """Do `work` on every rank and learn how all of them fared; if one failed, all raise, and `draft` goes."""
+        """Run `work` on every rank and exchange the outcomes; if one failed, remove `draft` and raise on all."""
         try:
             outcome: dict[str, Any] = {"result": work()}
-        except Exception as error:  # whatever it is, the others must hear of it
-            outcome = {"error": _said(error), "kind": _kind_of(error).__name__}
+        except Exception as error:  # the others must learn of it, whatever it is
+            outcome = {"error": _describe(error), "kind": _kind_of(error).__name__}
         outcomes = [json.loads(message) for message in self._world.exchange(json.dumps(outcome).encode(), "checkpoint")]
-        failed = [(rank, said) for rank, said in enumerate(outcomes) if "error" in said]
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if "error" in outcome]
         if failed:
             if draft is not None and self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
-            rank, said = failed[0]
-            kind = _KINDS[said["kind"]]
+            rank, failure = failed[0]
+            kind = _KINDS[failure["kind"]]
             if kind in _WHOLE:
-                raise kind(said["error"])
-            raise kind(f"{what}: rank {rank} reports: {said['error']} What was there before is unchanged.")
-        return [said["result"] for said in outcomes]
+                raise kind(failure["error"])
+            raise kind(f"{what}: rank {rank} reports: {failure['error']} What was there before is unchanged.")
+        return [outcome["result"] for outcome in outcomes]
 
     # -- writing ----------------------------------------------------------------------------------------
 
     def _write_now(self, prepared: _Prepared, what: str) -> None:
-        """All ranks write, and agree that they have; then rank 0 makes the checkpoint appear."""
+        """Let all ranks write and agree that they have; rank 0 then publishes the checkpoint."""
 
         def write() -> None:
             feed = Feed(prepared.image, live(prepared.image, prepared.stage, Copying(self._world.rank_device)))
@@ -266,7 +268,7 @@ class Saver:
     def _begin_behind(self, prepared: _Prepared, what: str) -> _UnderWay:
         """Copy what may change at any time, and leave the rest to threads.
 
-        From here on no rank hears of another before the next call, so what fails here is told there as well.
+        From here on ranks exchange nothing before the next call, so failures are reported there as well.
         """
         snapshot: Snapshot | None = None
         feed: Feed | None = None
@@ -279,7 +281,7 @@ class Saver:
             under_way = _UnderWay(what, lambda written: self._write_behind(kept, feed, written))
             feed.start()
             under_way.start()
-        except Exception as error:  # of the device, or no thread to be had
+        except Exception as error:  # a device error, or no thread available
             if snapshot is not None:
                 snapshot.go_on()
                 snapshot.end()
@@ -293,11 +295,11 @@ class Saver:
     def _failed(self, prepared: _Prepared, what: str, error: Exception) -> _UnderWay:
         leave_refusal(prepared.draft / prepared.image.name, error)
         if self._world.rank == 0:
-            shutil.rmtree(prepared.draft, ignore_errors=True)  # the others, who still write there, then fail too
+            shutil.rmtree(prepared.draft, ignore_errors=True)  # the other ranks, which still write there, then fail too
         return _UnderWay.failed(what, error)
 
     def _write_behind(self, prepared: _Prepared, feed: Feed, written: Callable[[], None]) -> None:
-        """This rank's file; on rank 0 then the others' notes, and the checkpoint appears. In the background."""
+        """Write this rank's file; on rank 0 then wait for the others' notes, and publish. Runs in the background."""
         draft = prepared.draft
         if self._world.rank:
             write_rank(draft, feed, prepared.content.numbers)
@@ -323,7 +325,7 @@ class Saver:
     # -- rank 0 -----------------------------------------------------------------------------------------
 
     def _publish(self, prepared: _Prepared) -> None:
-        """All files are there: make the index, make the checkpoint appear, and let go of older ones."""
+        """Once all files are there: create the index, publish the checkpoint, and remove older ones."""
         request = prepared.request
         notes = self._notes(prepared).wait()
         for rank, note in enumerate(notes):
@@ -350,10 +352,10 @@ def _check_steps(steps: list[int]) -> None:
 
 
 class _UnderWay(threading.Thread):
-    """A checkpoint that is being written. The interpreter does not end before it is done."""
+    """A checkpoint that is being written. The interpreter does not exit before it is done."""
 
     def __init__(self, what: str, work: Callable[[Callable[[], None]], None]) -> None:
-        """`work` is given what it is to call when this rank's own file is done with, or has failed."""
+        """`work` gets a function to call when this rank's own file is done, or has failed."""
         super().__init__(name="shardwise checkpoint")
         self.what = what
         self.written = threading.Event()
@@ -362,7 +364,7 @@ class _UnderWay(threading.Thread):
 
     @classmethod
     def failed(cls, what: str, error: Exception) -> _UnderWay:
-        """One that came to its end before it began."""
+        """One that failed before it began."""
 
         def fail(_: Callable[[], None]) -> None:
             raise error
@@ -376,7 +378,7 @@ class _UnderWay(threading.Thread):
             self._work(self.written.set)
         except Exception as error:  # raised by `result`, in the thread that asks
             self._error = error
-            logging.getLogger("shardwise").error("%s: %s", self.what, _said(error))
+            logging.getLogger("shardwise").error("%s: %s", self.what, _describe(error))
         finally:
             self.written.set()
 
@@ -415,13 +417,13 @@ _KINDS: dict[str, type[ShardwiseError]] = {
     kind.__name__: kind for kind in (AfterwardsError, CheckpointError, ConfigError, StateError)
 }
 _WHOLE = (AfterwardsError, StateError)
-"""Errors that say all by themselves."""
+"""Errors with a complete message."""
 
 
 def _kind_of(error: Exception) -> type[ShardwiseError]:
     return next((kind for kind in _KINDS.values() if isinstance(error, kind)), CheckpointError)
 
 
-def _said(error: Exception) -> str:
-    """An error of ours as it is; anything else with its type."""
+def _describe(error: Exception) -> str:
+    """Our own errors as they are; others with their type."""
     return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}."

@@ -1,8 +1,8 @@
-"""What an index must be like before anything that it says is used: by anyone who reads a checkpoint.
+"""The validation of an index before anything in it is used, by every reader of a checkpoint.
 
-Each field by itself is the schema of the dataclasses in `index.py`. What fields say of each other is checked here: that
-files are files of this folder, that chunks lie in them and cover every tensor once, that what is encoded can be
-decoded. Whether the files are as the index says is for `read.py`, when it opens them.
+Single fields are validated by the dataclasses in `index.py`. Relations between fields are checked here: files are files
+of this folder, chunks lie in them and cover every tensor once, and encoded values can be decoded. Whether the files
+match the index is checked by `read.py`, when it opens them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.safe_files import is_portable_name
 MAX_TENSOR_BYTES = 2**60
 MAX_HEAD_BYTES = 2**30
 MAX_BLOCKS = 1024
-"""Of one tensor. Each is compared with every other."""
+"""Limit for one tensor, because each block is compared with every other."""
 RANK = "rank"
 _SCALER = ("scale", "num_skipped", "good_steps", "chances")
 
@@ -36,7 +36,7 @@ class _WrongError(Exception):
 
 
 def read_index(folder: Path) -> Index:
-    """The index of the checkpoint in `folder`, checked; or a `CheckpointError` that names the file and the field."""
+    """The index of the checkpoint in `folder`, checked. Raises `CheckpointError` that names the file and the field."""
     body = read_body(folder)
     try:
         index = _schema().validate_python(body)
@@ -54,12 +54,12 @@ def _schema() -> TypeAdapter[Index]:
 
 
 def _first(error: ValidationError) -> str:
-    """`chunks[3].start is -1: input should be greater than or equal to 0`."""
+    """For example `chunks[3].start is -1: input should be greater than or equal to 0`."""
     wrong = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"]).removeprefix(".")
-    said = wrong["msg"][:1].lower() + wrong["msg"][1:]
+    reason = wrong["msg"][:1].lower() + wrong["msg"][1:]
     is_short = isinstance(wrong["input"], int | float | str) and wrong["type"] != "missing"
-    return f"{where} is {str(wrong['input'])[:80]!r}: {said}" if is_short else f"{where}: {said}"
+    return f"{where} is {str(wrong['input'])[:80]!r}: {reason}" if is_short else f"{where}: {reason}"
 
 
 def _check(index: Index) -> None:
@@ -75,7 +75,7 @@ def _check(index: Index) -> None:
 
 
 def _check_texts(index: Index) -> None:
-    """Names that cannot be written out in any encoding are nobody's."""
+    """Refuse names that cannot be encoded as text."""
     names = [index.layout, index.optimizer, *index.versions, *index.versions.values()]
     names += [*index.shapes, *index.ties, *index.metrics, *(file.name for file in index.files)]
     names += [text for chunk in index.chunks for text in (chunk.kind, chunk.name, chunk.file, chunk.key)]
@@ -107,7 +107,7 @@ def _checked_files(index: Index) -> dict[str, File]:
 
 
 def _check_chunk(where: str, chunk: Chunk, index: Index, files: Mapping[str, File]) -> None:
-    """What one chunk says, by itself and of its file."""
+    """Check one chunk, by itself and against its file."""
     if chunk.kind != RANK and chunk.name not in index.shapes:
         raise _WrongError(f"{where}.name is {chunk.name[:80]!r}, which shapes does not list.")
     if not _is_known_kind(chunk, index):
@@ -163,7 +163,7 @@ def _numel(where: str, chunk: Chunk, index: Index) -> int:
 
 
 def _checked_box(where: str, ranges: list[list[list[int]]], shape: list[int]) -> Box:
-    """A part of a tensor of `shape`: along each dimension ranges in order, apart and within."""
+    """A part of a tensor of `shape`; along each dimension its ranges must be ascending, disjoint and within bounds."""
     if len(ranges) != len(shape) or not shape or math.prod(map(len, ranges)) > MAX_BLOCKS:
         raise _WrongError(f"{where}.box has ranges for {len(ranges)} dimensions of a tensor of shape {shape[:8]}.")
     for size, own in zip(shape, ranges, strict=True):
@@ -177,7 +177,7 @@ def _checked_box(where: str, ranges: list[list[list[int]]], shape: list[int]) ->
 
 
 def _check_keys(index: Index) -> None:
-    """No two chunks have the same bytes."""
+    """Chunks must fill each file without gaps or overlaps."""
     by_file: dict[str, list[Chunk]] = defaultdict(list)
     for chunk in index.chunks:
         by_file[chunk.file].append(chunk)
@@ -194,7 +194,7 @@ def _check_keys(index: Index) -> None:
 
 
 def _check_coverage(index: Index) -> None:
-    """Of every tensor each element is there once, in one dtype."""
+    """Every element of every tensor must be there once, in one dtype."""
     by_tensor: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
     for chunk in index.chunks:
         by_tensor[chunk.kind, chunk.name].append(chunk)
@@ -213,7 +213,7 @@ def _check_coverage(index: Index) -> None:
 
 
 def _check_boxes(what: str, chunks: list[Chunk], shape: list[int]) -> None:
-    """Chunks of one box cover it, and boxes cover the tensor."""
+    """The chunks of one box must cover it, and the boxes the tensor."""
     if all(chunk.box is None for chunk in chunks):
         _check_tiles(what, chunks, math.prod(shape))
         return
@@ -249,7 +249,7 @@ def _check_tiles(what: str, chunks: list[Chunk], numel: int) -> None:
 
 
 def _check_names(index: Index) -> None:
-    """What ties, groups and numbers say is of tensors that are there."""
+    """Ties, groups and numbers must refer to existing tensors."""
     for alias, name in index.ties.items():
         if alias in index.shapes or name not in index.shapes:
             raise _WrongError(f"ties[{alias!r}] is {name!r}; one has to be a new name, the other a tensor's.")
@@ -268,7 +268,7 @@ def _check_names(index: Index) -> None:
 
 
 def _check_state(index: Index) -> None:
-    """What is encoded can be decoded, and is what the engine will ask for."""
+    """Encoded values must be decodable, and be what the engine expects."""
     for number, group in enumerate(index.groups):
         decode(group, f"groups[{number}]")
     for name, numbers in index.numbers.items():

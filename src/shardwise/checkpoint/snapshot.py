@@ -1,16 +1,16 @@
-"""What a checkpoint that is written in the background is written from, while training goes on.
+"""The memory from which a checkpoint is written in the background, while training goes on.
 
-[Note: late copies] What the model shows to its user may change at any time, so `Snapshot.take` copies it at once.
-Shards, master weights and optimizer states are changed by the optimizer's step, and by the engine when it is told to;
-so they are copied by the thread that goes on to write them, beside the next forward and backward, and `wait` is for
-whoever is about to change them. (So does DataStates-LLM, arXiv:2406.10707, with everything.) Somebody who changes them
-by hand meanwhile, through the optimizer's groups, is noticed by torch's own counter of changes in place, and the
-checkpoint fails with an error instead of holding half of the change.
+[Note: late copies] What the model exposes to its user may change at any time, so `Snapshot.take` copies it at once.
+Shards, master weights and optimizer states are changed only by the optimizer's step, and by calls to the engine. So
+they are copied by the thread that then writes them, beside the next forward and backward, and code that is about to
+change them calls `wait`. (DataStates-LLM, arXiv:2406.10707, does this with everything.) If the user changes them by
+hand meanwhile, through the optimizer's groups, torch's own counter of in-place changes shows it, and the checkpoint
+fails with an error instead of holding half of the change.
 
-[Note: copies of what is on a disk] Rows on a disk are there because memory has no room for them, so no copy of them is
-made: they are read as they are written into the checkpoint, window by window, one file after the other in the order in
-which a step updates them. Whoever is about to write to a file waits until that one has been read
-(`DiskRows.await_readers`); a step reads and updates meanwhile.
+[Note: copies of what is on a disk] Rows on a disk are there because memory has no room for them, so they are not
+copied: they are read while they are written into the checkpoint, window by window, one file after the other in the
+order in which a step updates them. A write to a file waits until that file has been read (`DiskRows.await_readers`); a
+step may read and update in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.tiers import PAGE
 
 
 def stage_bytes(image: Image) -> int:
-    """Host memory that a `Snapshot` needs: all of the image; of one with rows on a disk what is in memory, and two
+    """Host memory that a `Snapshot` needs: all of the image; or, with rows on a disk, what is in memory plus two
     windows."""
     if not image.has_rows:
         return image.padded_bytes
@@ -44,7 +44,7 @@ def _windows_at(image: Image) -> int:
 
 
 def _places(image: Image) -> list[Span | None]:
-    """Where each part is kept in the stage; `None` of what is on a disk."""
+    """The place of each part in the stage; `None` for parts on a disk."""
     if not image.has_rows:
         return [part.place for part in image.parts]
     places: list[Span | None] = []
@@ -59,7 +59,7 @@ class Snapshot:
     """An image's bytes as they were when it was taken; see [Note: late copies]."""
 
     def __init__(self, image: Image, stage: torch.Tensor, device: RankDevice) -> None:
-        """`stage` has `stage_bytes`."""
+        """`stage` has `stage_bytes` bytes."""
         self._image: Image | None = image
         self._device = device
         self._stage = stage
@@ -74,7 +74,7 @@ class Snapshot:
         self._on_disk = _OnDisk(image) if image.has_rows else None
 
     def take(self) -> None:
-        """Copy what may change at any time, and note the moment."""
+        """Copy what may change at any time, and mark this point of the stream."""
         image = self._image
         assert image is not None
         if not image.has_rows:
@@ -85,11 +85,11 @@ class Snapshot:
         self._rest.wait()
 
     def go_on(self) -> None:
-        """Let `copy_rest` begin: a thread that copies takes the interpreter from the one that starts it."""
+        """Let `copy_rest` begin. A copying thread would take the interpreter from the thread that starts it."""
         self._may_go_on.set()
 
     def copy_rest(self) -> None:
-        """Copy the rest of what is in memory, and let go of the model's. For the thread that goes on to write."""
+        """Copy the rest of what is in memory, and drop references to the model. For the writing thread."""
         try:
             self._may_go_on.wait()
             self._copy_rest()
@@ -102,7 +102,7 @@ class Snapshot:
         self._is_whole.wait()
 
     def windows(self) -> Iterator[memoryview]:
-        """The image, window by window. The first is to be asked for once `copy_rest` has returned."""
+        """The image, window by window. Take the first window only after `copy_rest` has returned."""
         image = self._image
         assert image is not None
         if self._on_disk is None:
@@ -114,9 +114,9 @@ class Snapshot:
         return self._on_disk.windows(replace(image, sources=sources), self._stage[_windows_at(image) :])
 
     def end(self) -> None:
-        """No more of it will be asked for: everything may change."""
+        """No more of it will be read: everything may change."""
         if self._on_disk is not None:
-            self._on_disk.let_all_go()
+            self._on_disk.release_all()
 
     def _copy_rest(self) -> None:
         image = self._image
@@ -129,7 +129,7 @@ class Snapshot:
                 raise _changed_by_hand(image.parts[number].key)
 
     def _copy(self, image: Image, numbers: Iterable[int]) -> None:
-        """From a GPU the bytes may still be on their way."""
+        """Copies from a GPU may still be under way on return."""
         for number in numbers:
             place = self._places[number]
             if place is not None:
@@ -138,11 +138,11 @@ class Snapshot:
 
 
 class _OnDisk:
-    """The rows on a disk that an image is to be written from; nobody writes to them until they have been read."""
+    """The rows on a disk of an image; writes to them wait until they have been read."""
 
     def __init__(self, image: Image) -> None:
         self._last: dict[DiskRows, int] = {}
-        """Where in the image the last byte of each is."""
+        """By rows, the end of their last part in the image."""
         for part, rows in zip(image.parts, image.rows, strict=True):
             if rows is not None:
                 self._last[rows] = part.place.stop
@@ -157,16 +157,16 @@ class _OnDisk:
             at = number % 2 * WINDOW
             window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
             image.read(start, window)
-            self._let_go(start + WINDOW)
+            self._release(start + WINDOW)
             yield memoryview(window.numpy().data)
 
-    def let_all_go(self) -> None:
+    def release_all(self) -> None:
         for event in self._are_read.values():
             event.set()
         self._last.clear()
 
-    def _let_go(self, position: int) -> None:
-        """Of what ends before `position`, which has been read."""
+    def _release(self, position: int) -> None:
+        """Release rows that end before `position`, which have been read."""
         for rows in [rows for rows, last in self._last.items() if last <= position]:
             del self._last[rows]
             if rows.num_changes != self._counts[rows]:
@@ -183,12 +183,12 @@ def _changed_by_hand(what: str) -> CheckpointError:
 
 
 def _changes_of(tensor: torch.Tensor) -> int:
-    """How often the memory of a tensor has been changed in place, as far as torch counts."""
+    """How often the memory of a tensor has been changed in place, by torch's counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def staged(stage: torch.Tensor) -> Iterator[memoryview]:
-    """An image that lies in host memory, window by window."""
+    """An image in host memory, window by window."""
     view = memoryview(stage.numpy().data)
     for start in range(0, len(view), WINDOW):
         yield view[start : start + WINDOW]

@@ -1,16 +1,17 @@
-"""Bytes of a checkpoint's files on their way to where they belong: each is read once and compared with its sum there.
+"""Bytes of a checkpoint's files on their way to their destination: each is read once and compared with its checksum
+there.
 
-[Note: one pass] What can be read to its place is read there, whole blocks at a time; of a block of which a part is
-wanted the rest goes beside, in the same call (`preadv`), so nothing is copied. Only other dtypes and devices need a
-copy, out of a few MiB. What is only checked goes through memory that stays in the processor's cache. Reading goes
-through each file once, in the order of its bytes, and the disk is told what comes next, because reads of a few MiB, one
-after the other, leave a fast disk idle. Where a rank has more than one core, threads share the work: reading and
-summing leave the interpreter to others.
+[Note: one pass] What can be read directly to its destination is, in whole blocks; the rest of a block of which only a
+part is wanted goes to scratch memory in the same call (`preadv`), so nothing is copied. Only other dtypes and devices
+need a copy, out of a few MiB. What is only checked goes through memory that stays in the processor's cache. Each file
+is read once, in the order of its bytes, and the kernel is told what comes next, because successive reads of a few MiB
+leave a fast disk idle. If a rank has more than one core, threads share the work: reading and summing release the
+interpreter.
 
-[Note: known bytes] What has been checked and is read again, to its place, is summed again only where it may have become
-other bytes: if the page cache no longer has all of it, or if somebody has written to the file since. The sums are half
-of what the second reading costs. What others write through a mapping of the file need not show in its times; nobody
-writes checkpoints in that way.
+[Note: known bytes] What has been checked and is read again, to its destination, is summed again only if it may have
+changed: if the page cache no longer has all of it, or the file has been written since. The sums are half of the cost of
+the second reading. Writes through a mapping of the file need not show in its times, but checkpoints are not written in
+that way.
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ from shardwise.errors import CheckpointError
 from shardwise.placement import Run, Span
 
 PORTION_BYTES = 2**22
-"""Read at once, or the largest block if that is more: the memory that reading takes besides what it fills."""
+"""Read at once, or the largest block if that is more: the memory that reading takes besides its destination."""
 CHECKED_BYTES = 2**18
-"""Read at once of what is only checked: it is summed in the processor's cache."""
+"""Read at once if only checked: it is summed in the processor's cache."""
 AHEAD_BYTES = 2**25
-"""What the disk is asked for ahead of what is read."""
+"""How far ahead of reading the kernel is asked to fetch."""
 _MOST_TOGETHER = 256
-"""Portions in one call; the system takes 1024 places, of which a portion may need three."""
+"""Portions per call; the system accepts 1024 buffers, and a portion may need three."""
 _ALIGNMENT = 64
 SETTLED_SECONDS = 3
-"""A file that was written before so many seconds shows by its times if it is written to again. Those of some file
-systems are in steps of two seconds."""
+"""A file that was last written more than this many seconds ago shows in its times if it is written again. Some file
+systems have times in steps of two seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Elements `span` of a chunk (counted from its start), which go to `target` and on of the tensor being filled.
+    """Elements `span` of a chunk (counted from its start), to be copied to the tensor being filled, from element
+    `target` on.
 
-    With `runs` not all of them are wanted, nor go to one place: `(start in the span, start in the tensor, number)`.
+    With `runs` only some of them are wanted, in several places: `(start in the span, start in the tensor, number)`.
     """
 
     chunk: Chunk
@@ -68,7 +70,7 @@ class OpenFile:
     path: Path
     handle: int
     settled: tuple[int, int] | None
-    """Its times, if they tell that somebody writes to it again."""
+    """Its times, if they would show a later write."""
 
     @staticmethod
     def of(path: Path, handle: int) -> OpenFile:
@@ -77,7 +79,7 @@ class OpenFile:
         return OpenFile(path, handle, (found.st_ctime_ns, found.st_mtime_ns) if is_settled else None)
 
     def is_unchanged(self) -> bool:
-        """Whether certainly nobody has written to it since it was opened."""
+        """Whether it certainly has not been written since it was opened."""
         found = os.fstat(self.handle)
         return self.settled == (found.st_ctime_ns, found.st_mtime_ns)
 
@@ -86,8 +88,8 @@ class OpenFile:
 class Portion:
     """Bytes `start` to `stop` of a chunk: whole blocks, checked at once.
 
-    From byte `start + before` on they are wanted: `room` takes them as they are; else they are elements for `out`.
-    What has neither is only checked.
+    They are wanted from byte `start + before` on: `room` takes them as they are; otherwise they are elements for `out`.
+    With neither, they are only checked.
     """
 
     file: OpenFile
@@ -100,7 +102,7 @@ class Portion:
 
     @property
     def place(self) -> int:
-        """Where in the file it begins."""
+        """Its start in the file."""
         return self.chunk.offset + self.start
 
     @property
@@ -109,18 +111,18 @@ class Portion:
 
     @property
     def beside_bytes(self) -> int:
-        """That are not read to where they are wanted."""
+        """Bytes that are not read directly to their destination."""
         return self.stop - self.start - (0 if self.room is None else len(self.room))
 
     def views(self, beside: memoryview) -> list[memoryview]:
-        """Where its bytes go, in order, with `beside_bytes` of memory for what has no place of its own."""
+        """The destinations of its bytes, in order; `beside` is scratch memory of `beside_bytes`."""
         if self.room is None:
             return [beside]
         return [view for view in (beside[: self.before], self.room, beside[self.before :]) if len(view)]
 
 
 def portions(read: Read, file: OpenFile, out: torch.Tensor | None) -> Iterator[Portion]:
-    """All of `read`, in order, to go into the flat tensor `out`, or to be checked only."""
+    """All of `read`, in order, for the flat tensor `out`, or only to be checked."""
     chunk, dtype = read.chunk, dtype_of(read.chunk.dtype)
     itemsize, size = dtype.itemsize, chunk.block_bytes
     first, last = read.span.start * itemsize, read.span.stop * itemsize
@@ -142,17 +144,17 @@ def portions(read: Read, file: OpenFile, out: torch.Tensor | None) -> Iterator[P
 
 
 class Carrier:
-    """Carries portions out, by `num_threads`."""
+    """Reads portions with `num_threads`."""
 
     def __init__(self, num_threads: int = 1) -> None:
         self._num_threads = num_threads
         self._memory = _Memory()
 
     def carry(self, wanted: Iterable[Portion], *, are_checked: bool = False) -> int:
-        """All of them, file by file. Returns how many bytes were read. `are_checked`: all were carried out before, and
-        had their sums.
+        """Read all of them, file by file. Returns how many bytes were read. `are_checked`: all were read before, with
+        correct checksums.
 
-        Raises `CheckpointError` naming file and tensor for what cannot be read, or does not have its sum.
+        Raises `CheckpointError` naming file and tensor for what cannot be read, or does not match its checksum.
         """
         due = sorted(wanted, key=lambda portion: (portion.file.handle, portion.place))
         on_host = all(portion.out is None or portion.out.device.type == "cpu" for portion in due)
@@ -162,7 +164,7 @@ class Carrier:
         return sum(stretch.stop - stretch.start for stretch in stretches)
 
     def _carry(self, stretch: _Stretch, *, are_checked: bool) -> None:
-        """Read it in one call, then check it; if nothing of it is kept, a little at a time."""
+        """Read it in one call, then check it; if nothing of it is kept, in small steps."""
         if all(portion.is_only_checked for portion in stretch.portions):
             for portion in stretch.portions:
                 _compare(portion, self._passing(portion))
@@ -185,7 +187,7 @@ class Carrier:
                     portion.out.copy_(torch.frombuffer(own[0], dtype=dtype, count=numel, offset=portion.before))
 
     def _passing(self, portion: Portion) -> Iterator[memoryview]:
-        """Its bytes, a little at a time, in the same memory."""
+        """Its bytes in small steps, in the same memory."""
         num_bytes = portion.stop - portion.start
         memory = self._memory.beside(min(CHECKED_BYTES, num_bytes))
         for start in range(0, num_bytes, CHECKED_BYTES):
@@ -195,7 +197,7 @@ class Carrier:
 
 
 class _Memory(threading.local):
-    """Of each thread, for what is not read to its place."""
+    """Scratch memory of each thread."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
@@ -212,7 +214,7 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Portions that lie one after the other in a file."""
+    """Portions that are adjacent in a file."""
 
     portions: list[Portion]
     start: int
@@ -223,14 +225,14 @@ class _Stretch:
         return self.portions[0].file
 
     def takes(self, portion: Portion) -> bool:
-        """Whether it is no more than is read at once with this one, too."""
+        """Whether `portion` can be read in the same call."""
         fits = portion.stop - portion.start <= PORTION_BYTES - (self.stop - self.start)
         follows = portion.file is self.file and portion.place == self.stop
         return fits and follows and len(self.portions) < _MOST_TOGETHER
 
 
 def _stretches(due: Iterable[Portion]) -> Iterator[_Stretch]:
-    """What lies together, as one where it is little: small tensors cost calls, not bytes."""
+    """Adjacent portions, joined if they are small: for small tensors the calls are what costs."""
     last: _Stretch | None = None
     for portion in due:
         if last is not None and last.takes(portion):
@@ -245,26 +247,26 @@ def _stretches(due: Iterable[Portion]) -> Iterator[_Stretch]:
 
 
 def _announced(stretches: Sequence[_Stretch]) -> Iterator[_Stretch]:
-    """Each in turn, while the kernel has been told of those that follow."""
+    """Each in turn, with those that follow announced to the kernel."""
     following = iter(stretches)
-    done = told = 0
+    done = announced = 0
     for stretch in stretches:
         done += stretch.stop - stretch.start
-        while told < done + AHEAD_BYTES and (ahead := next(following, None)) is not None:
-            told += ahead.stop - ahead.start
+        while announced < done + AHEAD_BYTES and (ahead := next(following, None)) is not None:
+            announced += ahead.stop - ahead.start
             _announce(ahead)
         yield stretch
 
 
 def _announce(stretch: _Stretch) -> None:
-    """It will be read soon."""
+    """Tell the kernel that it will be read soon."""
     if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # from a file system that takes no advice
+        with contextlib.suppress(OSError):  # the file system may not support it
             os.posix_fadvise(stretch.file.handle, stretch.start, stretch.stop - stretch.start, os.POSIX_FADV_WILLNEED)
 
 
 def _each(stretches: Iterable[_Stretch], work: Callable[[_Stretch], None], num_threads: int) -> None:
-    """`work` for each, by that many threads. The first error is raised, when nothing is under way any more."""
+    """Run `work` for each, with that many threads. The first error is raised once nothing is running any more."""
     if num_threads == 1:
         for stretch in stretches:
             work(stretch)
@@ -286,27 +288,29 @@ def _read(stretch: _Stretch, views: list[memoryview]) -> None:
         try:
             count = os.preadv(stretch.file.handle, views, place)
         except OSError as error:
-            raise CheckpointError(f"{stretch.file.path} cannot be read at {_said(stretch, place)}: {error}") from error
+            raise CheckpointError(
+                f"{stretch.file.path} cannot be read at {_describe(stretch, place)}: {error}"
+            ) from error
         if count == 0:
-            raise CheckpointError(f"{stretch.file.path} ends within {_said(stretch, place)}; it was truncated.")
+            raise CheckpointError(f"{stretch.file.path} ends within {_describe(stretch, place)}; it was truncated.")
         place += count
         if place < stretch.stop:
             views = _after(views, count)
 
 
 def _read_known(stretch: _Stretch, views: list[memoryview]) -> bool:
-    """Fill the views as `_read` does, if these certainly are the bytes that were read before."""
+    """Fill the views like `_read`, if the bytes are certainly those that were read before."""
     if stretch.file.settled is None or not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
-        count = os.preadv(stretch.file.handle, views, stretch.start, os.RWF_NOWAIT)  # what needs no disk
-    except OSError:  # nothing of it is there, or the file system does not say
+        count = os.preadv(stretch.file.handle, views, stretch.start, os.RWF_NOWAIT)  # only what needs no disk access
+    except OSError:  # nothing of it is cached, or the file system does not support this
         return False
     return count == stretch.stop - stretch.start and stretch.file.is_unchanged()
 
 
 def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What of them comes after the first `num_bytes`."""
+    """What remains of the views after the first `num_bytes`."""
     left = []
     for view in views:
         if num_bytes < len(view):
@@ -315,7 +319,7 @@ def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     return left
 
 
-def _said(stretch: _Stretch, place: int) -> str:
+def _describe(stretch: _Stretch, place: int) -> str:
     """The tensor that has byte `place` of the file."""
     of = next(portion.chunk for portion in reversed(stretch.portions) if portion.place <= place)
     return f"{of.kind} {of.name}"
@@ -334,7 +338,7 @@ def _compare(portion: Portion, views: Iterable[memoryview]) -> None:
 
 
 def _sums(views: Iterable[memoryview], size: int) -> Iterator[int]:
-    """The checksum of each `size` bytes of what the views have, one after the other."""
+    """The checksum of each `size` bytes of the views' content."""
     found, missing = 0, size
     for view in views:
         at = 0

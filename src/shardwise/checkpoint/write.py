@@ -1,4 +1,4 @@
-"""Getting an image to disk at the disk's own speed, with its checksums taken on the way."""
+"""Writes an image to disk at the disk's own speed, and computes its checksums on the way."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardwise.tiers import open_direct, write_at
 
 
 class Copying:
-    """Copies off a device by another thread, behind all that the stream of the thread that made this has been given.
+    """Copies off a device by another thread, ordered after everything queued on the creating thread's stream.
 
-    A thread's own current stream is the default one, which knows nothing of what is queued on others.
+    A thread's own current stream is the default one, which is not ordered after work queued on others.
     """
 
     def __init__(self, device: RankDevice) -> None:
@@ -35,7 +35,7 @@ class Copying:
                 self._made.record(device.accelerator.current_stream())
 
     def wait(self) -> None:
-        """Until what was queued when this was made has been done."""
+        """Wait for what was queued when this was created."""
         if self._made is not None:
             self._made.synchronize()
 
@@ -56,7 +56,7 @@ class Copying:
 
 
 def live(image: Image, stage: torch.Tensor, copying: Copying) -> Iterator[memoryview]:
-    """An image read from where its tensors live, window by window, through two windows of host memory in turn."""
+    """An image read from live tensors, window by window, through two windows of host memory in turn."""
     for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
         at = number % 2 * WINDOW
         window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
@@ -66,10 +66,10 @@ def live(image: Image, stage: torch.Tensor, copying: Copying) -> Iterator[memory
 
 
 class Feed(threading.Thread):
-    """Makes windows ready beside the writing: takes the checksums of one and reads the next while one is written.
+    """Prepares windows beside the writing: computes the checksums of one and reads the next while one is written.
 
-    Made and started by whoever calls for a save: an interpreter that is about to end lets running threads finish,
-    but starts no new ones. What is to be done `first` and `last` is done in any case.
+    Created and started by the thread that calls `save`: an exiting interpreter lets running threads finish, but starts
+    no new ones. `first` and `last` are called in any case.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Feed(threading.Thread):
             self._last()
 
     def windows(self) -> Iterator[memoryview]:
-        """Every window in turn. The last one is free to be filled again when the next is asked for."""
+        """Every window in turn. The previous one may be refilled when the next is requested."""
         while (window := self._ready.get()) is not None:
             if isinstance(window, BaseException):
                 raise window
@@ -118,10 +118,10 @@ class Feed(threading.Thread):
 
 
 def write_rank(draft: Path, feed: Feed, numbers: dict[str, Any]) -> None:
-    """This rank's file, on the disk itself; then a note beside it that says so and what is in it.
+    """Write this rank's file to disk, then a note beside it that lists its content.
 
-    The note appears at once or not at all: whoever sees it may rely on the file. If anything fails the file goes, to
-    make room, and the note says what happened.
+    The note appears atomically: if it is there, the file is complete. If anything fails the file is removed, to free
+    its space, and the note has the error.
     """
     image = feed.image
     path = draft / image.name
@@ -142,8 +142,8 @@ def write_rank(draft: Path, feed: Feed, numbers: dict[str, Any]) -> None:
 
 
 def leave_refusal(path: Path, error: BaseException) -> None:
-    """A note that the file at `path` will never be, and why; without it, to make room."""
-    with contextlib.suppress(OSError):  # the failure that counts is the first one
+    """Remove the file at `path`, to free its space, and leave a note with the error."""
+    with contextlib.suppress(OSError):  # the first failure is the one that counts
         path.unlink(missing_ok=True)
         write_text(note_path(path), json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
@@ -153,7 +153,7 @@ def note_path(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of a small file or nothing, flushed."""
+    """Write a small file atomically, and flush it."""
     fresh = path.with_name(f".{path.name}.fresh")
     fresh.write_text(text)
     flush(fresh)
@@ -161,7 +161,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """To the disk itself, so that a power cut cannot leave a name without its bytes."""
+    """Flush to the disk, so that a power cut cannot leave a name without its bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some file systems cannot flush a folder, and need not

@@ -1,1 +1,1 @@
-"""The command line: thin, one function for each command."""
+"""The command line: one module per command, each a thin layer."""

@@ -1,4 +1,4 @@
-"""`shardwise accelerate launch ...`: a command line of Accelerate's launcher, with shardwise as the engine."""
+"""`shardwise accelerate launch ...`: accepts a command line of Accelerate's launcher, with shardwise as the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.integrations.accelerate_launch import add_options, understood
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`launch`, and all that follows it."""
+    """`launch`, and everything after it."""
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     parser.add_argument("verb", metavar="launch", help="as of Accelerate, whose other commands are its own")
     parser.add_argument(
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job and return its exit status; raises `ShardwiseError` for what cannot be meant here."""
+    """Run the job and return its exit status. Raises `ShardwiseError` for a command line that is not supported."""
     if args.verb != "launch":
         raise LaunchError(f"accelerate {args.verb} is Accelerate's own. Here is `shardwise accelerate launch script`.")
     options = argparse.ArgumentParser(prog="shardwise accelerate launch", allow_abbrev=False)

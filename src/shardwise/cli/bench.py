@@ -1,4 +1,4 @@
-"""`shardwise bench`: what this machine gives; and from a checkout of the source, races against the peers."""
+"""`shardwise bench`: measures this machine; in a checkout of the source, also races against the peers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from shardwise.errors import LaunchError
 
 PEERS_PYTHON = Path(".venv-bench/bin/python")
-"""Where `make bench` puts the peers, below the checkout."""
+"""Where `make bench` installs the peers, below the checkout."""
 OF_THIS_MACHINE = ("disk", "host", "links")
-"""They need no checkout."""
+"""Programs that need no checkout."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure this machine; or run a benchmark, with the peers' environment if there is one. Its exit status."""
+    """Measure this machine, or run a benchmark in the peers' environment if there is one. Returns the exit status."""
     if args.program in OF_THIS_MACHINE:
         status: int = importlib.import_module("shardwise.cli.tier_bench").run(args.program, args.arguments)
         return status
@@ -52,6 +52,6 @@ def find_checkout(folders: Iterable[Path]) -> Path:
 
 
 def python_of(root: Path) -> Path:
-    """The Python that has the peers; without it this one, and peers that are not installed are left out."""
+    """The Python with the peers; else this one, in which peers that are not installed are skipped."""
     peers = root / PEERS_PYTHON
     return peers if peers.exists() else Path(sys.executable)

@@ -1,6 +1,6 @@
-"""Several hosts before a job: whether each answers, is set up alike, and how fast bytes go between any two.
+"""Checks several hosts before a job: whether each answers and has the same versions, and how fast the links are.
 
-Commands are run there by ssh, or by whatever else takes a host and a command (`--ssh "ssh -p 2222"`).
+Commands run there by ssh, or by any program that takes a host and a command (`--ssh "ssh -p 2222"`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.checks import Check
+from shardwise.launch.hosts.problems import Options, connection_problem
 from shardwise.units import format_bytes, format_seconds
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 SLOW_LINK = 100 * 2**20
 MUCH_SKEW_SECONDS = 1.0
-_CURES = {
-    "Permission denied": "Let this user in by key: ssh-copy-id HOST.",
-    "Host key verification failed": "Connect once by hand, or add the key to ~/.ssh/known_hosts.",
-    "Could not resolve": "The name is not known here; look at the spelling, at DNS, or at /etc/hosts.",
-    "Connection refused": "No sshd answers at that port; give another with --ssh 'ssh -p PORT'.",
-    "timed out": "It does not answer; is it up, and does a firewall let port 22 through?",
-    "No module named": "shardwise is not installed there, or in another environment: give --python PATH.",
-    "not found": "There is no such Python there: give --python PATH.",
-    "No such file": "There is no such Python there: give --python PATH.",
-}
+_SSH_OPTIONS = Options(port="--ssh 'ssh -p PORT'", key="--ssh 'ssh -i FILE'")
 
 
 @dataclass(frozen=True)
 class Remote:
-    """How a command is run on a host: `shell` takes the host and the command, `python` is the one there."""
+    """How to run a command on a host: `shell` takes the host and the command, `python` is the interpreter there."""
 
     shell: tuple[str, ...]
     python: str = field(default_factory=lambda: sys.executable)
     timeout_seconds: float = 30.0
 
     def start(self, host: str, *words: str) -> subprocess.Popen[str]:
-        """Run a module of this package there, found as this process finds it."""
+        """Run a module of this package there, with this process's import path."""
         here = str(Path(__file__).resolve().parents[2])
         paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         settings = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", "OMP_NUM_THREADS=1"]
@@ -58,15 +50,16 @@ class Remote:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one host said, or why it said nothing."""
+    """The answer of one host, or the reason why there is none, with its cure."""
 
     host: str
     facts: dict[str, Any] = field(default_factory=dict)
     trouble: str = ""
+    cure: str = ""
 
 
 def examine_hosts(hosts: Sequence[str], remote: Remote, folders: Sequence[str], port: int) -> Iterator[Check]:
-    """All that can be said about `hosts`, the first of which the others must be able to reach."""
+    """All checks of `hosts`; the others must be able to reach the first."""
     with ThreadPoolExecutor(len(hosts)) as pool:
         probes = list(pool.map(lambda host: probe(host, remote, folders), hosts))
     yield check_reachable(probes)
@@ -83,42 +76,44 @@ def examine_hosts(hosts: Sequence[str], remote: Remote, folders: Sequence[str], 
 
 
 def probe(host: str, remote: Remote, folders: Sequence[str]) -> Probe:
-    """Ask one host what it is."""
+    """Get the facts of one host."""
     process = remote.start(host, "shardwise.cli.host_probe", *folders)
     try:
-        said, complaint = process.communicate(timeout=remote.timeout_seconds)
+        output, errors = process.communicate(timeout=remote.timeout_seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return Probe(host, trouble=f"timed out after {remote.timeout_seconds:.0f} s")
+        cure = connection_problem(None, "", remote.python, _SSH_OPTIONS).cure
+        return Probe(host, trouble=f"it did not answer within {remote.timeout_seconds:.0f} s", cure=cure)
     if process.returncode == 0:
         try:
-            return Probe(host, json.loads(said.strip().splitlines()[-1]))
+            return Probe(host, json.loads(output.strip().splitlines()[-1]))
         except (ValueError, IndexError):
-            complaint = f"it answered {said.strip()[:60]!r}"
-    words = complaint.strip().splitlines()
-    return Probe(host, trouble=words[-1] if words else f"the command ended with status {process.returncode}")
+            return Probe(host, trouble=f"it answered {output.strip()[:60]!r}")
+    problem = connection_problem(process.returncode, errors, remote.python, _SSH_OPTIONS)
+    return Probe(host, trouble=problem.what, cure=problem.cure)
 
 
 def check_reachable(probes: Sequence[Probe]) -> Check:
-    """All that do not answer, at once."""
+    """Report all hosts that do not answer, in one check."""
     silent = [one for one in probes if one.trouble]
     if not silent:
         return Check("hosts", "ok", f"{', '.join(one.host for one in probes)} answer")
     found = "; ".join(f"{one.host}: {one.trouble}" for one in silent)
-    cures = {cure for one in silent for words, cure in _CURES.items() if words in one.trouble}
-    return Check("hosts", "fail", found, " ".join(sorted(cures)) or "Try by hand: ssh HOST true.")
+    cures = sorted({one.cure for one in silent if one.cure})
+    cure = " ".join(f"{cure[:1].upper()}{cure[1:]}." for cure in cures)
+    return Check("hosts", "fail", found, cure or "Try by hand: ssh HOST true.")
 
 
 def check_same_versions(probes: Sequence[Probe]) -> Check:
-    """Of Python by its first two numbers, of everything else exactly."""
+    """Compare versions: Python's by its first two numbers, all others exactly."""
     names = list(dict.fromkeys(name for one in probes for name in one.facts["versions"]))
     wrong = []
     for name in names:
-        told = {one.host: str(one.facts["versions"].get(name, "missing")) for one in probes}
-        compared = {version.rpartition(".")[0] if name == "python" else version for version in told.values()}
+        found = {one.host: str(one.facts["versions"].get(name, "missing")) for one in probes}
+        compared = {version.rpartition(".")[0] if name == "python" else version for version in found.values()}
         if len(compared) > 1 or ("missing" in compared and name != "numpy"):
-            wrong.append(f"{name} is " + ", ".join(f"{version} on {host}" for host, version in told.items()))
+            wrong.append(f"{name} is " + ", ".join(f"{version} on {host}" for host, version in found.items()))
     if wrong:
         cure = "Ranks of one job need the same of each; install the same everywhere, or use one image."
         return Check("same versions", "fail", "; ".join(wrong), cure)
@@ -137,7 +132,7 @@ def check_folders(probes: Sequence[Probe]) -> Check:
 
 
 def measure_links(hosts: Sequence[str], remote: Remote, port: int) -> list[dict[str, float]] | str:
-    """What `between_rank` has found for every pair; or what went wrong."""
+    """The results of `between_rank` for every pair; or an error text."""
     address, num = hosts[0].rpartition("@")[2], str(len(hosts))
     started = time.monotonic()
     words = (num, address, str(port), str(remote.timeout_seconds))
@@ -199,6 +194,6 @@ def check_skew(hosts: Sequence[str], rows: Sequence[dict[str, float]]) -> Check:
     most = max(rows, key=lambda row: abs(row["skew"]))
     found = f"at most {format_seconds(abs(most['skew']))}, {hosts[int(most['from'])]} and {hosts[int(most['to'])]}"
     if abs(most["skew"]) > MUCH_SKEW_SECONDS:
-        cure = "The first failure may be told wrongly; run chrony or systemd-timesyncd on all hosts."
+        cure = "Reports may name the wrong rank as the first to fail; run chrony or systemd-timesyncd on all hosts."
         return Check("clock skew", "warn", found, cure)
     return Check("clock skew", "ok", found)

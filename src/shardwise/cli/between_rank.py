@@ -1,9 +1,9 @@
-"""One host's part in measuring what lies between hosts: run there by `shardwise doctor --hosts`.
+"""One host's part in measuring links between hosts; started there by `shardwise doctor --hosts`.
 
     python -m shardwise.cli.between_rank RANK NUM ADDRESS PORT SECONDS
 
-Rank 0 lets the system pick a port where PORT is 0, and says `PORT n`; at the end it says `RESULT {...}`. Every pair of
-hosts in turn sends small messages back and forth, then large ones.
+If PORT is 0, rank 0 lets the system pick one and prints `PORT n`; at the end it prints `RESULT {...}`. Every pair of
+hosts in turn exchanges small messages, then large ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SMALL_TIMES, LARGE_TIMES, LARGE_BYTES = 20, 4, 8 * 2**20
 
 
 def measure(rank: int, num: int) -> list[dict[str, float]]:
-    """Of every pair: seconds one way of a small message, bytes a second of large ones, and how far clocks differ."""
+    """For every pair: one-way latency of a small message in seconds, bytes per second of large ones, and clock skew in
+    seconds."""
     rows = []
     for first, second in combinations(range(num), 2):
         dist.barrier()
@@ -47,7 +48,7 @@ def _ask(other: int) -> dict[str, float]:
         back = time.time()
         trips.append(back - sent)
         skews.append(told.item() - (sent + back) / 2)
-    skew = skews[trips.index(min(trips))]  # of the quickest trip, which leaves the least doubt
+    skew = skews[trips.index(min(trips))]  # of the fastest round trip, which bounds it best
     large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
     rates = []
     for _ in range(LARGE_TIMES):
@@ -75,7 +76,7 @@ def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Ca
     if rank == 0:
         listener = listen_at(address, port)
         port = listener.getsockname()[1]
-        descriptor = listener.detach()  # TCPStore itself would listen for everybody
+        descriptor = listener.detach()  # TCPStore itself would listen on all interfaces
         store = TCPStore(address, port, num, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
         say(f"PORT {port}")
     else:
@@ -86,7 +87,7 @@ def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Ca
     if rank == 0:
         rows = [row for other in range(num) for row in json.loads(store.get(f"rows {other}"))]
         say(f"RESULT {json.dumps(rows)}")
-    dist.barrier()  # rank 0 holds the store
+    dist.barrier()  # rank 0 hosts the store
     dist.destroy_process_group()
 
 

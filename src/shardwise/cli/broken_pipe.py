@@ -1,4 +1,4 @@
-"""When nobody reads what a command prints: `shardwise explain zero3 --world 8 | head`."""
+"""Handles readers that stop reading the output of a command: `shardwise explain zero3 --world 8 | head`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import TextIO
 
 UNREAD_STATUS = 128 + signal.SIGPIPE
-"""What a shell shows for a program that ended by SIGPIPE, which Python turns into `BrokenPipeError`."""
+"""The status that a shell shows for a program ended by SIGPIPE, which Python turns into `BrokenPipeError`."""
 
 
 def is_about_output(error: BaseException) -> bool:
-    """Whether `error` came because the reader of our stdout or stderr has gone, and not from some other pipe.
+    """Whether `error` came because the reader of our stdout or stderr is gone, and not from another pipe.
 
-    rich makes a `SystemExit` of it, and has then closed stdout itself.
+    rich turns it into a `SystemExit`, and has then closed stdout itself.
     """
     if isinstance(error, SystemExit):
         return isinstance(error.__context__, BrokenPipeError)
@@ -24,7 +24,7 @@ def is_about_output(error: BaseException) -> bool:
 
 
 def let_go() -> None:
-    """Have what is still in our buffers go nowhere: Python writes it at its end, and would complain."""
+    """Discard buffered output, because Python would flush it at exit and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in _unread():
         os.dup2(nowhere, stream.fileno())
@@ -35,8 +35,8 @@ def _unread() -> Iterator[TextIO]:
     for stream in (sys.stdout, sys.stderr):
         poll = select.poll()
         try:
-            poll.register(stream.fileno(), 0)  # asks for nothing; an end that has no reader is told of anyway
+            poll.register(stream.fileno(), 0)  # no events requested; a missing reader is reported anyway
         except (OSError, ValueError):
-            continue  # closed, or no file
+            continue  # closed, or not a file
         if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
             yield stream

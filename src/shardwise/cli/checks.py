@@ -1,4 +1,4 @@
-"""The questions that `doctor` asks. Each takes facts as arguments and answers with one `Check`."""
+"""The checks of `doctor`. Each takes facts as arguments and returns one `Check`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_TORCH = (2, 11)
 
 @dataclass(frozen=True)
 class Check:
-    """One answer: what was found and, unless it is fine as it is, how to mend it."""
+    """One result: what was found and, if something is wrong, how to fix it."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -34,7 +34,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_torch(facts: TorchFacts | str) -> Check:
-    """`facts`, or why torch could not be imported."""
+    """`facts`, or the reason why torch could not be imported."""
     if isinstance(facts, str):
         return Check("torch", "fail", f"cannot be imported: {facts}", "pip install 'torch>=2.11'")
     found = f"{facts.version}, {facts.build} build"
@@ -63,7 +63,7 @@ def check_memory(memory: Memory) -> Check:
 
 
 def check_shm(total_bytes: int | None, free_bytes: int) -> Check:
-    """`total_bytes` is None where there is no /dev/shm."""
+    """`total_bytes` is None if there is no /dev/shm."""
     if total_bytes is None:
         cure = "NCCL and data loader workers pass data through it; on Linux, mount a tmpfs there."
         return Check("/dev/shm", "warn", "not there", cure)
@@ -75,7 +75,7 @@ def check_shm(total_bytes: int | None, free_bytes: int) -> Check:
 
 
 def check_shared_memory(obstacle: str) -> Check:
-    """Whether ranks of this host can share memory, or what keeps them from it."""
+    """Whether ranks of this host can share memory; `obstacle` says why not."""
     if obstacle:
         cure = "Ranks send each other messages instead, which takes longer. Linux lets processes of one user share it."
         return Check("shared memory", "warn", obstacle, cure)
@@ -83,7 +83,7 @@ def check_shared_memory(obstacle: str) -> Check:
 
 
 def check_allocator(environ: Mapping[str, str], libc: str) -> Check:
-    """glibc returns large blocks to the system only if they were mapped; a fixed threshold keeps them so.
+    """glibc returns large blocks to the system only if they were mapped; a fixed threshold keeps it that way.
 
     Without it the threshold grows with the first large free, and the peak of a CPU rank stays resident.
     """

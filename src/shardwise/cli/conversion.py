@@ -1,4 +1,4 @@
-"""What `shardwise convert` does once its options are known."""
+"""The part of `shardwise convert` that needs torch: converts a checkpoint."""
 
 from __future__ import annotations
 

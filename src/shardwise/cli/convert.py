@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 
 TARGETS = ("hf", "shardwise", "dcp")
 DTYPES = ("fp32", "bf16", "fp16")
-"""Those of `formats/conversion.py`, which needs torch: --help must not wait for that. A test compares them."""
+"""Those of `formats/conversion.py`, which imports torch, while --help must be fast. A test compares them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and print what was done; a `ShardwiseError` says why not."""
+    """Convert, and print what was done. Raises `ShardwiseError` with the reason if that is impossible."""
     is_config = args.out.suffix in (".yaml", ".yml") and args.to is None
     if args.to is None and not is_config:
         raise ConfigError("Say --to and one of " + ", ".join(TARGETS) + "; for a DeepSpeed config end OUT in .yaml.")

@@ -1,4 +1,4 @@
-"""`shardwise deepspeed`: a command line of DeepSpeed's launcher, with shardwise in the place of DeepSpeed."""
+"""`shardwise deepspeed`: accepts a command line of DeepSpeed's launcher, with shardwise in place of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RUN_BY = "shardwise.integrations.deepspeed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """DeepSpeed's own options, and ours for a look before anything starts."""
+    """DeepSpeed's own options, and our `--dry-run`."""
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job and return its exit status; raises `ShardwiseError` for a job that cannot start."""
+    """Run the job and return its exit status. Raises `ShardwiseError` for a job that cannot start."""
     refuse_options(args)
     if names_hosts(args):
         _tell(notes_on_hosts(args))

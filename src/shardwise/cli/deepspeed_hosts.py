@@ -1,4 +1,4 @@
-"""Command lines of `deepspeed` that name several hosts, as those of `shardwise launch`."""
+"""Translates command lines of `deepspeed` with several hosts to those of `shardwise launch`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def names_hosts(args: Any) -> bool:
     lines = [line for line in text.splitlines() if line.partition("#")[0].strip()]
     if len(lines) < 2 and not args.force_multi:
         return False
-    parse_host_file(text, args.hostfile)  # here, so that a line that is none is told by its number
+    parse_host_file(text, args.hostfile)  # here, so that an invalid line is reported with its number
     return True
 
 
 def run_on_hosts(args: Any, job: Job) -> int:
-    """Print what would be started, or carry it out, and return the exit status.
+    """Print what would be started, or run it and return the exit status.
 
-    Raises `LaunchError` and `ConfigError` for what is not supported on other hosts.
+    Raises `LaunchError` and `ConfigError` for options that are not supported on other hosts.
     """
     words = words_for_launch(args, deepspeed_env())
     parser = argparse.ArgumentParser(prog="shardwise deepspeed", allow_abbrev=False)
@@ -50,7 +50,7 @@ def run_on_hosts(args: Any, job: Job) -> int:
 
 
 def words_for_launch(args: Any, variables: Mapping[str, str]) -> list[str]:
-    """What says the same to `shardwise launch`; `variables` are those of a `.deepspeed_env`."""
+    """The equivalent arguments for `shardwise launch`; `variables` are those of a `.deepspeed_env`."""
     if args.num_gpus > 0 and (args.include or args.exclude):
         raise ConfigError("--num_gpus counts devices, and --include and --exclude name them. Give one or the other.")
     launcher = (args.launcher or "").lower()
@@ -74,7 +74,7 @@ def words_for_launch(args: Any, variables: Mapping[str, str]) -> list[str]:
 
 
 def notes_on_hosts(args: Any) -> list[str]:
-    """Options that mean nothing for several hosts here, with the reason."""
+    """Options that have no effect for several hosts here, with the reason."""
     launcher = (args.launcher or "").lower()
     notes = []
     if launcher == "pdsh":
@@ -89,14 +89,14 @@ def notes_on_hosts(args: Any) -> list[str]:
 
 
 def deepspeed_env(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables of `.deepspeed_env`, here or in the home folder, or of the file that `DS_ENV_FILE` names.
+    """Variables of `.deepspeed_env` in this folder or the home folder, or of the file that `DS_ENV_FILE` names.
 
-    Raises `ConfigError` for a line that is no `NAME=VALUE`.
+    Raises `ConfigError` for a line that is not `NAME=VALUE`.
     """
     around = os.environ if environment is None else environment
     named = around.get("DS_ENV_FILE", _ENV_FILE)
     found: dict[str, str] = {}
-    for folder in (Path(around.get("HOME", ".")), Path()):  # what is here counts more
+    for folder in (Path(around.get("HOME", ".")), Path()):  # this folder takes precedence
         file = folder / named
         if not file.is_file():
             continue

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: is this machine fit to train on, and if not, what mends it."""
+"""`shardwise doctor`: checks whether this machine is fit to train on, and says how to fix what is not."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from shardwise.cli.meeting import meet
 from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.plan_lint import lint
 from shardwise.errors import ConfigError
+from shardwise.launch.hosts.facts import interfaces
 from shardwise.machine import Cgroups, TorchFacts, host_memory, num_cores
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask everything, print the answers; 1 if something fails, else 0."""
+    """Run all checks and print the results; 1 if any fails, else 0."""
     hosts = [host.strip() for host in (args.hosts or "").split(",") if host.strip()]
     if len(set(hosts)) != len(hosts):
         raise ConfigError(f"--hosts {args.hosts} names a host twice; name each once.")
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(timeout_seconds: float) -> Iterator[Check]:
-    """Every check on the facts of this machine, in the order in which one would mend them."""
+    """Every check of this machine, in the order in which problems should be fixed."""
     facts = _ask_torch()
     yield checks.check_python(tuple(sys.version_info[:3]))
     yield checks.check_torch(facts)
@@ -105,7 +106,8 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
 def _of_host() -> Iterator[Check]:
     has_rdma = Path("/sys/class/infiniband").is_dir()
     yield host_checks.check_limits(host_facts.limits(), has_rdma=has_rdma)
-    yield host_checks.check_network(host_facts.interfaces(), host_facts.own_address(), os.environ)
+    networks = [one for one in interfaces() if one.is_ipv4]
+    yield host_checks.check_network(networks, host_facts.address_of_own_name(), os.environ)
     yield host_checks.check_mpi(host_facts.mpi_version())
     yield host_checks.check_clock(host_facts.clock_is_kept())
     yield host_checks.check_versions(host_facts.conflicts(_requirements()))
@@ -113,7 +115,7 @@ def _of_host() -> Iterator[Check]:
 
 
 def _requirements() -> list[str]:
-    """What shardwise asks for; nothing where it runs from its source, and was never installed."""
+    """The requirements of shardwise; empty if it runs from its source without being installed."""
     try:
         return metadata.requires("shardwise") or []
     except metadata.PackageNotFoundError:
@@ -150,7 +152,7 @@ def print_table(answers: list[Check], console: Console) -> None:
 
 
 def _ask_torch() -> TorchFacts | str:
-    """Torch's facts, or why it cannot be imported; a broken install is just what doctor is asked about."""
+    """Torch's facts, or the reason why it cannot be imported, which doctor has to report rather than raise."""
     try:
         facts: TorchFacts = importlib.import_module("shardwise.cli.torch_facts").torch_facts()
     except (ImportError, OSError, AttributeError) as error:

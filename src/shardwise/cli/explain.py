@@ -1,4 +1,4 @@
-"""`shardwise explain`: what a plan means on so many ranks, before a single one of them is started."""
+"""`shardwise explain`: what a plan means on a number of ranks, before any of them is started."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what `args` ask for; 0, or a `ShardwiseError` that says why not."""
+    """Print what `args` ask for, and return 0. Raises `ShardwiseError` with the reason if that is impossible."""
     if args.list:
         _list(args)
         return 0
@@ -115,7 +115,7 @@ def _explained(args: argparse.Namespace) -> Explanation:
 
 
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
-    """The model that was named, or what stands for one where there is none; and the plan as it is for that."""
+    """The given model, or stand-in units without one; and the plan after its budget was applied to that model."""
     if args.model is None:
         return plan, Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import

@@ -1,4 +1,4 @@
-"""What `explain` has to say, as plain data."""
+"""The content of `explain` as plain data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from shardwise.program import (
     straight_trace,
     update_by,
 )
-from shardwise.program.images import ImageBytes, image_bytes
+from shardwise.program.buddies import CopyBytes, copy_bytes
+from shardwise.program.images import ImageBytes, image_bytes, why_no_images
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
@@ -48,23 +49,22 @@ STAND_IN_NUMEL = 2**20
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit of a real model: elements of its parameters, all of them and the frozen ones."""
+    """A unit of a real model: the elements of its parameters, and of the frozen ones."""
 
     name: str
     numel: int
     frozen_numel: int = 0
     on_host: str = ""
-    """What of it is on the host, in words."""
+    """A description of what is offloaded."""
     activations: str = ""
-    """What becomes of them, if they are not just kept."""
+    """A description of how activations are treated, unless they are simply kept."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be trained: units of a model, or what stands in for them, and what is known of its optimizer.
+    """What is trained: units of a model or stand-ins, and what is known about the optimizer.
 
-    `sizes` is empty if the units stand in for a model. `batch` says where the batch came from whose `activations` were
-    counted.
+    `sizes` is empty for stand-ins. `batch` is the source of the batch on which `activations` were counted.
     """
 
     units: tuple[UnitSpec, ...]
@@ -72,31 +72,31 @@ class Subject:
     num_states: int = 2
     optimizer: str | None = None
     activations: Activations | None = None
-    """Of the model; of a pipeline of all that the rank does in a step."""
+    """Those of the model; with a pipeline, those of everything that the rank does in a step."""
     batch: str | None = None
     activation_bytes: int = 0
-    """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
+    """Bytes of activations and their gradients that a rank sends in one forward and backward on the batch."""
     stages: str = ""
-    """Of a pipeline: which rank has which modules."""
+    """With a pipeline: which rank has which modules."""
     pipeline_rank: int = 0
-    """Of a pipeline: where the units lie."""
+    """With a pipeline: the place of the units."""
     stages_of_units: tuple[tuple[int, ...], ...] = ()
-    """Of a pipeline, for each unit the stages that use it; empty if that is not known."""
+    """With a pipeline: for each unit the stages that use it; empty if unknown."""
     experts: str = ""
     """Which rank along `ep` has which experts."""
     expert_load: float = 0.0
-    """How many times an even share of the tokens experts were rehearsed to get."""
+    """The load of experts in the rehearsal, as a multiple of an even share of the tokens."""
     row_numel: int = 0
-    """Elements that go to experts for one choice of one token, in all layers together."""
+    """Elements that are sent to experts for one choice of one token, in all layers together."""
     budget: str = ""
-    """What the plan's budget came to, and why."""
+    """The result of the plan's budget, and the reason for it."""
 
 
 @dataclass(frozen=True)
 class Explanation:
     """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
 
-    `held` is what each rank holds, `replicated` what it would without sharding.
+    `held` is what each rank holds, `replicated` what it would hold without sharding.
     """
 
     plan: Plan
@@ -108,16 +108,36 @@ class Explanation:
     held: Footprint
     replicated: Footprint
     tiers: TierTime | None = None
-    """What tiers cost a rank in a step, with all ranks on one host; `None` where all is on the device."""
+    """What tiers cost a rank in a step, with all ranks on one host; `None` if everything is on the device."""
     per_host: int = 0
-    """Ranks of each host; 0 if that is not asked."""
+    """Ranks per host; 0 if not given."""
+
+    @property
+    def why_restarted(self) -> str:
+        """Why an elastic job with this plan restarts from its last checkpoint when a rank is lost; empty if the other
+        ranks go on."""
+        if self.plan.survive == "checkpoint":
+            return "the plan says survive: checkpoint"
+        return why_no_images(self.mesh, self._flats)
 
     @property
     def images(self) -> ImageBytes | None:
-        """What others would go back to if the rank is lost, where the plan says that they lie in the host's memory."""
-        if self.plan.survive != "host":
+        """The images from which a lost rank is restored, if the plan keeps them in the host's memory."""
+        if self.plan.survive not in ("host", "buddy") or self.why_restarted:
             return None
-        return image_bytes([flat for unit in self.subject.units for flat in unit.flats], self.subject.num_states)
+        return image_bytes(self._flats, self.subject.num_states)
+
+    @property
+    def copies(self) -> CopyBytes | None:
+        """What goes to other hosts behind each step, where the plan says so: hosts have `per_host` ranks, or one."""
+        if self.plan.survive != "buddy" or self.why_restarted:
+            return None
+        hosts = [rank // max(1, self.per_host) for rank in range(self.mesh.world_size)]
+        return copy_bytes(self._flats, self.subject.num_states, hosts)
+
+    @property
+    def _flats(self) -> list[FlatSpec]:
+        return [flat for unit in self.subject.units for flat in unit.flats]
 
     @property
     def rules(self) -> dict[str, Table]:
@@ -126,7 +146,7 @@ class Explanation:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The order of micro-batches, if the mesh has a pipeline."""
+        """The schedule of micro-batches, if the mesh has a pipeline."""
         num_ranks = _pipeline_size(self.mesh)
         return schedule_of(self.plan, num_ranks) if num_ranks > 1 else None
 
@@ -136,28 +156,28 @@ class Explanation:
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank sends in one optimizer step, all its micro-batches included; of activations if they are
-        known."""
+        """Bytes that one rank sends in one optimizer step with all its micro-batches, including activations if they
+        were counted."""
         return self.step.sent_bytes(self.plan.accumulate) + self.subject.activation_bytes * self.plan.accumulate
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        """What goes between one rank's device and the host in one optimizer step, by `evict` and `fetch`."""
+        """Bytes that go between one rank's device and the host in one optimizer step, by `evict` and `fetch`."""
         return self.step.copied_bytes(self.plan.accumulate)
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
-        """The same by mesh axis."""
+        """`sent_bytes` by mesh axis."""
         return self.step.sent_by_axis(self.plan.accumulate)
 
     @property
     def sent_by_hosts(self) -> list[int]:
-        """What leaves each host in one optimizer step for parameters and gradients, on the CPU."""
+        """Bytes that leave each host in one optimizer step for parameters and gradients, on the CPU."""
         return self.step.sent_by_hosts(self.mesh, self.per_host, self.plan.accumulate)
 
     @property
     def attention(self) -> str | None:
-        """What ranks that share in sequences send beside the program; `None` where none do."""
+        """What sequence parallelism sends beside the program; `None` without it."""
         mesh = self.mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
@@ -171,7 +191,7 @@ class Explanation:
 
     @property
     def dispatch(self) -> str | None:
-        """What ranks that share in experts send beside the program; `None` where none do."""
+        """What expert parallelism sends beside the program; `None` without it."""
         if not self.mesh.has_experts:
             return None
         size = self.mesh.size(EXPERT_AXIS)
@@ -195,10 +215,10 @@ class Explanation:
 def explain(
     plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject, calibration: Calibration | None = None
 ) -> Explanation:
-    """Plan one step of the subject's units, and the same step with a copy on every rank.
+    """Plan one step of the subject's units, and the same step with a replica on every rank.
 
-    They are used in the order of the rehearsal that counted its activations, or else one after the other.
-    `calibration` is what the machine was measured to give.
+    Units are used in the order of the rehearsal that counted activations, else one after the other. `calibration` has
+    the measured rates of the machine.
     """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
     replicas = tuple(
@@ -218,7 +238,7 @@ def explain(
 
 
 def said_on_host(flats: Sequence[FlatSpec]) -> str:
-    """What of a unit is on the host, and on a disk."""
+    """A description of the parts of a unit that are on the host, and on a disk."""
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
     trained = [flat for flat in flats if flat.trainable] or list(flats)
     on_disk = any(flat.tier_of("master") == "disk" for flat in trained)
@@ -231,7 +251,7 @@ def said_on_host(flats: Sequence[FlatSpec]) -> str:
 
 
 def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
-    """Units to look at where there is no model."""
+    """Example units for an explanation without a model."""
     check_offload(plan, mesh)
     offloaded = Offloaded.of(plan.offload, [1] * NUM_STAND_INS)
     tables = [offloaded.table(index, table) for index in range(NUM_STAND_INS)]
@@ -246,7 +266,7 @@ def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None)
 
 
 def as_json(explained: Explanation) -> dict[str, Any]:
-    """Everything as values that JSON has; bytes are per rank."""
+    """Everything as JSON values; bytes are per rank."""
     table, subject, schedule = explained.table, explained.subject, explained.schedule
     host = explained.held.host
     return {
@@ -264,7 +284,9 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "bytes": by_kind(explained.held),
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
+        **({"restarted_because": explained.why_restarted} if explained.why_restarted else {}),
         **({} if explained.images is None else {"image_bytes": asdict(explained.images)}),
+        **({} if explained.copies is None else {"copy_bytes": asdict(explained.copies)}),
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
         **({} if explained.tiers is None else {"tiers": explained.tiers.as_json()}),
         **({"budget": subject.budget.splitlines()} if subject.budget else {}),
@@ -307,7 +329,7 @@ def _planned(plan: Plan, mesh: Mesh, units: Sequence[UnitSpec], subject: Subject
 def _by_stage(
     units: Sequence[UnitSpec], row: Sequence[Op], stages_of_units: Sequence[Sequence[int]]
 ) -> dict[int, list[UnitSpec]]:
-    """The units of each stage; where that is not known, they are dealt out evenly."""
+    """The units of each stage; if that is unknown, they are divided evenly."""
     stages = sorted({op.stage for op in row})
     if not stages_of_units:
         stages_of_units = [(stages[index * len(stages) // len(units)],) for index in range(len(units))]

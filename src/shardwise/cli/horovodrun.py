@@ -1,4 +1,4 @@
-"""`shardwise horovodrun`: what people type after `horovodrun`, on this host."""
+"""`shardwise horovodrun`: accepts a command line of `horovodrun`, on this host or on others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 
 from shardwise.cli import launch
 from shardwise.integrations.horovod.command import BUILD, add_horovodrun_arguments, understand
+from shardwise.integrations.horovod.command_hosts import words_for_environment
 
 add_arguments = add_horovodrun_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job and return its exit status; raises ShardwiseError for what cannot be meant here."""
+    """Run the job and return its exit status. Raises `ShardwiseError` for options that are not supported."""
     if args.check_build:
         print(BUILD.format(**_found()), end="")
         return 0
@@ -26,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     launch.add_arguments(parser)
     if args.verbose:
         print(f"shardwise launch {' '.join(understood.launch)}", file=sys.stderr)
-    return launch.run(parser.parse_args(understood.launch))
+    variables = words_for_environment() if understood.is_by_ssh else []
+    return launch.run(parser.parse_args([*variables, *understood.launch]))
 
 
 def _found() -> dict[str, str]:

@@ -1,11 +1,12 @@
-"""The questions that `doctor` asks of a machine beyond torch. Each takes facts, and answers with one `Check`."""
+"""The checks of `doctor` that do not concern torch. Each takes facts, and returns one `Check`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from shardwise.cli.checks import GIB, Check
-from shardwise.cli.host_facts import DiskRates, Interface, Leftovers
+from shardwise.cli.host_facts import DiskRates, Leftovers
+from shardwise.launch.hosts.facts import Interface
 from shardwise.machine import TorchFacts
 from shardwise.units import format_bytes
 
@@ -15,7 +16,7 @@ LOOPBACK = "127."
 
 
 def check_limits(soft: Mapping[str, int], *, has_rdma: bool) -> Check:
-    """`soft` limits by name, -1 for none; `has_rdma` where InfiniBand or RoCE pins memory."""
+    """`soft` limits by name, -1 for none; `has_rdma` if InfiniBand or RoCE pins memory."""
     found = ", ".join(f"{name} {'unlimited' if limit == -1 else limit}" for name, limit in soft.items())
     files = soft.get("open files", -1)
     if 0 <= files < FEW_FILES:
@@ -29,7 +30,7 @@ def check_limits(soft: Mapping[str, int], *, has_rdma: bool) -> Check:
 
 
 def check_network(found: Sequence[Interface], own: str, environ: Mapping[str, str]) -> Check:
-    """`own` is what this host's name resolves to. Matters between hosts; on one, loopback is enough."""
+    """`own` is the address of this host's name. It matters between hosts; on one, loopback is enough."""
     others = [one for one in found if not one.address.startswith(LOOPBACK)]
     said = ", ".join(
         f"{one.name} {one.address}{f' {one.megabits} Mbit/s' if one.megabits > 0 else ''}" for one in others
@@ -80,7 +81,7 @@ def check_clock(is_kept: bool | None) -> Check:
 
 
 def check_disk(folder: str, rates: DiskRates | str) -> Check:
-    """`rates`, or why the folder could not be written to."""
+    """`rates`, or the reason why the folder could not be written to."""
     name = f"disk {folder}"
     if isinstance(rates, str):
         return Check(name, "fail", rates, "Make it, mount it, or make it writable for this user.")

@@ -1,4 +1,4 @@
-"""What doctor asks of the machine itself: limits, network, clock, disk, versions, and what dead jobs have left."""
+"""Facts of the machine for doctor: limits, network, clock, disk, versions, and leftovers of dead jobs."""
 
 from __future__ import annotations
 
@@ -21,34 +21,14 @@ import psutil
 
 DISK_BYTES = 32 * 2**20
 _LOCK = "launcher.lock"
-"""Of a launcher that lives: see [Note: folders of the dead] in launch/folder.py."""
+"""Held by a live launcher: see [Note: abandoned folders] in launch/folder.py."""
 _UNSYNCHRONIZED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 _WORKER = "shardwise.launch.worker"
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface that is up; `megabits` is 0 where the driver does not say."""
-
-    name: str
-    address: str
-    megabits: int
-
-
-def interfaces() -> list[Interface]:
-    """Those that are up and have an IPv4 address, loopback included."""
-    stats = psutil.net_if_stats()
-    return [
-        Interface(name, one.address, stats[name].speed)
-        for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == socket.AF_INET and name in stats and stats[name].isup
-    ]
-
-
-def own_address() -> str:
-    """What this host's own name resolves to; empty if it does not."""
+def address_of_own_name() -> str:
+    """The address that this host's own name resolves to; empty if it does not resolve."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -56,17 +36,17 @@ def own_address() -> str:
 
 
 def limits() -> dict[str, int]:
-    """Soft limits by name; -1 is none."""
+    """Soft limits by name; -1 means none."""
     asked = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC}
     asked["locked memory"] = resource.RLIMIT_MEMLOCK
     return {name: resource.getrlimit(limit)[0] for name, limit in asked.items()}
 
 
 def clock_is_kept() -> bool | None:
-    """Whether something keeps this clock with the world's; `None` where the kernel does not say."""
+    """Whether this clock is synchronized; `None` if the kernel does not say."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        buffer = ctypes.create_string_buffer(512)  # struct timex, all zeros: only ask
+        buffer = ctypes.create_string_buffer(512)  # struct timex, all zeros: only query
         state = libc.adjtimex(buffer)
     except (AttributeError, OSError, TypeError):
         return None
@@ -78,7 +58,7 @@ def clock_is_kept() -> bool | None:
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes a second, to and from a folder, past the page cache as far as the system allows."""
+    """Bytes per second to and from a folder, bypassing the page cache if the system allows that."""
 
     write: float
     read: float
@@ -104,7 +84,7 @@ def disk_rates(folder: Path, num_bytes: int = DISK_BYTES) -> DiskRates:
 
 
 def driver_version(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Of NVIDIA's kernel module; empty if there is none."""
+    """The version of NVIDIA's kernel module; empty if there is none."""
     try:
         found = re.search(r"Kernel Module\D*(\d[\d.]+)", proc.read_text())
     except OSError:
@@ -125,9 +105,9 @@ def mpi_version() -> str:
 
 
 def conflicts(requirements: Iterable[str]) -> list[str]:
-    """What is installed, and not as `requirements` (such as `torch>=2.11`) ask, in words.
+    """Installed packages that violate `requirements` (such as `torch>=2.11`), as texts.
 
-    Of those with an extra only what is installed counts. What stands behind other marks than `extra` is left out.
+    For requirements of an extra only installed packages count. Those with other markers than `extra` are skipped.
     """
     wrong = []
     for requirement in requirements:
@@ -148,7 +128,7 @@ def conflicts(requirements: Iterable[str]) -> list[str]:
 
 
 def _fits(version: str, bounds: str) -> bool:
-    """Of bounds `>=` and `<` alone; what else is asked is not judged."""
+    """Checks `>=` and `<` only; other bounds are ignored."""
     have = _numbers(version)
     for bound in filter(None, map(str.strip, bounds.split(","))):
         if bound.startswith(">=") and have < _numbers(bound[2:]):
@@ -164,7 +144,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Of jobs that are over: folders of launchers, ranks without a launcher, shared memory of dead processes."""
+    """Leftovers of finished jobs: folders of launchers, ranks without a launcher, shared memory of dead processes."""
 
     folders: tuple[Path, ...] = ()
     orphans: tuple[int, ...] = ()
@@ -173,7 +153,7 @@ class Leftovers:
 
 
 def leftovers(temp: Path, shm: Path = Path("/dev/shm")) -> Leftovers:
-    """What of this user's jobs is still there."""
+    """The leftovers of this user's jobs."""
     shared = [path for path in shm.glob("torch_*") if _is_ours(path) and _owner_is_gone(path)]
     return Leftovers(
         tuple(sorted(folder for folder in temp.glob("shardwise-*") if _is_dead(folder))),
@@ -205,13 +185,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def _owner_is_gone(path: Path) -> bool:
-    """torch calls its files `torch_PID_...`."""
+    """torch names its files `torch_PID_...`."""
     number = path.name.split("_")[1] if path.name.count("_") >= 2 else ""
     return number.isdigit() and not psutil.pid_exists(int(number))
 
 
 def _orphans() -> Iterable[int]:
-    """Ranks of `shardwise launch` whose launcher is gone; where the kernel ends them with it there are none."""
+    """Ranks of `shardwise launch` without a launcher; none if the kernel ends them with it."""
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "uids"]):
         told = process.info
         is_ours = told["uids"] is not None and told["uids"].real == os.getuid()

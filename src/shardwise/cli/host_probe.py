@@ -1,27 +1,19 @@
-"""What one host says of itself, as JSON: run there by `shardwise doctor --hosts`. Needs no torch."""
+"""The facts of one host as JSON; started there by `shardwise doctor --hosts`. Needs no torch."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import sys
-from importlib import metadata
 
-VERSIONS = ("torch", "numpy", "safetensors")
+from shardwise.launch.hosts.facts import versions
 
 
 def facts(folders: list[str]) -> dict[str, object]:
-    """Versions of what has to be the same everywhere, and which of `folders` can be written."""
-    here = {"python": platform.python_version()}
-    for name in ("shardwise", *VERSIONS):
-        try:
-            here[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            here[name] = "missing"
+    """Versions that must be equal everywhere, and which of `folders` can be written."""
     writable = {folder: os.path.isdir(folder) and os.access(folder, os.W_OK) for folder in folders}
-    return {"host": socket.gethostname(), "versions": here, "folders": writable, "cores": os.cpu_count() or 1}
+    return {"host": socket.gethostname(), "versions": versions(), "folders": writable, "cores": os.cpu_count() or 1}
 
 
 if __name__ == "__main__":

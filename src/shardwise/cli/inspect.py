@@ -1,4 +1,4 @@
-"""`shardwise inspect`: what is in a checkpoint, whoever wrote it."""
+"""`shardwise inspect`: prints what is in a checkpoint of any known format."""
 
 from __future__ import annotations
 
@@ -21,5 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is in the checkpoint; 1 if it is damaged."""
-    status: int = importlib.import_module("shardwise.cli.inspection").run(args)  # needs torch; --help must not wait
+    # Imported here because it needs torch, while --help must be fast.
+    status: int = importlib.import_module("shardwise.cli.inspection").run(args)
     return status

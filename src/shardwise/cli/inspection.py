@@ -1,4 +1,4 @@
-"""What `shardwise inspect` does once its options are known."""
+"""The part of `shardwise inspect` that needs torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAMAGED_STATUS = 1
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is in the checkpoint; the status is 1 if it is damaged, as far as was looked."""
+    """Print what is in the checkpoint; the status is 1 if damage was found."""
     found = _verified(args.path) if args.verify else inspect(args.path)
     if args.json:
         print(json.dumps(found.as_json(), indent=2))

@@ -1,4 +1,4 @@
-"""`shardwise launch`: a script on several ranks, of this machine or of others."""
+"""`shardwise launch`: runs a script on several ranks, of this machine or of others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardwise import launch
 from shardwise.cli import launch_places
+from shardwise.cli.one_machine import run_on_one
 from shardwise.config import load_plan
 from shardwise.errors import LaunchError
 from shardwise.integrations.accelerate_config import AccelerateConfig, read_accelerate_config
@@ -50,18 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--bind", choices=("cores", "none"), default="none", help="each rank on cores of its own (default: none)")
     option("--devices", choices=("all", "one"), default="all", help="the GPUs that each rank sees (default: all)")
     launch_places.add_arguments(parser)
-    # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
+    parser.set_defaults(machines=None)
+    # PARSER is REMAINDER with at least one argument, and keeps a "--" among the script's own
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job and return its exit status; raises ShardwiseError for a job that cannot start."""
+    """Run the job and return its exit status. Raises `ShardwiseError` for a job that cannot start."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch has to warn about, the ranks' torch says too
+        warnings.simplefilter("ignore")  # the ranks' torch gives the same warnings
         try:
             return _run(args)
         except KeyboardInterrupt:
-            return 130  # before any rank was started; from then on the supervisor handles signals
+            return 130  # before any rank was started; afterwards the supervisor handles signals
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -76,12 +78,19 @@ def _run(args: argparse.Namespace) -> int:
         load_plan(args.shardwise)
     place = launch_places.place_of(args)
     job = _job(args, nproc=1 if args.nproc is None else args.nproc)
+    if args.machines is not None:
+        if place != "local":
+            raise LaunchError("num_machines is above 1, and hosts are named too. Leave one of them out.")
+        return run_on_one(job, args.machines, args.dry_run)
     if place != "local":
-        if job.elastic is not None:
-            raise LaunchError("--elastic works for the ranks of this host. Leave out --where and its like.")
+        if job.elastic is not None and place == "mpi":
+            raise LaunchError(
+                "--elastic does not work with --where mpi: an MPI job ends with its first dead rank. Leave --where mpi "
+                "out, and name the hosts with --hosts, --hostfile or --host-discovery-script."
+            )
         return launch_places.run_elsewhere(place, args, job)
     job.check()
-    with launch.listen(job.port) as listener:  # both before torch is imported: a mistake is told at once
+    with launch.listen(job.port) as listener:  # both before torch is imported, so that a mistake is reported at once
         num_gpus = launch.count_gpus()
         if args.nproc is None:
             job = _job(args, nproc=max(1, num_gpus))
@@ -95,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _read_as_deepspeed(args: argparse.Namespace) -> None:
-    """What people type after `deepspeed`, as what they would type here."""
+    """Accept options that people type after `deepspeed`."""
     if args.num_gpus is not None:
         if args.nproc not in (None, args.num_gpus):
             raise LaunchError(f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are two counts. Give one of them.")
@@ -103,9 +112,10 @@ def _read_as_deepspeed(args: argparse.Namespace) -> None:
 
 
 def take_config(args: argparse.Namespace, config: AccelerateConfig, where: str) -> None:
-    """Put what a config of Accelerate comes to into the options, which count more, and into the ranks' environment.
+    """Put the contents of a config of Accelerate into the options, which take precedence, and into the ranks'
+    environment.
 
-    What has no place here is listed.
+    Settings that have no equivalent are printed.
     """
     if args.shardwise is not None:
         config.not_understood.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
@@ -117,6 +127,7 @@ def take_config(args: argparse.Namespace, config: AccelerateConfig, where: str) 
     if not config.names_deepspeed_config:
         args.shardwise = args.shardwise or json.dumps(config.plan)
     args.nproc = args.nproc or config.nproc
+    args.machines = config.machines
     args.port = args.port or config.port
     os.environ.update(config.environment)
 
@@ -140,7 +151,7 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
 
 
 def _elastic(args: argparse.Namespace) -> Elastic | None:
-    """What `--elastic` and `--retries` say."""
+    """The values of `--elastic` and `--retries`."""
     if args.elastic is None:
         if args.retries is not None:
             raise LaunchError("--retries is of elastic jobs. Give --elastic MIN:MAX too, or --max-restarts instead.")
@@ -151,11 +162,13 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
     if retries is None:
         raise LaunchError(f"--retries {args.retries}: give a number, and perhaps seconds, such as 3:600.")
-    return Elastic(int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600))
+    return Elastic(
+        int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600), **launch_places.host_limits(args)
+    )
 
 
 def _run_by(args: argparse.Namespace) -> tuple[str, ...]:
-    """The module that runs the script, if it is not run as it is, and what that is told."""
+    """The module that runs the script, if it does not run directly, and its arguments."""
     if args.as_deepspeed and args.shardwise is not None:
         raise LaunchError("--as-deepspeed takes its plan from the DeepSpeed config. Leave out --shardwise.")
     if args.as_horovod and (args.as_deepspeed or args.shardwise is not None):

@@ -1,4 +1,4 @@
-"""The options of `shardwise launch` about where ranks run, and what becomes of them elsewhere than on this machine."""
+"""The options of `shardwise launch` about where ranks run, and jobs on other places than this machine."""
 
 from __future__ import annotations
 
@@ -6,37 +6,43 @@ import argparse
 import os
 import re
 import shlex
+import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.job_token import VARIABLE, new_token
+from shardwise.launch.elastic.host_list import EVERY_SECONDS, hosts_by_script
 from shardwise.launch.hosts.gather import what_is_sent
 from shardwise.launch.hosts.run import run_ssh
 from shardwise.launch.job import Job
-from shardwise.launch.places import k8s, mpi, slurm, ssh
+from shardwise.launch.places import k8s, mpi, pods, slurm, slurm_hosts, ssh
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, Share, choose, parse_host_file, parse_hosts, shares
 from shardwise.launch.places.k8s_run import run_k8s
 
-PLACES = ("local", "ssh", "slurm", "mpi", "k8s")
-# Which options mean something where; what is given in vain is refused.
+PLACES = ("local", "ssh", "slurm", "mpi", "k8s", "pods")
+# Where each option applies; elsewhere it is refused.
 _ONLY = {
     "hosts": ("ssh", "mpi"),
     "hostfile": ("ssh", "mpi"),
     "include": ("ssh", "mpi"),
     "exclude": ("ssh", "mpi"),
-    "nodes": ("ssh", "mpi", "slurm", "k8s"),
+    "nodes": ("ssh", "mpi", "slurm", "k8s", "pods"),
     "env": ("ssh", "mpi", "slurm", "k8s"),
     "env_prefix": ("ssh", "mpi", "slurm", "k8s"),
-    "chdir": ("ssh", "mpi", "slurm"),
+    "chdir": ("ssh", "mpi", "slurm", "pods"),
     "python": ("ssh", "mpi", "slurm"),
     "launcher_args": ("ssh", "mpi", "slurm"),
-    "master_addr": ("ssh",),
+    "master_addr": ("ssh", "slurm", "pods"),
     "ssh_port": ("ssh",),
     "identity": ("ssh",),
     "rsync": ("ssh",),
+    "host_discovery_script": ("ssh",),
+    "host_timeout": ("ssh", "slurm", "k8s", "pods"),
+    "cooldown": ("ssh", "slurm", "k8s", "pods"),
     "mpi": ("mpi",),
     "name": ("slurm", "k8s"),
     "gpus_per_node": ("slurm", "k8s"),
@@ -51,9 +57,11 @@ _ONLY = {
     "claim": ("k8s",),
 }
 
+_OF_ELASTIC = ("host_discovery_script", "host_timeout", "cooldown")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The names are those of DeepSpeed, torchrun and horovodrun, where these have one."""
+    """The names are those of DeepSpeed, torchrun and horovodrun, if they have such an option."""
     option = parser.add_argument_group("where ranks run (docs/launching.md)").add_argument
     option("--where", choices=PLACES, help="default: ssh if hosts are named, else this machine")
     option("-H", "--hosts", metavar="LIST", help="ssh, mpi: hosts and their ranks: gpu1:4,gpu2:4")
@@ -72,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--ssh-port", "--ssh_port", type=int, metavar="P", help="ssh: the port of sshd")
     option("--identity", type=Path, metavar="FILE", help="ssh: the key")
     option("--rsync", action="store_true", help="ssh: copy this directory to --chdir on each host first")
+    option("--host-discovery-script", metavar="CMD", help="ssh, with --elastic: prints `host:slots`, asked each second")
+    option("--host-timeout", type=float, metavar="S", help="ssh, with --elastic: a host silent so long is lost (15)")
+    option("--cooldown", type=float, metavar="S", help="ssh, with --elastic: a faulty host is left alone so long (600)")
     option("--mpi", choices=mpi.FAMILIES, help="mpi: whose mpirun (default: asked)")
     option("--name", help="slurm, k8s: the name of the job (default: the script's)")
     option("--gpus-per-node", type=int, metavar="N", help="slurm, k8s: GPUs to ask for")
@@ -87,35 +98,117 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def place_of(args: argparse.Namespace) -> str:
-    """Where ranks are to run. Raises `ConfigError` for options that mean nothing there."""
-    names_hosts = any(getattr(args, name) is not None for name in ("hosts", "hostfile"))
+    """Where ranks run. Raises `ConfigError` for options that have no meaning there."""
+    names_hosts = any(getattr(args, name) is not None for name in ("hosts", "hostfile", "host_discovery_script"))
     place: str = args.where or ("ssh" if names_hosts else "local")
     if place == "local" and args.nodes == 1:
-        args.nodes = None  # as people type it for DeepSpeed
+        args.nodes = None  # as people type for DeepSpeed
     for name, places in _ONLY.items():
         if getattr(args, name) and place not in places:
             option = "--" + name.replace("_", "-")
             if place == "local":
                 raise LaunchError(
-                    f"{option} is about other hosts than this one. Say which with --hosts, or see --where."
+                    f"{option} is about other hosts than this one. Leave it out, or say where they are: --where ssh "
+                    f"--hosts a:8,b:8."
                 )
             raise ConfigError(f"{option} means nothing with --where {place}; it is for {' and '.join(places)}.")
     return place
 
 
 def run_elsewhere(place: str, args: argparse.Namespace, job: Job) -> int:
-    """Print the plan, or carry it out, and return the exit status."""
+    """Print the plan, or run it and return the exit status."""
     if args.python:
         job = replace(job, python=args.python)
-    job.check_numbers()
     environment = forwarded(os.environ, args.env or (), args.env_prefix or ())
-    if place in ("mpi", "slurm"):  # by ssh each attempt has its own; manifests for Kubernetes are for all to read
+    if place == "pods":
+        return _pods(args, job)
+    if job.elastic is not None and place == "k8s":
+        return _k8s(args, job, environment)
+    if job.elastic is not None:
+        return _elastic_on_hosts(place, args, job, environment)
+    if any(getattr(args, name) is not None for name in _OF_ELASTIC):
+        raise ConfigError(
+            "--host-discovery-script, --host-timeout and --cooldown are for elastic jobs. Give --elastic MIN:MAX too."
+        )
+    job.check_numbers()
+    # By ssh each attempt has its own token, and Kubernetes manifests are readable by others.
+    if place in ("mpi", "slurm"):
         environment = dict(sorted({VARIABLE: new_token(), **environment}.items()))
     return {"ssh": _ssh, "mpi": _mpi, "slurm": _slurm, "k8s": _k8s}[place](args, job, environment)
 
 
+def host_limits(args: argparse.Namespace) -> dict[str, float]:
+    """What an elastic job's hosts are allowed, as `Elastic` takes it. Raises `ConfigError`."""
+    given = {"host_timeout_seconds": args.host_timeout, "exclude_seconds": args.cooldown}
+    if args.host_timeout is not None and not 1 <= args.host_timeout < 1e6:
+        raise ConfigError(f"--host-timeout is {args.host_timeout:g}: give the seconds of silence, 1 or more.")
+    if args.cooldown is not None and not 0 <= args.cooldown < 1e9:
+        raise ConfigError(f"--cooldown is {args.cooldown:g}: give seconds, 0 or more.")
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _ssh(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
-    settings = ssh.SshSettings(
+    plan = ssh.plan_ssh(job, _shares(args), _settings(args), environment)
+    return _show(plan, args) if args.dry_run else run_ssh(plan)
+
+
+def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
+    """As many ranks as hosts have slots, and as the job may have."""
+    assert job.elastic is not None
+    settings, read_hosts, seconds = _settings(args), None, EVERY_SECONDS
+    if place == "slurm":
+        settings = replace(
+            settings, address=settings.address or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        )
+        plan: ssh.SshPlan = slurm_hosts.plan_nodes(job, environment, os.environ, settings)
+        read_hosts = partial(slurm_hosts.nodes_of, os.environ["SLURM_JOB_ID"])
+        seconds = slurm_hosts.EVERY_SECONDS
+    else:
+        plan = ssh.SshPlan(job, tuple(_shares(args)), settings, environment, slots_per_host=args.nproc)
+        if args.hostfile or args.host_discovery_script:
+            read_hosts = partial(_hosts, args)
+    num_slots, least = plan.num_ranks, job.elastic.least
+    if num_slots < least:
+        raise ConfigError(
+            f"--elastic {least}:{job.elastic.most}: {least} ranks are needed, and the hosts have {num_slots} slots."
+        )
+    plan = replace(plan, job=replace(job, nproc=min(num_slots, job.elastic.most)))
+    plan.check()
+    if args.dry_run:
+        return _show(plan, args)
+    from shardwise.launch.elastic.on_hosts import run_on_hosts  # it needs torch, which takes a second
+
+    return run_on_hosts(plan, read_hosts, seconds)
+
+
+def _pods(args: argparse.Namespace, job: Job) -> int:
+    """The launcher's own pod, whose ranks are in other ones."""
+    if job.elastic is None:
+        raise ConfigError("--where pods is for elastic jobs: pods come and go. Give --elastic MIN:MAX too.")
+    slots = args.nproc or 1
+    try:
+        address = args.master_addr or socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise ConfigError(
+            "This host's address is not known. Name the one that pods reach with --master-addr."
+        ) from error
+    settings = replace(_settings(args), address=address)
+    named = [Host(f"pod-{number}", slots) for number in range(args.nodes or 1)]
+    num_ranks = min(slots * len(named), job.elastic.most)
+    whole = replace(job, nproc=num_ranks)
+    plan = pods.PodsPlan(whole, tuple(shares(named)), settings, {}, slots_per_host=slots)
+    plan.check()
+    if args.dry_run:
+        return _show(plan, args)
+    if not os.environ.get(VARIABLE):
+        raise ConfigError(f"{VARIABLE} is not set: pods are let in that have the same value of it. Give both one.")
+    from shardwise.launch.elastic.on_pods import run_on_pods  # it needs torch, which takes a second
+
+    return run_on_pods(plan, os.environ[VARIABLE])
+
+
+def _settings(args: argparse.Namespace) -> ssh.SshSettings:
+    return ssh.SshSettings(
         directory=args.chdir or os.getcwd(),
         port=args.ssh_port,
         identity=args.identity,
@@ -124,13 +217,13 @@ def _ssh(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int
         copies=args.rsync,
         python_path=os.environ.get("PYTHONPATH", ""),
     )
-    plan = ssh.plan_ssh(job, _shares(args), settings, environment)
-    if args.dry_run:
-        print(plan.text())
-        if args.rsync:
-            print(what_is_sent())
-        return 0
-    return run_ssh(plan)
+
+
+def _show(plan: ssh.SshPlan, args: argparse.Namespace) -> int:
+    print(plan.text())
+    if args.rsync:
+        print(what_is_sent())
+    return 0
 
 
 def _mpi(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
@@ -174,7 +267,7 @@ def _slurm(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> i
         print(batch.text())
         return 0
     if args.log_dir:
-        args.log_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not, and says nothing
+        args.log_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not, and fails silently
     number = slurm.run_sbatch(batch, environment)
     print(f"shardwise: submitted as job {number}; `squeue -j {number}` shows it, `scancel {number}` ends it.")
     return 0
@@ -193,7 +286,7 @@ def _k8s(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int
         secrets=tuple(args.secret or ()),
         claims={name: path for name, _, path in claims},
     )
-    # what happens to be set here is for all to read there: only what is named goes along
+    # The manifest is readable by others, so only variables that were named are included.
     named = {name: environment[name] for name in (word.partition("=")[0] for word in args.env or ())}
     prefixed = {name: v for name, v in environment.items() if name.startswith(tuple(args.env_prefix or ()))}
     plan = k8s.plan_k8s(job, request, named | prefixed)
@@ -204,17 +297,26 @@ def _k8s(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int
 
 
 def _shares(args: argparse.Namespace) -> list[Share]:
-    hosts = _hosts(args)
-    if args.nodes is not None:
-        if not 1 <= args.nodes <= len(hosts):
-            raise ConfigError(f"--nodes is {args.nodes}, and {len(hosts)} hosts are named.")
-        hosts = hosts[: args.nodes]
-    return shares(hosts, args.nproc)
+    return shares(_hosts(args), args.nproc)
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:
+    """Those that are to be used, as they are named at this moment. Raises `ConfigError`."""
+    hosts = _named_hosts(args)
+    if args.nodes is None:
+        return hosts
+    if not 1 <= args.nodes <= len(hosts):
+        raise ConfigError(f"--nodes is {args.nodes}, and {len(hosts)} hosts are named.")
+    return hosts[: args.nodes]
+
+
+def _named_hosts(args: argparse.Namespace) -> list[Host]:
+    if args.host_discovery_script and (args.hosts or args.hostfile):
+        raise ConfigError("--host-discovery-script names the hosts. Leave out --hosts and --hostfile.")
     if args.hosts and args.hostfile:
         raise ConfigError("--hosts and --hostfile both name the hosts. Give one of them.")
+    if args.host_discovery_script:
+        return choose(hosts_by_script(args.host_discovery_script), args.include, args.exclude)
     if args.hosts:
         return choose(parse_hosts(args.hosts), args.include, args.exclude)
     if not args.hostfile:
@@ -235,6 +337,6 @@ def _words(text: Any) -> tuple[str, ...]:
 
 
 def _name_of(job: Job) -> str:
-    """A name that Slurm and Kubernetes take, from the script's."""
+    """The script's name in a form that Slurm and Kubernetes accept."""
     stem = job.command[0].rpartition(".")[2] if job.is_module else Path(job.command[0]).stem
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:50].strip("-") or "shardwise"

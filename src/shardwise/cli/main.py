@@ -1,7 +1,7 @@
-"""`shardwise VERB ...`: finds the verb's module, imports only that one, and ends with a status.
+"""`shardwise VERB ...`: imports only the module of the verb, and ends with its status.
 
-A verb's module has `add_arguments(parser)` and `run(args) -> int`. Nothing heavy is imported here, so
-that `shardwise --help` answers at once.
+A verb's module has `add_arguments(parser)` and `run(args) -> int`. Nothing heavy is imported here, so that `shardwise
+--help` is fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INTERRUPTED_STATUS = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 refused, 130 interrupted, else the verb's own.
 
-    141 if nobody reads on what it prints.
+    141 if the reader of its output is gone.
     """
     if argv is None:
         atexit.register(gc.freeze)  # [Note: the last collection] in launch/ending.py
@@ -89,7 +89,7 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest option, or choice, where one is not known."""
+    """Suggests the nearest option or choice for an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = self.parse_known_args(args, namespace)

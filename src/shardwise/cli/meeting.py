@@ -1,4 +1,4 @@
-"""Two processes meet over loopback and add two numbers: whether ranks on this machine can talk at all.
+"""Starts two processes that meet over loopback and add two numbers, to check whether ranks can communicate here.
 
 This is the parent, which needs no torch; each rank runs `meeting_rank.py`.
 """
@@ -20,14 +20,14 @@ RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.meeting_rank")
 
 @dataclass(frozen=True)
 class Meeting:
-    """How it went: `trouble` is empty if the sum was right."""
+    """The result: `trouble` is empty if the sum was right."""
 
     seconds: float
     trouble: str = ""
 
 
 def meet(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> Meeting:
-    """Start both ranks, wait for both, and leave none behind. `program` is what a test replaces."""
+    """Start both ranks, wait for both, and leave none running. Tests replace `program`."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
         outputs = [Path(folder) / f"rank{rank}" for rank in range(NUM_RANKS)]
@@ -61,7 +61,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline: f
 
 
 def _environment() -> dict[str, str]:
-    """The children find this very package, however the parent found it."""
+    """The environment in which children import this same package, however the parent found it."""
     here = str(Path(__file__).resolve().parents[2])
     paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

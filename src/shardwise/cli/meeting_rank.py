@@ -1,6 +1,6 @@
 """One of the two ranks that `meeting.meet` starts: meets the other over loopback and checks a sum.
 
-Rank 0 lets the system pick a free port and writes it down in the folder that both share.
+Rank 0 lets the system pick a free port and writes it to the folder that both share.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NUM_RANKS = 2
 
 
 def attend(rank: int, folder: Path, timeout: timedelta) -> int:
-    """Exit status 0 if 1 + 2 is 3 on this rank too."""
+    """Returns exit status 0 if 1 + 2 is 3 on this rank."""
     store = _open_store(folder / "port", timeout) if rank == 0 else _find_store(folder / "port", timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    dist.barrier()  # rank 0 holds the store: it may not leave while the other still asks
+    dist.barrier()  # rank 0 hosts the store and must not leave while the other uses it
     dist.destroy_process_group()
     if total.item() != 3:
         print(f"the sum of 1 and 2 came out as {total.item()}")
@@ -37,7 +37,7 @@ def attend(rank: int, folder: Path, timeout: timedelta) -> int:
 def _open_store(note: Path, timeout: timedelta) -> TCPStore:
     listener = listen_at(LOOPBACK, 0)
     port = listener.getsockname()[1]
-    descriptor = listener.detach()  # TCPStore itself would listen for everybody
+    descriptor = listener.detach()  # TCPStore itself would listen on all interfaces
     store = TCPStore(LOOPBACK, port, NUM_RANKS, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
     draft = note.with_suffix(".draft")
     draft.write_text(str(store.port))

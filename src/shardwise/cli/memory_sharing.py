@@ -1,4 +1,4 @@
-"""Whether processes of this machine can share memory as ranks do."""
+"""Checks whether processes of this machine can share memory as ranks do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _READER = f"import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read({le
 
 
 def obstacle_to_sharing() -> str:
-    """What keeps another process from reading a file without a name that this one has made; "" if nothing does."""
+    """Why another process cannot read an unnamed file of this one; "" if it can."""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd"
     try:

@@ -1,4 +1,4 @@
-"""A model from a Python file, built without memory, as units; and what it holds on a batch from one."""
+"""A model from a Python file, built without memory: its units, and what it holds on a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
-from shardwise.cuts import boxes_for, rows_for, split_of
+from shardwise.cuts import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ModelError, nearest
 from shardwise.experts import AXIS as EXPERTS
@@ -41,7 +41,7 @@ from shardwise.tensor import AXIS, Regions
 def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
-    """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
+    """The units that `plan` makes of `model`, which was built from `source`, and their sizes."""
     choices, rows = _choices(model, plan, mesh), _rows(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
@@ -55,27 +55,25 @@ def units_of(
 
 
 def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Fitted:
-    """`plan` with the offload that its budget comes to, all ranks on one host."""
+    """`plan` with the offload that its budget requires, with all ranks on one host."""
     updates = _updates(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
     return within_budget(model, plan, mesh, ranks, updates, num_states)
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
-    """Which rank along the pipeline has which modules, a line for each; "" without a pipeline."""
+    """Which rank along the pipeline has which modules, one line each; "" without a pipeline."""
     return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
 
 
 def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Where along a pipeline the units of `units_of` lie, and for each the stages that use it; (0, ()) without one."""
+    """The pipeline place of the units of `units_of`, and for each unit the stages that use it; (0, ()) without a
+    pipeline."""
     if not has_pipeline(mesh):
         return 0, ()
-    layout, modules = stage_layout(model, plan, mesh), dict(model.named_modules(remove_duplicate=False))
+    layout = stage_layout(model, plan, mesh)
     place = _largest(model, layout)
-    own = {
-        stage: {param for name in layout.stages[stage] for param in modules[name].parameters()}
-        for stage in layout.at(place)
-    }
+    own = {stage: layout.params_of(model, stage) for stage in layout.at(place)}
     rows = _rows(model, plan, mesh)
     choices = [choice for choice in _choices(model, plan, mesh) if unit_spec(choice, rows, mesh).flats]
     return place, tuple(
@@ -85,7 +83,7 @@ def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tupl
 
 
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
-    """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
+    """The units of rank 0, which has the most; with a pipeline, of the place with the most parameters."""
     places, _ = choices_by_place(model, plan, mesh)
     return places[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else places[0]
 
@@ -95,14 +93,14 @@ def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, Labell
 
 
 def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
-    """Which rank along `ep` has which experts, a line for each, and the elements of a token's rows that all modules
-    with experts send for one of its choices, there; ("", 0) without such ranks."""
+    """Which rank along `ep` has which experts, one line each, and the elements that all expert modules send for one
+    choice of a token, one way; ("", 0) without expert parallelism."""
     experts = expert_split(model, plan, mesh, 0)
     return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
 def _largest(model: nn.Module, layout: StageLayout) -> int:
-    """The place along the pipeline that has most parameters."""
+    """The place along the pipeline with the most parameters."""
     sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]
     return sizes.index(max(sizes))
 
@@ -111,11 +109,11 @@ def activations_of(
     model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh, expert_load: float = EXPERT_LOAD
 ) -> tuple[Activations, int]:
     """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
-    sends there along model axes; under a pipeline what each stage of the rank with most parameters holds.
+    sends along model axes; with a pipeline, for the rank with the most parameters.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
-    this machine has one. Where sequences are split the batch is a rank's part. Experts get `expert_load` times an even
-    share of the tokens, or what their capacity lets all ranks send.
+    this machine has one. With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even
+    share of the tokens, or the most that their capacity lets all ranks send.
     """
     make = _loaded("--batch", source, "train.py:sample_batch")
     try:
@@ -137,7 +135,7 @@ def activations_of(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the first rank of a plan has of a model, to be rehearsed."""
+    """The first rank's part of a model under a plan, to be rehearsed."""
 
     plan: Plan
     table: Table
@@ -146,7 +144,7 @@ class _Parts:
     expert_load: float
 
     def of_stages(self, model: nn.Module, batch: object) -> tuple[Activations, int]:
-        """Of the rank with most parameters; stages of other ranks tell what they hand over."""
+        """For the rank with the most parameters. Stages of other ranks are rehearsed for their outputs."""
         layout = stage_layout(model, self.plan, self.mesh)
         rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
         for place, ledger in enumerate(ledgers):
@@ -154,8 +152,10 @@ class _Parts:
             treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
             treatments.check_stages(own, layout.pieces)
             around, params = self.around(own, ledger), params_by_place(own, layout)[place]
+            split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
+            parts = sequence_parts(split, self.mesh, layout)
             units = self.cut(own, ledger, params)
-            staged = StagedModel(own, layout, place)
+            staged = StagedModel(own, layout, place, parts)
             present = set(own.modules())
             for unit in units:
                 unit.sites = [site for site in unit.sites if site in present]
@@ -166,12 +166,12 @@ class _Parts:
         arrived, largest, sent_bytes = None, _largest(model, layout), 0
         for stage in range(len(layout.stages)):
             place = layout.place_of(stage)
-            arrived = rehearsals[place].go_through(stage, arrived)
+            arrived = rehearsals[place].rehearse(stage, arrived)
             sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
         return rehearsals[largest].together(), sent_bytes
 
     def cut(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
-        """The units of `model`, or of some `params` of it. The model is changed in place, to count in `ledger` what it
+        """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it
         sends."""
         plan, mesh = self.plan, self.mesh
         experts = expert_split(model, plan, mesh, 0)
@@ -186,20 +186,20 @@ class _Parts:
         choices = choices if params is None else of_params(choices, params)
         units = [make_unit(one, rows, mesh, first, ByteMeter(), self.device, on_host=on_host) for one in choices]
         if experts is not None:
-            experts.carry_out(self._line(EXPERTS))  # what tokens send is told apart
+            experts.carry_out(self._line(EXPERTS))  # tokens are counted separately
         if split is not None:
             line = self._line(AXIS, ledger)
             split.carry_out(line, Regions(line))
         return [unit for unit in units if unit.flats]
 
     def around(self, model: nn.Module, ledger: Ledger) -> Around:
-        """What is entered with a twin of `model`, which is still whole, while it computes."""
+        """The context of a twin of `model` while it computes; `model` itself is still whole."""
         has_sequences = SEQUENCE_AXIS in self.mesh.axes and self.mesh.size(SEQUENCE_AXIS) > 1
         over_sequences = rehearsed_by(model, self.plan, self.mesh) if has_sequences else nothing_around
 
         @contextmanager
         def around(twin: nn.Module) -> Iterator[None]:
-            ledger.clear()  # what a rehearsal that is repeated has sent counts once
+            ledger.clear()  # a repeated rehearsal counts once
             with loaded(twin, self.expert_load), over_sequences(twin):
                 yield
 
@@ -210,20 +210,20 @@ class _Parts:
 
 
 def _device() -> torch.device:
-    """Where a job on this machine would compute."""
+    """The device on which a job on this machine would compute."""
     found = TorchAccelerator.found()
     return torch.device(found.kind if found is not None else "cpu")
 
 
 def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
-    """How the optimizer of that name updates each parameter."""
+    """How the optimizer with that name updates each parameter."""
     hidden = set(hidden_matrices(model))
     trained = [param for param in model.parameters() if param.requires_grad]
     return {param: update_by(optimizer, tuple(param.shape), is_hidden=param in hidden) for param in trained}
 
 
 def build_model(source: str) -> nn.Module:
-    """Call `FILE:CALLABLE` on the meta device: parameters take no memory."""
+    """Call `FILE:CALLABLE` on the meta device, where parameters take no memory."""
     build = _loaded("--model", source, "train.py:build_model")
     file, _, name = source.rpartition(":")
     try:
@@ -240,7 +240,7 @@ def build_model(source: str) -> nn.Module:
 
 
 def _loaded(option: str, source: str, example: str) -> Callable[[], Any]:
-    """The callable of `FILE:CALLABLE`, which is what `option` says."""
+    """The callable of `FILE:CALLABLE`, the value of `option`."""
     file, colon, name = source.rpartition(":")
     if not (colon and file and name):
         raise ModelError(f"{option} is {source!r}; write FILE:CALLABLE, such as {example}.")
@@ -248,7 +248,7 @@ def _loaded(option: str, source: str, example: str) -> Callable[[], Any]:
 
 
 def _imported(path: Path) -> ModuleType:
-    """`path` as a module. Files beside it can be imported, as if it had been run."""
+    """`path` as a module. It can import files beside it, as if it were run."""
     if not path.is_file():
         folder = path.parent
         files = [file.name for file in folder.glob("*.py")] if folder.is_dir() else []
@@ -289,7 +289,7 @@ def _callable(module: ModuleType, file: str, name: str) -> Callable[[], Any]:
 
 
 def _needed(build: Callable[..., Any]) -> list[str]:
-    """The arguments without which `build` cannot be called, as far as it says."""
+    """The required arguments of `build`, as far as its signature is known."""
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):  # some built-in callables have no signature

@@ -1,4 +1,4 @@
-"""`shardwise convert ds_config.json plan.yaml`: a DeepSpeed config as a plan, and what became of each of its fields."""
+"""`shardwise convert ds_config.json plan.yaml`: a DeepSpeed config as a plan, with a report on each of its fields."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def _write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{path} is there already. Name a file that is not, or look with --dry-run.") from error
+        raise ConfigError(f"{path} already exists. Name a new file, or use --dry-run to print the plan.") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error

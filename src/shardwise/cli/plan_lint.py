@@ -1,4 +1,4 @@
-"""What is wrong, or unwise, about a plan on this machine, before a job finds out."""
+"""Finds errors and unwise choices in a plan for this machine, before a job runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwise.machine import TorchFacts
 from shardwise.placement import mesh_for, table_for
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Of a processor's flags: what makes bf16 faster than fp32 there."""
+"""Processor flags with which bf16 is faster than fp32."""
 
 
 def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> list[Check]:
-    """Everything there is to say of the plan in `source`, for so many ranks on this machine; one `ok` if nothing."""
+    """All findings for the plan in `source`, on `world_size` ranks of this machine; a single `ok` if there are none."""
     try:
         plan = load_plan(source)
         table_for(plan, mesh_for(plan, world_size))
@@ -52,7 +52,7 @@ def _of_numbers(plan: Plan, facts: TorchFacts) -> Iterator[Check]:
 
 
 def _of_files(plan: Plan) -> Iterator[Check]:
-    """Folders that the plan names, and packages of its trackers."""
+    """The folders that the plan names, and the packages of its trackers."""
     trackers = importlib.import_module("shardwise.monitor.trackers")
     try:
         trackers.check_trackers(plan.trackers or {}, plan.run)

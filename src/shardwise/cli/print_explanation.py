@@ -1,4 +1,4 @@
-"""What `explain` has to say, for people."""
+"""Prints the content of `explain`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ON_DISK = {
     "activations": ON_HOST["activations"],
 }
 AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
-"""What a kind means where all are taken at one moment."""
+"""The meaning of a kind if all are counted at one moment."""
 
 
 def print_explained(explained: Explanation, console: Console, *, full: bool) -> None:
@@ -69,6 +69,9 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
     besides = [Text(said, "dim") for said in (explained.attention, explained.dispatch) if said]
     _section(console, "sent per rank and step", Text(_sent(explained)), *besides)
+    if explained.why_restarted:
+        text = f"An elastic job starts again from its last checkpoint, because {explained.why_restarted}."
+        _section(console, "if a rank is lost", Text(text))
     if explained.tiers is not None:
         said = [*explained.tiers.lines, *_hosts(explained.tiers.num_local)]
         _section(console, "tiers per rank and step", Text("\n".join(said)))
@@ -84,7 +87,7 @@ def _hosts(num_local: int) -> list[str]:
 
 
 def _pipeline_lines(schedule: Schedule, explained: Explanation) -> Iterator[str]:
-    """Who has what, and the grid: a backward drawn twice as long as a forward."""
+    """Which rank has what, and the schedule as a grid: a backward is drawn twice as long as a forward."""
     yield from explained.subject.stages.splitlines()
     yield from picture(schedule).splitlines()
     most = max(most_in_flight(schedule, rank) for rank in range(schedule.num_ranks))
@@ -106,7 +109,7 @@ def print_presets(console: Console) -> None:
 
 
 def _split_over(place: Place) -> Text:
-    """The axes alone: the columns are many and a terminal is narrow."""
+    """Only the axes, because there are many columns and a terminal is narrow."""
     if place.partial:
         return Text(f"partial {'+'.join(place.partial)}", "yellow")
     words = f"{'+'.join(place.shard) or 'copy'}{f', {place.tier}' if place.tier != 'device' else ''}"
@@ -128,7 +131,7 @@ def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
 
 
 def _mesh_grid(explained: Explanation) -> Grid:
-    """Which ranks are on a line of each axis, and what they share."""
+    """The ranks on a line of each axis, and what they share."""
     mesh = explained.mesh
     grid = _grid("", "ranks", "first line", "")
     for axis in mesh.axes:
@@ -146,7 +149,7 @@ def _mesh_grid(explained: Explanation) -> Grid:
 
 
 def _plan_grid(explained: Explanation) -> Grid:
-    """Every value that says something, and where it came from; rows and wires that were left alone do not."""
+    """Every value that matters, and where it came from; unchanged rows and wires are left out."""
     grid = _grid("", "", "")
     for path, value, origin in plan_table(explained.plan):
         if origin == "default" and _says_nothing(path, value, explained.plan):
@@ -157,7 +160,7 @@ def _plan_grid(explained: Explanation) -> Grid:
 
 
 def _says_nothing(path: str, value: object, plan: Plan) -> bool:
-    """Whether a default need not be shown: what is left as it is, and what does not apply."""
+    """Whether a default is not worth showing: it changes nothing, or does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
     if path.startswith("offload."):
@@ -182,13 +185,13 @@ def _table_grid(table: Table) -> Grid:
 
 
 def _place(place: Place) -> Text:
-    """The place without its dtype, as a table has a column for that."""
+    """The place without its dtype, which has a column of its own."""
     words = str(place).removesuffix(place.tier).split(place.dtype)[0].strip()
     return Text(words, "" if words == "copy" else "green")
 
 
 def _below_rows(explained: Explanation) -> Text:
-    """What the rows do not say."""
+    """Facts that the rows do not show."""
     table, mesh = explained.table, explained.mesh
     text = f"computes in {table.compute}; gradients travel in {table.wire}"
     alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
@@ -219,7 +222,7 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
 
 
 def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
-    """A row per unit; neighbours that differ in their number alone share one."""
+    """A row per unit; neighbours that differ only in their number share one."""
     alike = itertools.groupby(
         sizes,
         lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host, size.activations),
@@ -248,6 +251,11 @@ def _bytes_grid(explained: Explanation) -> Grid:
     if explained.images is not None:
         note = f"a copy of what is its own; with what is updated there {format_bytes(explained.images.total)}"
         grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
+    if explained.copies is not None:
+        note = f"{format_bytes(explained.copies.sent)} to another host, behind each next step"
+        if explained.copies.sent_once:
+            note += f"; {format_bytes(explained.copies.sent_once)} once, of what is frozen"
+        grid.add_row(Text("copies of others", "cyan"), format_bytes(explained.copies.kept), "", Text(note, "dim"))
     if explained.held.disk is not None:
         for kind, num_bytes in explained.held.disk.by_kind.items():
             grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))

@@ -1,4 +1,4 @@
-"""What `inspect` and `convert` have to say, for people."""
+"""Prints the results of `inspect` and `convert`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _shape(spec: Spec) -> str:
 
 
 def _file_size(num_bytes: int, there: int | None) -> str:
-    """Of a file that was cut, what there is of it."""
+    """The size of a file; for a truncated one also how much is left."""
     if there == num_bytes:
         return format_bytes(num_bytes)
     if there is None:

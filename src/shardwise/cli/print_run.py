@@ -1,4 +1,4 @@
-"""A run on a terminal: one page, printed once or again and again."""
+"""A run as one page on a terminal, printed once or repeatedly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = {"running": "green", "ended": "blue", "failed": "red", "crashed": "red
 BARS = "▁▂▃▄▅▆▇█"
 NUM_BARS = 60
 MOST_RANKS = 32
-"""Of more, the slow ones are shown, and as many others as there is room for."""
+"""With more ranks, the slow ones are shown, and as many others as fit."""
 MOST_NOTES = 5
 
 
@@ -48,7 +48,7 @@ def _parts(view: RunView) -> Iterator[RenderableType]:
 
 
 def sparkline(values: Sequence[float], width: int = NUM_BARS) -> str:
-    """The course of `values` in a line of bars, each the mean of as many as fall together."""
+    """The course of `values` as a line of bars, each the mean of neighbouring values."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -89,7 +89,7 @@ def _ranks(view: RunView) -> Table:
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Of each tier and kind the rank that has most, and what it was promised."""
+    """For each tier and kind the rank that holds most, with its promised bytes."""
     table = Table(box=None, pad_edge=False, header_style="bold", title="memory, the largest rank", title_justify="left")
     for name in ("tier", "kind", "promised", "measured"):
         table.add_column(name, justify="right" if name in ("promised", "measured") else "left")

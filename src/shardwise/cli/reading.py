@@ -1,4 +1,4 @@
-"""A bar on the terminal while tensors go by."""
+"""A progress bar on the terminal while tensors are read or written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.formats import Spec
 
 @contextmanager
 def bar(console: Console, words: str, num_bytes: int) -> Iterator[Callable[[Spec], None]]:
-    """Inside, call what is given after each tensor. On anything but a terminal nothing is drawn."""
+    """Yields a function to call after each tensor. Draws nothing unless on a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`shardwise report RUN`: a run as one HTML page."""
+"""`shardwise report RUN`: writes a run as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and say where; 0."""
+    """Write the page and print its path; returns 0."""
     view = read_run(args.run)
     path = args.out or view.folder / "report.html"
     try:

@@ -1,4 +1,4 @@
-"""`shardwise bench disk|host|links`: what this machine's tiers give, as a table and as a calibration file."""
+"""`shardwise bench disk|host|links`: measures this machine's tiers, as a table and as a calibration file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Rows = Sequence[Any]
 
 
 def run(program: str, arguments: Sequence[str]) -> int:
-    """Measure, print, and keep what was found."""
+    """Measure, print, and save the results."""
     args = _parser(program).parse_args(arguments)
-    before = read_calibration(args.calibration)  # refused before anything is measured
+    before = read_calibration(args.calibration)  # so that a bad file is refused before anything is measured
     rows, best, after, words = _PROGRAMS[program](args, before)
     path = write_calibration(after, args.calibration)
     if args.json:
@@ -98,7 +98,7 @@ def _links(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[st
 
 
 def _with_progress(what: str, num_steps: int, measure: Callable[[Callable[[Any], None]], Rows]) -> Rows:
-    """On a terminal a bar, on the error stream; elsewhere nothing."""
+    """Show a progress bar on stderr if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:

@@ -1,4 +1,4 @@
-"""`shardwise top RUN`: how a run is doing, live: loss, throughput, memory, and which rank is slow."""
+"""`shardwise top RUN`: shows a run live: loss, throughput, memory, and which rank is slow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def follow(run: str, every_seconds: float, console: Console) -> str:
-    """Show the run again and again until it is over; how it is then."""
+    """Show the run repeatedly until it is over; returns its final status."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             view = read_run(run)

@@ -1,4 +1,4 @@
-"""What the installed torch is and sees. Imported by `doctor` alone, which survives its failing."""
+"""Facts about the installed torch. Imported only by `doctor`, which survives its failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.machine import Gpu, TorchFacts
 
 
 def torch_facts() -> TorchFacts:
-    """Ask torch; sees accelerators of the kind that it was built for. CUDA and ROCm share one name there."""
+    """The facts of torch; sees accelerators of the kind that it was built for. CUDA and ROCm share one name there."""
     gpus, trouble = _gpus()
     return TorchFacts(torch.__version__, _build(), _backends(), gpus, trouble)
 

@@ -6,8 +6,7 @@ from shardwise.comm.data_group import DataGroup
 from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.journal import Journal
-from shardwise.comm.life import is_stopped
-from shardwise.comm.line import Line, Passing, Sum
+from shardwise.comm.line import Line, Passing, Started
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups
@@ -15,7 +14,7 @@ from shardwise.comm.same_batch import require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
-from shardwise.comm.work import Done, Pending, Work
+from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.comm.world import EVERYBODY, Host, Watched, World
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "Host",
     "Journal",
     "Line",
+    "LinkError",
     "Meeting",
     "Pairwise",
     "Part",
@@ -39,13 +39,12 @@ __all__ = [
     "ProcessGroups",
     "SharedBuffer",
     "SharedBuffers",
-    "Sum",
+    "Started",
     "ThreadTransport",
     "Transport",
     "Watched",
     "Work",
     "World",
-    "is_stopped",
     "last_words",
     "link_between",
     "require_same_batch",

@@ -1,9 +1,9 @@
-"""Threads that bring collectives to their end while this rank computes: one for each line that needs it.
+"""Threads that complete collectives while this rank computes: one per line that needs it.
 
-[Note: who goes on] A collective over several hosts has steps that depend on each other: what came over the network has
-to be handed to neighbours, and what neighbours gave has to be summed before it can leave. Done when this rank waits for
-it, nothing would be on its way while it computes; done when it is started, ranks would wait for each other there. Lines
-have threads of their own, so that no line waits for a rank that is late along another one.
+[Note: who goes on] A collective over several hosts has steps that depend on each other: what arrived over the network
+is passed on to neighbours, and what neighbours contributed is summed before it is sent. If that were done in `wait`,
+nothing would be under way while this rank computes; if it were done at the start, ranks would wait for each other
+there. Each line has its own thread, so that no line waits for a rank that is late along another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Queue = SimpleQueue["_Job | None"]
 
 
 class _Job:
-    """A `Work`."""
+    """A `Work` whose steps run on a background thread."""
 
     __slots__ = ("_error", "_is_done", "_steps")
 
@@ -36,24 +36,24 @@ class _Job:
         assert self._steps is not None
         try:
             self._steps()
-        except BaseException as error:  # raised where this is waited for
+        except BaseException as error:  # re-raised in `wait`
             self._error = error
         finally:
-            self._steps = None  # and what it held
+            self._steps = None  # releases what the steps hold
             self._is_done.set()
 
 
 class Background:
-    """Those of one rank. `start` and `close` are its computing thread's to call."""
+    """The background threads of one rank. Only its computing thread calls `start` and `close`."""
 
     def __init__(self, name: str) -> None:
-        """`name` is what threads are called by."""
+        """`name` prefixes the names of the threads."""
         self._name = name
         self._threads: dict[str, tuple[threading.Thread, Queue]] = {}
         self._last: dict[str, _Job] = {}
 
     def start(self, line: str, steps: Callable[[], None]) -> _Job:
-        """Do `steps` after all that was started for `line` before; what they raise is raised by `wait`."""
+        """Run `steps` after everything started for `line` before. `wait` raises what they raise."""
         found = self._threads.get(line)
         if found is None:
             queue: Queue = SimpleQueue()
@@ -65,7 +65,7 @@ class Background:
         return job
 
     def close(self, cut: Callable[[], None]) -> None:
-        """End all threads; `cut` is called if one is not done, and has to end its waits."""
+        """End all threads. `cut` is called if one is still busy, and has to end its waits."""
         if any(not job._is_done.is_set() for job in self._last.values()):
             cut()
         for _, queue in self._threads.values():
@@ -77,7 +77,7 @@ class Background:
 
 
 def _work(queue: Queue) -> None:
-    with torch.inference_mode():  # whatever mode a tensor was made in, it may be written to here
+    with torch.inference_mode():  # so that tensors made in any mode may be written here
         while (job := queue.get()) is not None:
             job.run()
-            del job  # it holds tensors, and the next one may be long in coming
+            del job  # it holds tensors, and the next job may be long in coming

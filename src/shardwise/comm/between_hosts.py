@@ -1,11 +1,12 @@
-"""Collectives of ranks on several hosts: shared memory inside of each, one copy of everything between any two.
+"""Collectives among ranks on several hosts: shared memory within each host, one copy of everything between two hosts.
 
-See [Note: one copy between hosts] in `on_hosts.py` for who carries what, and [Note: who goes on] in `background.py`.
+See [Note: one copy between hosts] in `on_hosts.py` for which rank carries what, and [Note: who goes on] in
+`background.py`.
 
-[Note: sums over hosts] A chunk is summed over the ranks of each host first, in the order of the group and as wide as
-the flat sum is, then over hosts in the order in which the group comes to them. What a host has summed travels as
-`wire`. Each chunk is summed once, on the rank whose it is, so every rank has the same bits; they differ from those of
-the flat order as two orders of a sum do, and on a narrow wire by one more rounding of each other host's sum.
+[Note: sums over hosts] A chunk is summed over the ranks of each host first, in the order of the group and in the dtype
+of the flat sum, then over hosts in the order in which they appear in the group. A host's sum is sent as `wire`. Each
+chunk is summed once, on the rank that owns it, so every rank has the same bits. They differ from those of the flat
+order as two orders of a sum do, and with a narrow wire by one more rounding of each other host's sum.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from shardwise.comm.small import exchange
 from shardwise.comm.work import Pending, Work
 
 _SMALL_BYTES = 2**16
-"""Sums over hosts with one rank each that are smaller take less time than handing them to another thread."""
+"""Sums among hosts with one rank each that are smaller than this take less time than handing them to another thread."""
 _SECOND = 1
-"""Part of a tag: the second half of an all-reduce. Others tell what a rank passes on from what is its own."""
+"""Tag bit for the second half of an all-reduce. Higher bits distinguish chunks that a rank passes on from its own."""
 
 
 class BetweenHosts(Pairwise):
-    """A `Communicator` for groups whose ranks may be anywhere. Those of one host alone go better by `Shared`."""
+    """A `Communicator` for groups whose ranks may be on any hosts. For groups within one host `Shared` is faster."""
 
     def __init__(
         self, transport: Transport, journal: Journal, host_of: Sequence[int], neighbours: Neighbours | None
     ) -> None:
-        """`host_of` is the number of each rank's host, the same on all ranks; `neighbours` are this host's, if any."""
+        """`host_of` is the number of each rank's host, the same on all ranks; `neighbours` are this host's, if there
+        are any."""
         super().__init__(transport, journal)
         self._host_of = host_of
         self._here = host_of[journal.rank]
@@ -130,10 +132,13 @@ class BetweenHosts(Pairwise):
             entry = self.journal.enter("exchange", group, full.numel(), full.dtype, subject)
             chunks = full.chunk(len(group.ranks))
             self._note_gather("exchange", on, group, chunks[0].nbytes)
-            # whoever calls waits at once, so there is nothing to go on beside
+            # the caller waits at once, so a background thread would gain nothing
             Awaited(self.journal, entry, Pending([], _Gather(self, on, group, chunks, entry.tag).run)).wait()
 
         return exchange(message, group, gather)
+
+    def runs_beside(self, group: Group) -> bool:
+        return self._on_hosts(group).num_hosts > 1
 
     def is_on_one_host(self, ranks: Sequence[int]) -> bool:
         return len({self._host_of[rank] for rank in ranks}) == 1
@@ -149,30 +154,30 @@ class BetweenHosts(Pairwise):
     # -- what the steps of a collective are made of ------------------------------------------------------
 
     def post(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        """Begin to send to another host. From any thread, as all of these; raises `LinkError`."""
+        """Start to send to another host. Like all methods here it may be called from any thread; raises `LinkError`."""
         return self._transport.send(tensor, rank, tag)
 
     def expect(self, tensor: Tensor, rank: int, tag: int) -> Work:
         return self._transport.receive(tensor, rank, tag)
 
     def lent(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """The same values in memory that neighbours can read, and whether that is the tensor itself."""
-        if self.lies_open(tensor):
+        """The values in memory that neighbours can read, and whether that is the tensor itself."""
+        if self.is_shared(tensor):
             return tensor, True
-        return self.open_memory(tensor.numel(), tensor.dtype).copy_(tensor), False
+        return self.shared_memory(tensor.numel(), tensor.dtype).copy_(tensor), False
 
-    def lies_open(self, tensor: Tensor) -> bool:
-        """Whether neighbours can read it where it lies."""
-        return self._neighbours is not None and self._neighbours.lies_open(tensor)
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Whether neighbours can read `tensor` where it lies."""
+        return self._neighbours is not None and self._neighbours.is_shared(tensor)
 
-    def open_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that can be offered; where there are no neighbours, any."""
+    def shared_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that can be offered to neighbours; any memory if there are none."""
         if self._neighbours is None:
             return torch.empty(numel, dtype=dtype)
         return self._neighbours.buffer(numel * dtype.itemsize, waits=False).view(dtype)
 
     def offer(self, tensor: Tensor, tag: int, group: Group, on: OnHosts) -> int | None:
-        """Let all neighbours of the group read `tensor`, which is open memory; the offer's number."""
+        """Let all neighbours of the group read `tensor`, which is in shared memory. Returns the offer's number."""
         if self._neighbours is None or not on.neighbours:
             return None
         return self._neighbours.offer(tensor, tag, [group.ranks[place] for place in on.neighbours])
@@ -198,7 +203,8 @@ class BetweenHosts(Pairwise):
         return Awaited(self.journal, entry, self._background.start(entry.line.name, steps))
 
     def _hand_out(self, tensor: Tensor, source: int, on: OnHosts, group: Group, tag: int) -> None:
-        """The root sends to its partner on every other host; who has it first on a host gives it to its neighbours."""
+        """The root sends to its partner on every other host; the first rank of a host to have it gives it to its
+        neighbours."""
         first = source if source in on.near else on.carrier(source)
         if first != on.own:
             self.take(group.ranks[first], tag, _copy_into(tensor))
@@ -209,7 +215,7 @@ class BetweenHosts(Pairwise):
         else:
             self.expect(tensor, group.ranks[source], tag).wait()
         if on.neighbours:
-            self.offer(self.open_memory(tensor.numel(), tensor.dtype).copy_(tensor), tag, group, on)
+            self.offer(self.shared_memory(tensor.numel(), tensor.dtype).copy_(tensor), tag, group, on)
         for message in messages:
             message.wait()
 
@@ -218,7 +224,7 @@ class BetweenHosts(Pairwise):
         self.ledger.crossed(verb, group.axis, len(self._on_hosts(group).far) * num_bytes)
 
     def _note_gather(self, verb: str, on: OnHosts, group: Group, chunk_bytes: int) -> None:
-        """A rank's chunk is for all others, and leaves once for each host."""
+        """A rank's chunk goes to all others, and leaves the host once per other host."""
         self.ledger.sent(verb, group.axis, len(group.others) * chunk_bytes)
         self.ledger.crossed(verb, group.axis, len(on.partners) * chunk_bytes)
 
@@ -234,7 +240,7 @@ class BetweenHosts(Pairwise):
 
 @dataclass
 class _Gather:
-    """Every chunk goes once to each other host, and is read by the neighbours of who receives it."""
+    """Every chunk is sent once to each other host, and read by the neighbours of the rank that receives it."""
 
     comm: BetweenHosts
     on: OnHosts
@@ -264,15 +270,15 @@ class _Gather:
                 self.comm.take(ranks[carrier], _passed_on(self.tag, place), _copy_into(self.chunks[place]))
         for message in leaving:
             message.wait()
-        for number in offered:  # what lies in the caller's memory may be written to next
+        for number in offered:  # the caller may overwrite its memory next
             self.comm.await_readers(number)
 
     def _landing(self, place: int) -> Tensor:
-        """Where what comes from a far place can be read by neighbours."""
+        """Memory for what comes from another host, where neighbours can read it."""
         chunk = self.chunks[place]
-        if not self.on.neighbours or self.comm.lies_open(chunk):
+        if not self.on.neighbours or self.comm.is_shared(chunk):
             return chunk
-        return self.comm.open_memory(chunk.numel(), chunk.dtype)
+        return self.comm.shared_memory(chunk.numel(), chunk.dtype)
 
     def _offer(self, place: int, tensor: Tensor, tag: int) -> int | None:
         """The offer's number, if `tensor` is the caller's own memory."""
@@ -285,7 +291,7 @@ class _Gather:
 
 @dataclass
 class _Sums:
-    """Every host sums its ranks' chunks; who is partner of a far chunk's rank sends it that host's sum."""
+    """Every host sums its ranks' chunks; the partner of a chunk's owner sends the owner that host's sum."""
 
     comm: BetweenHosts
     on: OnHosts
@@ -306,9 +312,9 @@ class _Sums:
         ]
         if on.neighbours:
             is_narrow = self.source.dtype != self.wire
-            given = self.source if not is_narrow and self.comm.lies_open(self.source) else None
+            given = self.source if not is_narrow and self.comm.is_shared(self.source) else None
             if given is None:
-                given = self.comm.open_memory(self.source.numel(), self.wire).copy_(self.source)
+                given = self.comm.shared_memory(self.source.numel(), self.wire).copy_(self.source)
             self.comm.offer(given, self.tag, self.group, on)
         sums = self._sums_of_host([*on.carried, on.own], chunks)
         leaving = [
@@ -329,7 +335,7 @@ class _Sums:
             message.wait()
 
     def _sums_of_host(self, places: Sequence[int], chunks: Sequence[Tensor]) -> list[Tensor]:
-        """Of the chunks at `places` this host's sums, in the order of the group."""
+        """This host's sums of the chunks at `places`, in the order of the group."""
         if not self.on.neighbours:
             return [chunks[place] for place in places]
         dtype = torch.promote_types(self.out.dtype, self.wire)
@@ -357,11 +363,11 @@ class _Sums:
 
 
 def _reduce_all(sums: _Sums, chunks: Sequence[Tensor], wire: torch.dtype) -> None:
-    """The sums, and what each rank has summed for all; `chunks` are those of the result."""
+    """Reduce-scatter, then all-gather of the sums; `chunks` are those of the result."""
     sums.run()
     own = sums.out
     gathered = list(chunks)
-    if own.dtype != wire:  # what travels is rounded, so everybody keeps the rounded sum
+    if own.dtype != wire:  # what is sent is rounded, so all ranks keep the rounded sum
         gathered = [torch.empty_like(chunk, dtype=wire) for chunk in chunks]
         gathered[sums.on.own].copy_(own)
     _Gather(sums.comm, sums.on, sums.group, gathered, sums.tag ^ _SECOND).run()
@@ -371,13 +377,13 @@ def _reduce_all(sums: _Sums, chunks: Sequence[Tensor], wire: torch.dtype) -> Non
 
 
 def _beside(work: Work, background: Background, group: Group) -> Work:
-    """`work` is waited for, with what it does then, by another thread."""
+    """`work`, with its waiting and what follows it done by a background thread."""
     assert isinstance(work, Awaited)
     return work.beside(lambda steps: background.start(group.name, steps))
 
 
 def _passed_on(tag: int, place: int) -> int:
-    """The tag under which a neighbour finds what came from the far `place`."""
+    """The tag under which neighbours find the chunk that came from the far `place`."""
     return tag ^ (place + 1) << 1
 
 

@@ -1,4 +1,4 @@
-"""Where ranks leave word for each other outside the collectives: a few keys in the store at which they met."""
+"""Where ranks post messages for each other outside the collectives: a few keys in the store at which they met."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Board(Protocol):
 
     @property
     def outlives_ranks(self) -> bool:
-        """Whether what was posted can still be read when the rank that posted it is gone, whichever that is."""
+        """Whether what a rank posted can still be read after that rank is gone, whichever rank it is."""
         ...
 
     def publish(self, status: Status) -> None: ...
@@ -40,11 +40,11 @@ class Board(Protocol):
     def fault(self) -> Fault | None: ...
 
     def claim(self, fault: Fault) -> Fault:
-        """Post `fault`, unless there is one already; returns the one that stands."""
+        """Post `fault`, unless there is one already; returns the one that counts."""
         ...
 
     def leave(self, size: int) -> None:
-        """This rank is through with the board; the last of `size` ranks wipes it."""
+        """This rank no longer uses the board; the last of `size` ranks deletes it."""
         ...
 
 
@@ -55,18 +55,18 @@ class BoardError(Exception):
 class StoreBoard:
     """A board in a `torch.distributed` store, over a connection of its own.
 
-    What no member of the job has written there is as if it were not: see [Note: whom ranks believe] in `sealed.py`.
+    Values that no member of the job has written are ignored: see [Note: whom ranks believe] in `sealed.py`.
     """
 
     def __init__(self, store: Store, size: int, seal: Seal | None = None) -> None:
-        """`store` must not be used by anybody else. All `size` ranks of a world make their boards together."""
+        """`store` must not be used by any other code. All `size` ranks of a world create their boards together."""
         store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
         self._store = SealedStore(f"{KEY}/{number}", store, seal or Seal())
 
     @property
     def outlives_ranks(self) -> bool:
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 keeps it, as a rule
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 usually keeps it
 
     def publish(self, status: Status) -> None:
         _answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))
@@ -81,7 +81,7 @@ class StoreBoard:
         text = fault.to_json()
         try:
             return Fault.from_json(_answered(lambda: self._store.compare_set(_FAULT, "", text)))
-        except (CommError, ValueError):  # a stranger's, in the way of ours
+        except (CommError, ValueError):  # written by a stranger
             _answered(lambda: self._store.set(_FAULT, text))
             return fault
 
@@ -98,7 +98,7 @@ class StoreBoard:
         try:
             content = _answered(ask)
             return None if content is None else parse(content)
-        except (CommError, ValueError):  # a stranger's
+        except (CommError, ValueError):  # written by a stranger
             return None
 
 
@@ -112,7 +112,7 @@ def _answered(question: Callable[[], Answer]) -> Answer:
 
 
 def last_words(store: Store, rank: int, prefix: str, seal: Seal | None = None) -> str:
-    """What a rank that is gone was doing when it was last heard of; `""` if it never said."""
+    """What a rank that is gone last reported; `""` if it never reported anything."""
     ending = re.compile(rf".*{re.escape(prefix)}/(?:.*/)?{KEY}/(\d{{1,9}})/{_STATUS}/{rank}", re.DOTALL)
     found = {int(match[1]): match[0] for match in map(ending.fullmatch, store.list_keys()) if match}
     if not found:
@@ -120,12 +120,12 @@ def last_words(store: Store, rank: int, prefix: str, seal: Seal | None = None) -
     name = f"{KEY}/{max(found)}/{_STATUS}/{rank}"
     try:
         return str(Status.from_json(opened(seal or Seal(), name, store.get(found[max(found)]))))
-    except (CommError, ValueError):  # a stranger's
+    except (CommError, ValueError):  # written by a stranger
         return ""
 
 
 def board_of(size: int, seal: Seal, timeout_seconds: float) -> StoreBoard | None:
-    """One in the store at which torch's process group met; `None` where that has but one connection."""
+    """A board in the store at which torch's process group met; `None` if that store has only one connection."""
     store = compat.another_connection()
     if store is None:
         return None

@@ -1,7 +1,7 @@
-"""What the rest of the library asks of communication: verbs, memory to send from, and a life from start to end.
+"""The communication interface of the library: verbs, memory to send from, and start and end of a communicator.
 
-Most code needs the verbs alone, and says so by taking `Collectives`. Who lays out memory asks for `Buffers`. The world,
-which makes and ends them, has a `Communicator`, which is all of it.
+Most code needs only the verbs, and takes `Collectives`. Code that lays out memory takes `Buffers`. The world, which
+creates and closes communicators, has a `Communicator`, which is all of it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
 Lines = Callable[[], Iterable[Sequence[int]]]
-"""Ranks of the world along every line of a kind; asked for where it matters."""
+"""The ranks of the world along every line of a kind; called only if needed."""
 
 
 class Collectives(Protocol):
     """Collectives over the ranks of a group, and messages from one rank to another.
 
-    Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
-    belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
-    a multiple of the group's size, except for `broadcast`, `all_to_all` and messages. `subject` says what is sent, such
-    as the name of a flat buffer: ranks that name different ones are told that they contradict each other. `chunks` are
-    what a tensor is for each rank of the group, for callers who keep them: to cut takes as long as to send little.
+    Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given must not be
+    touched until `wait` returns. All tensors are one-dimensional and contiguous, and their length is a multiple of the
+    group's size, except for `broadcast`, `all_to_all` and messages. `subject` says what is sent, such as the name of a
+    flat buffer: ranks that pass different ones are reported as contradicting each other. `chunks` are the tensor cut
+    into one view per rank, for callers that keep them: cutting takes as long as sending little. Every call raises
+    `FaultError` after a fault, and `StateError` once the world is closed.
     """
 
     ledger: Ledger
     journal: Journal
 
     def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
-        """Fill `full` in place: each rank has put its chunk, the `group.index`-th, where it belongs."""
+        """Fill `full` in place. Each rank has written its chunk, the `group.index`-th."""
         ...
 
     def reduce_scatter(
@@ -52,31 +53,31 @@ class Collectives(Protocol):
     ) -> Work:
         """Sum the ranks' `source` and leave this rank's chunk of it in `out`, in `out`'s dtype.
 
-        Elements travel as `wire` and are summed in `out`'s dtype, in the order of the group, where that is wider.
-        `source`, of which `chunks` are, is given away: others may still read it when this rank's work is done.
+        Elements are sent as `wire` and summed in `out`'s dtype, if that is wider, in the order of the group. `source`
+        (and `chunks`, its views) is given away: other ranks may still read it when this rank's work is done.
         """
         ...
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         """Sum the ranks' `source` into `out` (which may be `source`); bit for bit the same on all of them.
 
-        Each rank's chunk is summed as by `reduce_scatter`; the sums travel as `wire` again, and are rounded to it.
+        Each rank's chunk is summed as in `reduce_scatter`; the sums are sent as `wire` again, and rounded to it.
         """
         ...
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         """Send `sent[i]` to the rank at place i of the group, and fill `arrived[i]` from it.
 
-        Lengths may differ, and what has no elements does not travel; what this rank would send itself is left alone.
+        Lengths may differ, and empty tensors are not sent; this rank's own entries are left alone.
         """
         ...
 
     def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
-        """Give all ranks of the group what the rank `root` (a rank of the world) has, in place."""
+        """Overwrite `tensor` on all ranks of the group with that of `root` (a rank of the world)."""
         ...
 
     def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
-        """Give the last rank of `link` (see `link_between`) this first one's `tensor`."""
+        """Send `tensor` from the first rank of `link` (see `link_between`), this one, to the last."""
         ...
 
     def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
@@ -84,44 +85,49 @@ class Collectives(Protocol):
         ...
 
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
-        """Everybody's message, by place in the group. Blocks. For small things: checks and agreements."""
+        """Every rank's message, by place in the group. Blocks. For small things: checks and agreements."""
+        ...
+
+    def runs_beside(self, group: Group) -> bool:
+        """Whether what is started over `group` proceeds while this rank computes; otherwise the rank does most of it
+        itself, in `wait`. The same on all ranks of the group."""
         ...
 
 
 class Buffers(Protocol):
-    """Memory that collectives can send from without another copy, and memory that ranks have in common."""
+    """Memory that collectives can send from without another copy, and memory that ranks share."""
 
     is_buffer_scarce: bool
-    """Whether memory of `buffer` should go soon: what is to stay is better kept elsewhere."""
+    """Whether memory from `buffer` should be freed soon: what is to stay is better kept elsewhere."""
     is_host: bool
-    """Whether tensors lie in the host's memory, where fresh pages are what costs, and whole buffers may stay."""
+    """Whether tensors are in the host's memory, where fresh pages are what costs, and whole buffers may stay."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of undefined content that can be sent from without another copy."""
         ...
 
     def reclaim(self, tensor: Tensor) -> None:
-        """Blocks until no other rank reads `tensor`, a buffer that was given to a collective and waited for."""
+        """Block until no other rank reads `tensor`, a buffer that was given to a collective and waited for."""
         ...
 
     def rest(self, *, keeps_some: bool) -> None:
-        """Between two steps: let go of the memory that was kept for the next `buffer`, or of most of it."""
+        """Between two steps: free the memory that was kept for the next `buffer`, or most of it."""
         ...
 
     def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> SharedBuffers | None:
-        """Memory that the ranks of the group read as one, each piece as long as the part says.
+        """Memory that the ranks of the group read as one, one piece per part.
 
-        `None` on all of them where they have none. All ranks of the group call, and those of all `lines` for their own:
-        where one of these cannot share, none does, so that all ranks do the same.
+        `None` on all of them if they share no memory. All ranks of the group call, and those of all `lines` for their
+        own line: if one line cannot share, none does, so that all ranks do the same.
         """
         ...
 
 
 class Communicator(Collectives, Buffers, Protocol):
-    """What moves tensors of one kind of memory, from the making of its groups to its end."""
+    """Moves tensors of one kind of memory, from the creation of its groups to its end."""
 
     def prepare(self, mesh: Mesh) -> None:
-        """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
+        """Create what collectives over the axes of `mesh` need. All ranks of the world call."""
         ...
 
     def together(self) -> AbstractContextManager[None]:
@@ -129,11 +135,11 @@ class Communicator(Collectives, Buffers, Protocol):
         ...
 
     def transport(self, group: Group) -> str:
-        """By what the group's bytes travel, in words."""
+        """The name of what carries the group's bytes."""
         ...
 
     def cut(self) -> None:
-        """End every wait of this rank, now and from now on. From any thread."""
+        """End every wait of this rank, now and from now on. May be called from any thread."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Every difference between PyTorch versions (2.11 and later) that communication meets."""
+"""All differences between PyTorch versions (2.11 and later) that concern communication."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessG
 
 
 def all_gather_coalesced(outs: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """Several as one: a backend that can launches them together."""
+    """Several all-gathers, launched together by a backend that can."""
     options = AllgatherOptions()
     options.asyncOp = True
-    # 2.13 renamed this one too; before, a group has the old name alone
+    # renamed in 2.13 too; before, a group has only the old name
     gather: Any = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
     work: dist.Work = gather(outs, owns, options)
     return work
@@ -37,9 +37,9 @@ def reduce_scatter_single(out: torch.Tensor, source: torch.Tensor, group: dist.P
 
 
 def another_connection() -> Store | None:
-    """The store at which the process group met, over a connection that nobody else uses; `None` if it has but one.
+    """The store at which the process group met, over a connection of our own; `None` if the store has only one.
 
-    A client is not safe to share: one thread's question would wait for the answer to another's.
+    A client must not be shared between threads: one thread's question would wait for the answer to another's.
     """
     store: Any = distributed_c10d._get_default_store()  # torch has no public name
     try:
@@ -55,10 +55,11 @@ def twin(store: Any) -> Store:
 
 
 def forget_groups() -> None:
-    """Name the groups that are made from here on as a process would that has made none yet.
+    """Name the next groups as a process would that has created none yet.
 
-    Torch puts a group's number into the names of its keys, and a group that could not be opened has had one: those who
-    tried would look for the others under another name than those who come new. A world that was left behind goes too.
+    Torch puts a group's number into the names of its keys, and counts groups that failed to open. After such a failure
+    the ranks that tried would look for the others under a different name than newcomers. Also destroys the process
+    group of a world that was abandoned.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -66,7 +67,7 @@ def forget_groups() -> None:
 
 
 def is_of_store(store: Store) -> bool:
-    """Whether the process group that is there met at `store`."""
+    """Whether the current process group met at `store`."""
     if not dist.is_initialized():
         return False
     inner: Any = distributed_c10d._get_default_store()
@@ -76,7 +77,7 @@ def is_of_store(store: Store) -> bool:
 
 
 def port_of(store: Store) -> int:
-    """Where the process that keeps it listens; 0 for a store that is not kept by one."""
+    """The port at which the process that keeps the store listens; 0 if no process does."""
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
@@ -84,9 +85,10 @@ def port_of(store: Store) -> int:
 
 
 def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether groups can be split off `group`, one call for all lines of an axis; the same on all ranks.
+    """Whether groups can be split off `group`, with one call for all lines of an axis; the same on all ranks.
 
-    Torch before 2.13 cannot keep one of a group's backends alone, and none splits a group that is bound to no device.
+    Torch before 2.13 cannot keep only one of a group's backends, and no version splits a group that is bound to no
+    device.
     """
     if "backend" not in inspect.signature(dist.split_group).parameters:
         return False

@@ -1,4 +1,5 @@
-"""The data-parallel group of a rank: who trains the same part of the model on other data. And others by axes."""
+"""The data-parallel group of a rank: the ranks that train the same part of the model on other data. Also groups along
+other axes."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ class Exchange(Protocol):
 
 
 class DataGroup:
-    """The ranks along the replica axes of a mesh. What has to be the same for all who hold the same part of the model,
-    or is done by one for all of them, is theirs to agree on: first values, buffers, the order of a backward.
+    """The ranks along the replica axes of a mesh. Whatever has to be the same on all ranks that hold the same part of
+    the model, or is done by one of them for all, goes through this group: first values, buffers, the order of a
+    backward.
 
-    Without model axes in the mesh they are all ranks of the world. With `axes` it is the group along those instead.
+    Without model axes in the mesh these are all ranks of the world. With `axes` it is the group along those axes
+    instead.
     """
 
     def __init__(self, world: World, mesh: Mesh, axes: Sequence[str] | None = None) -> None:
@@ -30,7 +33,7 @@ class DataGroup:
         self._world = world
         self.group = world.everybody
         self.exchange: Exchange = world.exchange
-        """Everybody's message, by place in the group. All of it call, with the same `subject`; blocks."""
+        """Every rank's message, by place in the group. All ranks of the group call, with the same `subject`; blocks."""
         self._lines: tuple[Group, ...] = (self.group,)
         if len(ranks) < world.size:
             self._lines = tuple(world.group(mesh, axis) for axis in along if mesh.size(axis) > 1)
@@ -43,7 +46,7 @@ class DataGroup:
 
     @property
     def place(self) -> int:
-        """This rank's, counted from 0. The first does what one does for all."""
+        """This rank's place, counted from 0. The first rank does what one does for all."""
         return self.group.index
 
     @property
@@ -51,13 +54,14 @@ class DataGroup:
         return self.place == 0
 
     def rank_at(self, place: int) -> int:
-        """Which rank of the world is there."""
+        """The rank of the world at that place."""
         return self.group.ranks[place]
 
     def broadcast(self, tensor: torch.Tensor, subject: str) -> None:
-        """Give all ranks of the group the first one's `tensor`, one-dimensional and contiguous, in place; blocks."""
+        """Overwrite `tensor`, one-dimensional and contiguous, on all ranks of the group with the first one's;
+        blocks."""
         collectives = self._world.collectives(tensor.device)
-        for group in self._lines:  # one axis after the other: there are communicators for those
+        for group in self._lines:  # one axis after the other, because communicators exist per axis
             collectives.broadcast(tensor, group.ranks[0], group, subject).wait()
 
 

@@ -1,19 +1,20 @@
-"""Collectives on GPUs and other accelerators, by the process groups that torch has for them.
+"""Collectives on GPUs and other accelerators, by torch's process groups.
 
-[Note: streams] A collective starts after everything that the caller's current stream has been given, and `wait` makes
+[Note: streams] A collective starts after everything that was queued on the caller's current stream, and `wait` makes
 the current stream, not the host, wait for it. Buffers are allocated and freed under that same stream, so memory that is
-freed on the host while a kernel still reads it is only handed to work queued behind the kernel. That holds as long as
-there is one such stream: memory goes back to the stream that it was taken under, and another one would be given it
-while it is still read. So the stream of the first collective is the only one that is accepted. Gathers and reductions
-have communicators of their own and so run beside each other, on streams of high priority.
+freed on the host while a kernel still reads it is only reused by work queued behind the kernel. That holds only for a
+single stream: memory returns to the stream that it was allocated under, and another stream could be given it while it
+is still read. So only the stream of the first collective is accepted. Gathers and reductions have separate
+communicators and run beside each other, on streams of high priority.
 
-[Note: sums on devices] A backend sums in the dtype that travels: in bf16 256 + 1 + 1 + 1 makes 256. Where the result
-is kept in a wider dtype, chunks are exchanged and then summed in that one, as they are on the CPU; the same number of
-bytes travels. It takes memory for one chunk more than the program counts (this rank's own), and of an all-reduce the
-second half begins when the first is waited for.
+[Note: sums on devices] A backend sums in the dtype that is sent: in bf16 256 + 1 + 1 + 1 makes 256. Where the result is
+kept in a wider dtype, chunks are exchanged and then summed in that dtype, as on the CPU; the number of bytes sent is
+the same. It takes memory for one chunk more than the program counts (this rank's own), and the second half of an
+all-reduce begins when the first is waited for.
 
-[Note: lines of a mesh] Torch demands that all ranks make the same groups in the same order, so what was made already
-must not depend on the lines that a rank is on itself: it is remembered by axis, as size and stride, which say all.
+[Note: lines of a mesh] Torch requires that all ranks create the same groups in the same order, so the record of what
+was created must not depend on which lines a rank is on. It is kept by axis, as size and stride, which determine all
+lines.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DeviceCollectives:
     def __init__(
         self, groups: ProcessGroups, device: RankDevice, host: Collectives, rank: int, world_size: int
     ) -> None:
-        """`host` takes messages to the other ranks: what does not lie on the device has no reason to go there."""
+        """`host` carries messages that are in the host's memory, which need not go through the device."""
         self.ledger = Ledger()
         self.journal = host.journal
         self._host = host
@@ -64,12 +65,12 @@ class DeviceCollectives:
         self._marker = _Marker(device)
         self._lines: dict[str, _OneWay] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
-        """Of each line that has been made."""
+        """Ranks of each line that has been created."""
         self._made: set[tuple[int, int]] = set()
-        """Axes whose lines have been made, each by size and stride; see [Note: lines of a mesh]."""
+        """Axes whose lines have been created, each by size and stride; see [Note: lines of a mesh]."""
         self._stream: Stream | None = None
-        self._put_off: list[_PutOff] | None = None
-        """All-gathers that wait for others, inside of `together`."""
+        self._deferred: list[_DeferredGather] | None = None
+        """All-gathers deferred inside `together`."""
         self.journal.device_wait = self._marker.awaited
 
     def prepare(self, mesh: Mesh) -> None:
@@ -85,7 +86,7 @@ class DeviceCollectives:
                     self._made.add(key)
 
     def _line(self, mesh: Mesh, axis: str) -> ProcessGroup:
-        """The group of this rank's line along `axis`, while the others make theirs."""
+        """The group of this rank's line along `axis`; the other ranks create theirs in the same calls."""
         lines = mesh.groups(axis)
         if self._groups.can_split:
             return self._groups.split(lines, is_urgent=True)
@@ -100,31 +101,31 @@ class DeviceCollectives:
         own = chunks[group.index] if chunks else full.narrow(0, group.index * numel, numel)
         self._count("gather", group, numel, full.dtype)
         by_group = self._line_of(group).gathers
-        if self._put_off is None:
+        if self._deferred is None:
             return self._started(entry, group, lambda by: by.all_gather(full, own, by_group))
-        put_off = _PutOff(full, own, by_group, self._launch)
-        self._put_off.append(put_off)
-        return self._started(entry, group, lambda _: put_off)
+        deferred = _DeferredGather(full, own, by_group, self._launch)
+        self._deferred.append(deferred)
+        return self._started(entry, group, lambda _: deferred)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """[Note: gathers as one] What a unit's flat buffers are gathered by is launched as one kernel for each line and
-        dtype: with adapters half of the launches. All ranks come here with the same ones, as programs are the same."""
-        self._put_off = []
+        """[Note: gathers as one] The gathers of a unit's flat buffers are launched as one kernel per line and dtype;
+        with adapters that halves the launches. All ranks defer the same ones, because their programs are the same."""
+        self._deferred = []
         try:
             yield
         finally:
             try:
                 self._launch()
             finally:
-                self._put_off = None
+                self._deferred = None
 
     def _launch(self) -> None:
-        """Start what was put off."""
-        waiting = self._put_off or []
+        """Start the deferred gathers."""
+        waiting = self._deferred or []
         if waiting:
-            self._put_off = []
-        alike: dict[tuple[int, torch.dtype], list[_PutOff]] = {}
+            self._deferred = []
+        alike: dict[tuple[int, torch.dtype], list[_DeferredGather]] = {}
         for one in waiting:
             alike.setdefault((id(one.by_group), one.full.dtype), []).append(one)
         for some in alike.values():
@@ -132,7 +133,7 @@ class DeviceCollectives:
             if len(some) == 1:
                 work = self._groups.all_gather(fulls[0], owns[0], by_group)
             else:
-                work = _OfSeveral(self._groups.all_gather_coalesced(fulls, owns, by_group))
+                work = _CoalescedWork(self._groups.all_gather_coalesced(fulls, owns, by_group))
             for one in some:
                 one.work = work
 
@@ -158,7 +159,7 @@ class DeviceCollectives:
             )
         summed = out if out.dtype == wire else torch.empty_like(out, dtype=wire)
         return self._started(
-            entry, group, lambda by: by.reduce_scatter(summed, sent, by_group), lambda: _land(summed, out)
+            entry, group, lambda by: by.reduce_scatter(summed, sent, by_group), lambda: _copy_unless_same(summed, out)
         )
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
@@ -180,11 +181,13 @@ class DeviceCollectives:
             return self._started(entry, group, lambda by: by.swap_chunks(arrived, summed, by_group), gather_sums)
         if out.dtype == wire and summed.data_ptr() != out.data_ptr():
             summed = out.copy_(source)
-        return self._started(entry, group, lambda by: by.all_reduce(summed, by_group), lambda: _land(summed, out))
+        return self._started(
+            entry, group, lambda by: by.all_reduce(summed, by_group), lambda: _copy_unless_same(summed, out)
+        )
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
-        """Among ranks of several axes it is one of the whole world, in which the others are sent nothing."""
-        entry = self._enter("all_to_all", group, 0, sent[0].dtype, subject)  # each pair has a length of its own
+        """For ranks of several axes this is one over the whole world, in which the other ranks are sent nothing."""
+        entry = self._enter("all_to_all", group, 0, sent[0].dtype, subject)  # lengths differ per pair
         self.ledger.called("all_to_all", group.axis)
         for place, tensor in enumerate(sent):
             self.ledger.sent("all_to_all", group.axis, tensor.nbytes if place != group.index else 0)
@@ -208,19 +211,20 @@ class DeviceCollectives:
         entry = self._enter("message", link, tensor.numel(), tensor.dtype, subject)
         self.ledger.called("send", link.axis)
         self.ledger.sent("send", link.axis, tensor.nbytes)
-        by_group = self._way(link)
+        by_group = self._link_group(link)
         return self._started(entry, link, lambda by: by.send(tensor, link.ranks[1], by_group))
 
     def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
         entry = self._enter("message", link, tensor.numel(), tensor.dtype, subject)
         self.ledger.called("receive", link.axis)
-        by_group = self._way(link)
+        by_group = self._link_group(link)
         return self._started(entry, link, lambda by: by.receive(tensor, link.ranks[0], by_group))
 
-    def _way(self, link: Group) -> ProcessGroup:
-        """[Note: ways] A backend queues the messages between two ranks one behind the other, both ways alike, and two
-        ranks that each begin with a message to the other would wait for ever. So each way has a communicator: up the
-        ranks that of gathers, down that of reductions; links join ranks of one line along an axis."""
+    def _link_group(self, link: Group) -> ProcessGroup:
+        """[Note: ways] A backend queues the messages between two ranks one behind the other, in both directions
+        together, so two ranks that each begin by sending to the other would wait for ever. Hence each direction has its
+        own communicator: towards higher ranks that of gathers, towards lower ranks that of reductions. A link joins
+        ranks of one line along an axis."""
         source, target = link.ranks
         lines = [line for line, ranks in self._ranks.items() if source in ranks and target in ranks]
         line = self._lines[min(lines, key=lambda line: len(self._ranks[line]))]
@@ -228,6 +232,9 @@ class DeviceCollectives:
 
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return self._host.exchange(message, group, subject)
+
+    def runs_beside(self, group: Group) -> bool:  # noqa: ARG002
+        return True  # on streams of their own
 
     # -- memory -----------------------------------------------------------------------------------------
 
@@ -238,10 +245,10 @@ class DeviceCollectives:
         """What comes next on the stream comes after what was sent."""
 
     def rest(self, *, keeps_some: bool) -> None:
-        """Torch's allocator keeps what it keeps."""
+        """Torch's allocator has its own cache."""
 
     def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> None:
-        """Devices have no memory in common."""
+        """Devices share no memory."""
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ class DeviceCollectives:
         return self._lines[group.line]
 
     def _enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype, subject: str) -> Entry:
-        """Into the journal, if the current stream is the one: see [Note: streams]."""
+        """Enter it in the journal, after checking the current stream: see [Note: streams]."""
         if self._device.accelerator is not None:
             stream = self._device.accelerator.current_stream()
             if self._stream is None:
@@ -296,14 +303,14 @@ class DeviceCollectives:
 
 _OTHER_STREAM = (
     "This forward, backward or step runs under another stream than the ones before it, and memory that one of them "
-    "lets go would be given to the other while it is still read. Make the engine, and run all that its model does, "
-    "under one stream; others are for what is outside of the model."
+    "frees would be reused by the other while it is still read. Make the engine, and run everything that its model "
+    "does, under one stream; other streams are for work outside of the model."
 )
 
 
 @dataclass
-class _PutOff:
-    """An all-gather that is to be launched with others."""
+class _DeferredGather:
+    """An all-gather that is to be launched together with others."""
 
     full: Tensor
     own: Tensor
@@ -319,8 +326,8 @@ class _PutOff:
         self.work.wait()
 
 
-class _OfSeveral:
-    """What was launched as one: the stream that waits for one of them has waited for all."""
+class _CoalescedWork:
+    """One launch shared by several gathers: a stream that has waited for one of them has waited for all."""
 
     def __init__(self, work: TorchWork) -> None:
         self._work: TorchWork | None = work
@@ -332,7 +339,7 @@ class _OfSeveral:
 
 
 class _Queued:
-    """A work of torch's that fails as links do."""
+    """A torch work whose failure is raised as a `LinkError`."""
 
     def __init__(self, work: TorchWork, group: Group) -> None:
         self._work = work
@@ -349,8 +356,9 @@ class _Queued:
 class _Marker:
     """How far the device has come: an event behind the last collective that the host has waited for.
 
-    [Note: waits on the device] The host runs ahead and never blocks in `wait`. A rank whose event does not come
-    although the host has queued nothing behind it since the last look is waiting, for that collective or one before.
+    [Note: waits on the device] The host runs ahead and never blocks in `wait`. If a rank's event has not completed
+    although the host has queued nothing since the last check, the device is waiting for that collective or an earlier
+    one.
     """
 
     def __init__(self, device: RankDevice) -> None:
@@ -366,7 +374,7 @@ class _Marker:
             self._entry = entry
 
     def awaited(self) -> Entry | None:
-        """Asked by the watch, from its own thread, whose current device is another one: see `devices.py`."""
+        """Called by the watchdog from its own thread, whose current device is a different one: see `devices.py`."""
         entry = self._entry
         if entry is None or self._event is None:
             return None
@@ -375,7 +383,7 @@ class _Marker:
 
 
 class _Marked:
-    """A work that leaves a mark on the stream once it has been waited for."""
+    """A work that records the marker's event once it has been waited for."""
 
     def __init__(self, awaited: Awaited, marker: _Marker, entry: Entry) -> None:
         self._awaited = awaited
@@ -388,12 +396,12 @@ class _Marked:
 
 
 def _spread(tensors: Sequence[Tensor], group: Group, world_size: int) -> list[Tensor]:
-    """By rank of the world what is by place in the group; nothing for ranks outside."""
+    """The tensors by rank of the world instead of by place in the group; empty ones for ranks outside."""
     by_rank = dict(zip(group.ranks, tensors, strict=True))
     return [by_rank.get(rank, tensors[0][:0]) for rank in range(world_size)]
 
 
-def _land(arrived: Tensor, out: Tensor) -> None:
+def _copy_unless_same(arrived: Tensor, out: Tensor) -> None:
     if arrived.data_ptr() != out.data_ptr():
         out.copy_(arrived)
 

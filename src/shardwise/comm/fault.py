@@ -1,4 +1,4 @@
-"""A fault between ranks as every rank raises it: found by one of them, told to all."""
+"""A fault between ranks, as every rank raises it: found by one of them, delivered to all."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Fault:
     action: str = ""
     origin: int = -1
     goes_on: bool = False
-    """Whether the ranks that live make a new world, in the same processes."""
+    """Whether the surviving ranks form a new world, in the same processes."""
 
     def error(self) -> FaultError:
-        """A new exception each time: one that is raised twice would grow two tracebacks."""
+        """A new exception each time: one that is raised twice would accumulate two tracebacks."""
         next_one = (
             "the others go on in a new world (`membership.regroup`)."
             if self.goes_on
@@ -45,6 +45,6 @@ class Fault:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Fault:
-        """Raises `ValueError` for what is none."""
+        """Raises `ValueError` for anything else."""
         plain = plain_data.read(text.encode() if isinstance(text, str) else text, _SHAPE)
         return cls(**{**plain, "ranks": tuple(plain["ranks"])})

@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from shardwise.job_folder import BAD_BATCH, LEFT_OUT, RECORD_PATH
+
 if TYPE_CHECKING:
     from shardwise.comm.world import World
 
-RECORD_PATH = "record-path"
-"""In the folder of a membership: where the run's record is, as the rank that writes it has said."""
-BAD_BATCH = "bad-batch"
-"""In that folder: the plan's `bad_batch`, for the launcher."""
-LEFT_OUT = "left-out"
-"""In that folder: JSON, a list of the steps whose batches the launcher has had left out so far. It grows before a
-generation is announced, and so is the same for all who enter that."""
+__all__ = ["BAD_BATCH", "LEFT_OUT", "RECORD_PATH", "Membership", "Regrouped"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,11 @@ class Membership(Protocol):
     def leave(self) -> None:
         """Ask to leave at the next step boundary: `changes_wanted` becomes true on all, and the `regroup` that follows
         raises `TurnedAwayError` here, with `has_asked`. From any thread."""
+        ...
+
+    def needs_all(self) -> None:
+        """What this rank trains cannot lose a rank: if one is lost, the launcher is to start all again, from the last
+        checkpoint."""
         ...
 
     def regroup(self, world: World, told: bytes, *, lets_in: bool = True) -> Regrouped:

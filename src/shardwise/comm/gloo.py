@@ -34,11 +34,11 @@ class _Message:
 
 
 class GlooTransport:
-    """Point-to-point messages of a gloo process group. Any dtype travels.
+    """Point-to-point messages of a gloo process group, of any dtype.
 
     [Note: breaking a wait] gloo has no abort (torch 2.13: `abort()` returns and the wait goes on), a timeout given to
-    one wait closes every connection, and a rank that is no neighbour of a dead one notices nothing. What ends a
-    blocked wait, in milliseconds, is to shut its sockets down. The group is of no use afterwards.
+    one wait closes every connection, and a rank that does not communicate with a dead one notices nothing. Shutting
+    down its sockets ends a blocked wait within milliseconds. The group is unusable afterwards.
     """
 
     name = "gloo"
@@ -67,7 +67,8 @@ class GlooTransport:
         return self._sockets.closed_ranks()
 
     def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Know which connections are to whom. All ranks call; `exchange` gives everybody's message, by rank."""
+        """Find out which connection leads to which rank. All ranks call; `exchange` returns every rank's message, by
+        rank."""
         self._sockets.keep_mirrored(rank, exchange)
 
     def cut(self) -> None:
@@ -78,7 +79,7 @@ class GlooTransport:
 
 
 def _broken(rank: int, error: RuntimeError) -> LinkError:
-    """gloo wraps a few words in the name of its source file and in advice."""
-    said = str(error)
-    reason = next((words for words in _REASONS if words in said), said.partition("\n")[0])
+    """Extracts the reason from gloo's message, which surrounds it with source file names and advice."""
+    text = str(error)
+    reason = next((words for words in _REASONS if words in text), text.partition("\n")[0])
     return LinkError(rank, f"The connection to rank {rank} broke: {reason}.")

@@ -13,18 +13,18 @@ _MOST_LISTED = 16
 class Group:
     """The ranks along one axis, in its order, and this rank's place among them.
 
-    Made once and kept: what is worked out here takes as long as there are ranks.
+    Create it once and keep it: the constructor takes time proportional to the number of ranks.
     """
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     is_link: bool = False
-    """Whether it is the way of messages from the first rank to the last; see `link_between`."""
+    """Whether it is a link for messages from the first rank to the last; see `link_between`."""
     others: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     """Place and rank of the others, beginning with the right-hand neighbour."""
     line: str = field(init=False, repr=False, compare=False)
-    """The ranks as a short text, equal for equal ranks only: a key whose hash is worked out once."""
+    """The ranks as a short text, equal only for equal ranks: a key whose hash is computed once."""
     name: str = field(init=False, repr=False, compare=False)
     """The axis and the line, `"dp 0-6/4"`."""
 
@@ -38,15 +38,16 @@ class Group:
 
 
 def link_between(axis: str, source: int, target: int, rank: int, name: str) -> Group:
-    """The way of messages from `source` to `target`, of which this `rank` is one; they lie along `axis`.
+    """The link for messages from `source` to `target`, of which `rank` is one; both are on one line along `axis`.
 
-    A line of its own in the journal: nothing that other ranks do, or that goes the other way, is counted along it.
+    It is a line of its own in the journal: other ranks' messages, and those of the other direction, are not counted on
+    it.
     """
     return Group(f"{axis}:{name}", (source, target), int(rank == target), is_link=True)
 
 
 def line_of(ranks: Sequence[int]) -> str:
-    """`"0-6/4"`: the first, the last and how many. Ranks that are not evenly spaced have a checksum behind that."""
+    """`"0-6/4"`: the first, the last and how many. A list or checksum follows if the ranks are not evenly spaced."""
     first, last, num_ranks = ranks[0], ranks[-1], len(ranks)
     stride = (last - first) // (num_ranks - 1) if num_ranks > 1 else 1
     short = f"{first}-{last}/{num_ranks}"

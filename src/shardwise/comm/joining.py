@@ -1,4 +1,4 @@
-"""From the environment of a process to its place among the ranks, and to the process group of all of them."""
+"""From the environment of a process to its rank, and to the process group of all ranks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from shardwise.listening import listen_at
 from shardwise.places import Place, address_of, number_in
 
 LATER_SECONDS = 10
-"""gloo's own timeout closes connections and names nobody: the watch is to be there before it."""
+"""gloo's own timeout closes connections and names no rank, so the watchdog's has to come first."""
 MEMBER = "SHARDWISE_MEMBER"
-"""Where an elastic launcher writes which member a process is."""
+"""An elastic launcher sets it to the member number of the process."""
 _NONE = "rank {rank} has no accelerator of its own"
 _TWICE = "ranks {first} and {rank} are shown the same device ({identity})"
 _log = logging.getLogger("shardwise")
 
 
 class JoinedTransport(Transport, Protocol):
-    """One between ranks that have just met."""
+    """A transport between ranks that have just met."""
 
     def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Find out how to know of the end of others. All ranks call; `exchange` gives everybody's message, by rank."""
+        """Prepare to detect the end of other ranks. All ranks call; `exchange` returns every rank's message, by
+        rank."""
         ...
 
 
@@ -55,9 +56,9 @@ class Opened:
 
 
 def device_of(place: Place) -> RankDevice:
-    """The accelerator that this rank would compute on, by its place among the ranks of its host; else the CPU.
+    """The accelerator for this rank, by its place among the ranks of its host; else the CPU.
 
-    Where each process is shown one device alone, that is it, whatever its place.
+    If each process is shown a single device, it is that one, whatever its place.
     """
     accelerator = TorchAccelerator.found()
     if accelerator is None or not _has_backend(accelerator.kind):
@@ -67,13 +68,13 @@ def device_of(place: Place) -> RankDevice:
 
 
 def backend_of(kind: str) -> str:
-    """Torch's name for what moves tensors between devices of a kind: `nccl`, `xccl`, `hccl`."""
+    """Torch's name of the backend for a kind of device: `nccl`, `xccl`, `hccl`."""
     name: str = dist.get_default_backend_for_device(kind)
     return name
 
 
 def _has_backend(kind: str) -> bool:
-    """Whether this torch can move tensors between devices of a kind without a way over the host."""
+    """Whether this torch can send between devices of a kind without going through the host."""
     try:
         return backend_of(kind) != "gloo" and bool(dist.is_backend_available(backend_of(kind)))
     except ValueError:  # torch knows none
@@ -81,7 +82,7 @@ def _has_backend(kind: str) -> bool:
 
 
 def refusal_of(identities: Sequence[str]) -> str:
-    """Why ranks with devices of these identities have not one each; `""` if they have. `""` is who has none."""
+    """Why ranks whose devices have these identities (`""`: no device) do not have one device each; `""` if they do."""
     first: dict[str, int] = {}
     for rank, identity in enumerate(identities):
         if not identity:
@@ -92,10 +93,10 @@ def refusal_of(identities: Sequence[str]) -> str:
 
 
 def agree_on_devices(store: Store, rank: int, size: int, identity: str) -> str:
-    """Why the ranks have no device each, the same on all of them; `""` if they have. All ranks call.
+    """Why not every rank has a device of its own, the same on all of them; `""` if every rank has. All ranks call.
 
-    `identity` tells this rank's device from all others, and is `""` if it has none. Two ranks on one device cannot be
-    served, and one of them alone would know. Store errors are raised as they come, `RuntimeError`.
+    `identity` distinguishes this rank's device from all others, and is `""` if it has none. Two ranks on one device
+    cannot be served, and only one of them would notice. Store errors are raised as they come, `RuntimeError`.
     """
     number = store.add(f"devices/{rank}", 1)  # a rank may meet the others several times
     prefix = f"devices-{number}"
@@ -115,10 +116,9 @@ def agree_on_devices(store: Store, rank: int, size: int, identity: str) -> str:
 def open_process_group(
     place: Place, env: Mapping[str, str], timeout_seconds: float, patience_seconds: float, *, by_mpi: bool
 ) -> Opened:
-    """Meet the others, then open torch's group: for what lies on the host by gloo or by MPI, and another backend for
-    devices.
+    """Meet the other ranks, then open torch's group: gloo or MPI for host memory, and another backend for devices.
 
-    Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
+    Keys carry the attempt, so that after a restart no rank reads what a dead generation wrote.
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
@@ -146,7 +146,7 @@ def open_process_group(
         device, why = agreed_device(own_store, rank, size, place)
         return open_groups(own_store, rank, size, timeout, Opened(device, why), by_mpi=by_mpi)
     except (CommError, ConfigError):
-        raise  # it says all there is to say
+        raise  # its message is complete
     except (RuntimeError, OSError) as error:
         raise CommError(
             f"{who} could not meet the others at {where}: {error}. Is the address right, "
@@ -168,7 +168,7 @@ def _store_at(
     if not is_host:
         _await_host(place.rank, host, port, deadline, patience_seconds)
         return TCPStore(host, port, place.size, is_master=False, timeout=timeout, wait_for_workers=False)
-    descriptor = listen_at(host, port).detach()  # as torch would, but that we alone tell of a port that is taken
+    descriptor = listen_at(host, port).detach()  # as torch would, but with our own error for a port that is taken
     return TCPStore(
         host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
@@ -177,7 +177,7 @@ def _store_at(
 def _store_by_mpi(
     place: Place, env: Mapping[str, str], timeout: datetime.timedelta, deadline: float, patience_seconds: float
 ) -> tuple[Place, Store, str]:
-    """The place that MPI gives this process, and a store whose address rank 0 tells by MPI. All ranks call."""
+    """This process's rank by MPI, and a store whose address rank 0 sends by MPI. All ranks call."""
     from shardwise.comm.mpi.address import addresses_of_this_host, confirm, connect, invite, invited
     from shardwise.comm.mpi.session import checked_session
 
@@ -187,7 +187,7 @@ def _store_by_mpi(
         invitation = invited(session, deadline, patience_seconds)
         return place, *connect(invitation, session.size, timeout, deadline)
     is_local = place.local_size == place.size
-    # who is near comes by the loopback interface, who is far by any other: so it is that one, or all
+    # local ranks connect by the loopback interface, others by any: listen on the former, or on all
     listener = listen_at("127.0.0.1" if is_local else "", number_in(env, "MASTER_PORT", 0))
     port = listener.getsockname()[1]
     address = env.get("MASTER_ADDR", "")
@@ -201,7 +201,7 @@ def _store_by_mpi(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    session.kept.append(store)  # ranks may still leave the board when this one has closed its world
+    session.kept.append(store)  # other ranks may still use the board when this rank has closed its world
     confirm(store, invite(session, addresses, port))
     return place, store, f"{addresses[0]}:{port}"
 
@@ -209,10 +209,10 @@ def _store_by_mpi(
 def open_groups(
     store: Store, rank: int, size: int, timeout: datetime.timedelta, opened: Opened, *, by_mpi: bool
 ) -> Opened:
-    """Torch's own group, and what carries messages of the host's memory.
+    """Open torch's own group, and the transport for host memory.
 
-    The backend of a device connects at once, and those sockets are its own: gloo then has a group beside it, so that
-    what is found to be opened is gloo's.
+    A device's backend connects at once, with sockets of its own. So gloo gets a separate group beside it, and the
+    sockets that are found to be opened are gloo's.
     """
     device = opened.device.device
     settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
@@ -239,7 +239,7 @@ def open_groups(
 
 
 def open_beside(opened: Opened) -> None:
-    """A gloo group beside the process group that is there: one of our own, which a fault may break."""
+    """Open a gloo group of our own beside the existing process group; a fault may break it."""
     with opened_inside() as sockets:
         opened.beside = dist.new_group(backend="gloo")
     assert opened.beside is not None
@@ -247,7 +247,7 @@ def open_beside(opened: Opened) -> None:
 
 
 def open_mpi(opened: Opened) -> None:
-    """Messages by MPI, between the ranks of the process group that is there. All ranks call."""
+    """Messages by MPI among the ranks of the existing process group. All ranks call."""
     from shardwise.comm.mpi.backend import ranks_communicator
     from shardwise.comm.mpi.session import session
     from shardwise.comm.mpi.transport import MpiTransport
@@ -264,14 +264,14 @@ def world_group() -> dist.ProcessGroup:
 
 
 def agreed_device(store: Store, rank: int, size: int, place: Place) -> tuple[RankDevice, str]:
-    """This rank's device, if all ranks have one each, else the CPU, and why if that is no matter of course."""
+    """This rank's device, if every rank has one; else the CPU, and why, if there are accelerators."""
     device = device_of(place)
     why = agree_on_devices(store, rank, size, device.identity)
     return (RankDevice.cpu(), why if TorchAccelerator.found() is not None else "") if why else (device, "")
 
 
 def _await_host(rank: int, host: str, port: int, deadline: float, patience_seconds: float) -> None:
-    """Return once somebody answers at rank 0's address; say so while nobody does. Raises `OSError` at the deadline."""
+    """Return once rank 0's address answers; warn while it does not. Raises `OSError` at the deadline."""
     started, warn_after = time.monotonic(), patience_seconds
     while True:
         try:

@@ -1,21 +1,21 @@
 """What this rank is doing, in a few plain attributes that another thread may read at any time.
 
-[Note: tags] Along each line of ranks a tag is carried from collective to collective: a checksum of every
-collective that this rank has entered there, by verb, subject, dtype and length. Two ranks whose histories agree
-have equal tags, and two that disagreed once never have again. Messages between ranks bear the tag, so that two
-different messages cannot meet, however alike they look; and the watch compares tags to tell a rank that
+[Note: tags] Along each line of ranks a tag is carried from collective to collective: a checksum of every collective
+that this rank has entered there, by verb, subject, dtype and length. Two ranks whose histories agree have equal tags,
+and two that disagreed once never have equal tags again. Messages between ranks carry the tag, so that two different
+messages cannot be matched however alike they look; and the watchdog compares tags to distinguish a rank that
 contradicts the others from one that is merely late.
 
-What a collective is called in the text of errors (moment and action) is not part of the tag: a rank that left the
-recorded order, and gathers just in time what others gather ahead, still sends the same messages.
+The name of a collective in errors (moment and action) is not part of the tag: a rank that left the recorded order, and
+gathers just in time what others gather ahead, still sends the same messages.
 
-What sends nothing by itself, but has to be the same on all ranks, can be marked (`Journal.mark`). A mark goes into the
-tags of all that this rank enters afterwards, along any line, so that the next collective tells a rank that has not
+What sends nothing by itself but has to be the same on all ranks can be marked (`Journal.mark`). A mark enters the tags
+of everything that this rank enters afterwards, along any line, so that the next collective exposes a rank that has not
 done the same.
 
 [Note: links] A message from one stage of a pipeline to the next is entered by two ranks only, each at another point of
-its own step: one of them may have run more backwards by then, and marks are not in one order with it. So neither goes
-into the tags of a link, which are made of its own messages alone.
+its own step: one of them may have run more backwards by then, and marks have no common order with it. So neither enters
+the tags of a link, which depend on its own messages alone.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ from shardwise.telemetry import StepClock
 NUM_REMEMBERED = 32
 _NUM_MOMENTS = 64
 _NUM_MARKS = 64
-"""So many of the marks between two collectives are told."""
+"""How many of the marks between two collectives are reported."""
 _NUM_MARKED = 4
-"""Of so many collectives: reports go out twice a second."""
-_TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
+"""For how many collectives: reports go out twice a second."""
+FIRST_SIDE_TAG = 2**30
+"""Tags from here on are those of `side_channel.py`. gloo's tags are not negative, and have 32 bits."""
+_TAGS = FIRST_SIDE_TAG - 1
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
@@ -58,9 +60,9 @@ _COLLECTIVES = tuple(
     for name in ("pairwise", "between_hosts", "device_collectives", "small", "shm/collectives", "shm/buffers")
 )
 _CLOSED = "closed"
-_EXCHANGE = "World.exchange"  # which many call, for different ends
-_LOOKING = threading.Lock()
-# One is made for every collective: number, tag, action, what it is called without one, length, backwards, marks.
+_EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more
+_FRAMES_LOCK = threading.Lock()
+# One per collective: number, tag, action, its name if there is no action, length, backwards, marks.
 _Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
 
 
@@ -88,23 +90,23 @@ class Entry:
 
 
 class Journal:
-    """Written by the thread that computes, read by the watch. Nothing here locks, blocks or talks to anybody."""
+    """Written by the computing thread, read by the watchdog. Nothing here locks, blocks or communicates."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.moment: Moment | None = None
-        """Where the program has come to."""
+        """The moment of the program that was reached last."""
         self.action: Action | None = None
-        """What it is doing there; `None` between two moments."""
+        """The action that is running; `None` between two moments."""
         self.num_backwards = 0
-        """Backwards since the last optimizer step. Part of the tag: where gradients wait at home until the step, a
-        backward left out would go unnoticed otherwise."""
+        """Backwards since the last optimizer step. Part of the tag, because where gradients wait on their own rank
+        until the step a missing backward would go unnoticed."""
         self.part = ""
-        """Of a model whose parts lie on different ranks, such as stages of a pipeline, what this rank has."""
+        """This rank's part of a model whose parts are on different ranks, such as stages of a pipeline."""
         self.error = ""
-        """The exception that cut the last forward short, in words."""
+        """The exception that ended the last forward early, in words."""
         self.clock = StepClock()
-        """How long this rank has waited for others, and what it does besides."""
+        """How long this rank has waited for others, and what else it does."""
         self.waiting: Entry | None = None
         self.device_wait: Callable[[], Entry | None] | None = None
         """Asks the device what it waits for; the host does not know where kernels wait for each other."""
@@ -114,23 +116,23 @@ class Journal:
         """Finds out why a link broke; blocks while it asks the other ranks."""
         self._thread_id = threading.get_ident()
         self._lines: dict[str, LineRecord] = {}
-        """By the name of the group, which tells its ranks."""
+        """By the name of the group, which identifies its ranks."""
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
         self._trace: list[Moment] = []
         self._num_passes = 0
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
         self._num_marks = self._marked = self._marked_of_part = 0
         self.whole_model_axes: frozenset[str] = frozenset()
-        """Axes along which ranks have different parts of the model: marks that are of one part are not for them, nor
-        is the number of backwards."""
+        """Axes along which ranks have different parts of the model. Marks that concern one part, and the number of
+        backwards, do not enter the tags along them."""
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
     def enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype, subject: str) -> Entry:
-        """Note that this rank starts a collective, and give it its tag.
+        """Record that this rank starts a collective, and give it its tag.
 
-        `subject` says what it is about, such as the name of a flat buffer: the same on all ranks.
-        Raises `FaultError` after a fault, and `StateError` once this rank's world is closed.
+        `subject` says what it is about, such as the name of a flat buffer: the same on all ranks. Raises `FaultError`
+        after a fault, and `StateError` once this rank's world is closed.
         """
         if self.fault is not None:
             raise self._refusal(self.fault)
@@ -157,19 +159,20 @@ class Journal:
         return Entry(line, number, tag)
 
     def check(self) -> None:
-        """Raise what `enter` would. For whoever is about to use what has come from a device.
+        """Raise what `enter` would. Call it before using what has come from a device.
 
-        [Note: garbage after a fault] A device that waits for another rank is woken by an abort, and what it brings then
-        is undefined. The fault is there before anything is aborted, so it is enough to ask after the host has read.
+        [Note: garbage after a fault] A device that waits for another rank is woken by an abort, and then returns
+        undefined values. The fault is recorded before anything is aborted, so checking after the host has read is
+        enough.
         """
         if self.fault is not None:
             raise self._refusal(self.fault)
 
     def mark(self, what: str, *, is_of_part: bool = False) -> None:
-        """Put `what` (a few words, as they stand in errors) into this rank's history. Nothing is sent.
+        """Put `what` (a few words, shown in errors) into this rank's history. Nothing is sent.
 
-        From now on collectives of ranks that have marked different things, or in another order, contradict each other:
-        what `is_of_part` of the model only where they have the same part.
+        From now on collectives of ranks that have marked different things, or in another order, contradict each other;
+        with `is_of_part` only among ranks that have the same part of the model.
         """
         if is_of_part:
             self._marked_of_part = zlib.crc32(what.encode(), self._marked_of_part)
@@ -178,17 +181,23 @@ class Journal:
         self._marks.append(what)
         self._num_marks += 1
 
+    def forget_part(self) -> None:
+        """Another engine begins, perhaps with other parts: what was marked of the former ones is no contradiction. All
+        ranks call."""
+        self._marked_of_part = 0
+
     def _marks_since(self, line: LineRecord) -> tuple[str, ...]:
         """What was marked since the last collective of `line`, as far as it is remembered."""
         num_new, line.num_marks = self._num_marks - line.num_marks, self._num_marks
         return tuple(self._marks)[-num_new:]
 
     def note(self, error: BaseException | None) -> None:
-        """A forward raised. Whoever catches that goes on; if the other ranks did not, this is what they must know."""
+        """A forward raised. The user's code may catch that and go on; if the other ranks did not raise, they have to
+        know."""
         self.error = in_words(error) if error is not None else ""
 
     def close(self) -> None:
-        """Nothing more may be sent: whoever tries is refused. After a fault it stays the reason."""
+        """Refuse to send anything from here on. An earlier fault stays the reason."""
         if self.fault is None:
             self.fault = Fault(_CLOSED, (self.rank,), "")
 
@@ -206,7 +215,7 @@ class Journal:
         self._num_passes += 1
 
     def failure(self, error: LinkError) -> CommError:
-        """The error to raise for a link that broke: the fault, if there is or soon will be one."""
+        """The error to raise for a broken link: the fault, if there is one or one is found soon."""
         if self.fault is not None and self.fault.kind != _CLOSED:
             return self.fault.error()
         return self.explain(error) if self.explain is not None else CommError(str(error))
@@ -214,7 +223,7 @@ class Journal:
     # -- what the watch calls ---------------------------------------------------------------------------
 
     def awaited(self) -> Entry | None:
-        """What this rank cannot go on without."""
+        """The collective that this rank waits for."""
         if self.waiting is not None or self.device_wait is None:
             return self.waiting
         return self.device_wait()
@@ -223,11 +232,11 @@ class Journal:
         return self._lines[line].ranks
 
     def progress(self) -> tuple[object, ...]:
-        """Changes whenever this rank has done something."""
+        """A value that changes whenever this rank has done something."""
         return (self.moment, self.action, self.awaited(), *(line.count for line in tuple(self._lines.values())))
 
     def status(self, beat: int, seconds: float) -> Status:
-        """What the other ranks may know; `seconds` is for how long nothing has changed."""
+        """The report for the other ranks. `seconds`: for how long nothing has changed."""
         entry = self.awaited()
         call, place = _where(self._thread_id)
         action, moment = self.action, self.moment
@@ -258,13 +267,13 @@ class Journal:
 
 
 def in_words(error: BaseException) -> str:
-    """`ValueError: a bad batch`"""
+    """For example `ValueError: a bad batch`."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Awaited:
-    """Says in the journal that this rank waits, while it does."""
+    """Records in the journal that this rank waits, while it does."""
 
     __slots__ = ("_entry", "_journal", "_work")
 
@@ -274,7 +283,7 @@ class Awaited:
         self._work = work
 
     def beside(self, start: Callable[[Callable[[], None]], Work]) -> Awaited:
-        """The same, of which another thread does all that waiting for it does: `start` has it begin with it."""
+        """Let another thread do everything that `wait` would do; `start` begins it there."""
         self._work = start(self._work.wait)
         return self
 
@@ -310,7 +319,8 @@ def _track(line: LineRecord) -> Track:
 
 
 def _call() -> str:
-    """For a collective outside any program: the function that the user called, `"save()"`. For people only."""
+    """For a collective outside any program: the library function that the user called, such as `"save()"`. Only for
+    people."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_filename.endswith(_COLLECTIVES) or frame.f_code.co_qualname == _EXCHANGE
@@ -320,9 +330,10 @@ def _call() -> str:
 
 
 def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
-    """From a frame to the first of the user's code, and the last of the library's functions on the way, as a call.
+    """Walk from a frame outwards to the first one in the user's code. Returns the last library function on the way, as
+    a call, and that frame.
 
-    The way leads through torch where that calls us back (an optimizer's hooks).
+    The way leads through torch where it calls us back (an optimizer's hooks).
     """
     call = ""
     while frame is not None:
@@ -337,14 +348,14 @@ def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """While one looks at the frames of another thread.
+    """Disable garbage collection while reading the frames of another thread.
 
-    [Note: frames and garbage] The interpreter makes the list of frames under a lock that a new thread needs as well. If
-    making it starts a garbage collection, what that calls may hand over to a thread that waits for the lock, and
-    nobody moves any more (CPython gh-106883; seen with 3.11.7). And if making a frame's `f_back` starts one, the other
-    thread may have left that frame meanwhile: what came back was a dict, once in thousands of tests.
+    [Note: frames and garbage] The interpreter builds the list of frames under a lock that a new thread needs as well.
+    If building it starts a garbage collection, the code that runs then may switch to a thread that waits for the lock,
+    and the process hangs (CPython gh-106883; seen with 3.11.7). And if building a frame's `f_back` starts one, the
+    other thread may have left that frame meanwhile: the result was a dict, once in thousands of tests.
     """
-    with _LOOKING:
+    with _FRAMES_LOCK:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -355,7 +366,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _where(thread_id: int) -> tuple[str, str]:
-    """The library's function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
+    """The library function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
     with _without_collections():
         call, users = _outwards(sys._current_frames().get(thread_id))
         return call, f"{Path(users.f_code.co_filename).name}:{users.f_lineno}" if users is not None else ""

@@ -1,4 +1,4 @@
-"""Whether other processes of this host still live."""
+"""Whether other processes of this host are alive."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ from pathlib import Path
 
 
 def host_identity() -> str:
-    """Equal where one process can see the other: one boot of one system, one view of its processes, one user."""
+    """Equal for processes that can see each other: same boot of the system, same process namespace, same user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, by a signal or by somebody who traces it. False where the system does not tell."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")
-
-
 class Life:
-    """That of a process, by a descriptor that becomes readable when it ends, however it ends."""
+    """Watches a process by a descriptor that becomes readable when it ends, however it ends."""
 
     def __init__(self, pid: int) -> None:
-        """Where the system has no such descriptors, every process seems to live."""
+        """Where the system has no such descriptors, every process counts as alive."""
         try:
             self._descriptor: int | None = os.pidfd_open(pid)
         except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""What ranks along a model axis send each other inside of a forward or backward: activations, of any shape."""
+"""What ranks along a model axis send each other within a forward or backward: activations, of any shape."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ SUBJECT = "activations"
 
 
 class Line:
-    """The ranks along one axis of a mesh, this one among them. All of them call every method, in one order.
+    """The ranks along one axis of a mesh, including this one. All of them call every method, in the same order.
 
-    Everything blocks but `pass_on` and what starts a sum. Tensors may have any shape, strides and length unless it says
-    otherwise; sums and concatenations are contiguous, and the same to the bit on all ranks where they are the same
-    tensor.
+    Everything blocks except `pass_on` and the methods that start something. Tensors may have any shape, strides and
+    length unless stated otherwise. Sums and concatenations are contiguous, and if all ranks get the same tensor, equal
+    to the bit.
     """
 
     __slots__ = ("_collectives", "_ledger", "group")
 
     def __init__(self, collectives: Communicator | None, group: Group, ledger: Ledger | None = None) -> None:
-        """Without `collectives` nothing is sent, and only shapes mean something: for rehearsals. A `ledger` then counts
-        what would be."""
+        """Without `collectives` nothing is sent, and only shapes are meaningful: for rehearsals. A `ledger` then counts
+        what would be sent."""
         self._collectives = collectives
         self._ledger = ledger
         self.group = group
 
     def __deepcopy__(self, memo: object) -> Line:
-        """A copy of a model is a rehearsal's: a sharded model itself cannot be copied."""
+        """A deep copy of a model is for a rehearsal: a sharded model itself cannot be copied."""
         return Line(None, self.group, self._ledger)
 
     @property
@@ -43,7 +43,7 @@ class Line:
 
     @property
     def place(self) -> int:
-        """This rank's, counted from 0."""
+        """This rank's place, counted from 0."""
         return self.group.index
 
     @property
@@ -63,50 +63,62 @@ class Line:
 
     @property
     def runs_beside(self) -> bool:
-        """Whether what is started here goes on beside what is computed: on a device, whose streams see to that."""
-        return self._collectives is not None and not self._collectives.is_host
+        """Whether what is started here overlaps with computation: on devices, and between hosts."""
+        return self._collectives is not None and self._collectives.runs_beside(self.group)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' `tensor`, in its dtype."""
         return self.start_sum(tensor).wait()
 
-    def start_sum(self, tensor: Tensor) -> Sum:
-        """Begin with the same."""
+    def start_sum(self, tensor: Tensor) -> Started:
+        """Start `sum`."""
         numel = tensor.numel()
         padded = -(-numel // self.num_ranks) * self.num_ranks
+        whole = tensor.new_empty(tensor.shape)  # no view, or torch would not let models write to it
         if padded == numel:
             source = tensor.detach().contiguous().view(-1)
+            out = whole.view(-1)
         else:
             source = tensor.new_zeros(padded)
             source[:numel].copy_(tensor.detach().reshape(-1))
-        out = torch.empty_like(source)
+            out = torch.empty_like(source)
         work: Work = Done()
         if self._collectives is not None:
             work = self._collectives.all_reduce(out, source, self.group, source.dtype, SUBJECT)
         self._note("all_reduce", 2 * source.nbytes // self.num_ranks)
-        return Sum(work, source, lambda: out[:numel].view(tensor.shape))
+        shape = whole.shape
+        return Started(work, source, lambda: whole if padded == numel else whole.copy_(out[:numel].view(shape)))
 
     def concatenate(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """The ranks' `tensor` side by side along `dim`, where each has its own of `sizes`."""
+        """The ranks' `tensor` concatenated along `dim`; `sizes` has each rank's size there."""
+        return self.start_concatenate(tensor, dim, sizes).wait()
+
+    def start_concatenate(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Started:
+        """Start `concatenate`."""
         longest = max(sizes)
         first = tensor.detach().movedim(dim, 0)
         full = tensor.new_empty(self.num_ranks, longest, *first.shape[1:])
         own = full[self.place]
         own[: first.shape[0]].copy_(first)
         own[first.shape[0] :].zero_()
+        work: Work = Done()
         if self._collectives is not None:
-            self._collectives.all_gather(full.view(-1), self.group, SUBJECT).wait()
+            work = self._collectives.all_gather(full.view(-1), self.group, SUBJECT)
         self._note("gather", full.nbytes // self.num_ranks)
-        parts = [full[place, :size] for place, size in enumerate(sizes)]
-        whole = full.flatten(0, 1) if min(sizes) == longest else torch.cat(parts)
-        return whole.movedim(0, dim).contiguous()
+
+        def found() -> Tensor:
+            parts = [full[place, :size] for place, size in enumerate(sizes)]
+            whole = full.flatten(0, 1) if min(sizes) == longest else torch.cat(parts)
+            return whole.movedim(0, dim).contiguous()
+
+        return Started(work, full, found)
 
     def sum_part(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Of the sum of the ranks' `tensor` this rank's part along `dim`, where each gets its own of `sizes`."""
+        """This rank's part along `dim` of the sum of the ranks' `tensor`; `sizes` has the size of each rank's part."""
         return self.start_sum_part(tensor, dim, sizes).wait()
 
-    def start_sum_part(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Sum:
-        """Begin with the same."""
+    def start_sum_part(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Started:
+        """Start `sum_part`."""
         longest = max(sizes)
         parts = tensor.detach().movedim(dim, 0).split_with_sizes(list(sizes))
         source = tensor.new_zeros(self.num_ranks, longest, *parts[0].shape[1:])
@@ -118,17 +130,18 @@ class Line:
             work = self._collectives.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT)
         self._note("reduce_scatter", out.nbytes)
         own = out.view(longest, *parts[0].shape[1:])[: sizes[self.place]]
-        return Sum(work, source, lambda: own.movedim(0, dim).contiguous())
+        return Started(work, source, lambda: own.movedim(0, dim).contiguous())
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Of each element the largest that any rank has."""
+        """The elementwise maximum over the ranks."""
         every = self.concatenate(tensor.reshape(1, -1), 0, [1] * self.num_ranks)
         return every.amax(0).view(tensor.shape)
 
     def deal(self, sent: Sequence[Tensor], like: Sequence[torch.Size]) -> list[Tensor]:
-        """Send `sent[i]`, one-dimensional, to place i; what came from place i, with the elements of shape `like[i]`.
+        """Send `sent[i]`, one-dimensional, to place i. Returns what came from each place i, one-dimensional, with as
+        many elements as shape `like[i]`.
 
-        This rank's own is handed back as it is.
+        This rank's own entry is returned as it is.
         """
         arrived = [sent[place].new_empty(math.prod(shape)) for place, shape in enumerate(like)]
         arrived[self.place] = sent[self.place]
@@ -136,7 +149,7 @@ class Line:
         return arrived
 
     def deal_into(self, arrived: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """The same into the memory of `arrived`, one-dimensional each; this rank's own is left as it is."""
+        """`deal` into the memory of `arrived`, each one-dimensional; this rank's own entry is not touched."""
         if self._collectives is not None:
             self._collectives.all_to_all(arrived, sent, self.group, SUBJECT).wait()
         elif self._ledger is not None:
@@ -144,7 +157,7 @@ class Line:
             self._ledger.sent("all_to_all", self.axis, num_bytes)
 
     def pass_on(self, sent: Tensor) -> Passing:
-        """Send `sent`, one-dimensional, to the next rank, and receive as much from the one before, meanwhile."""
+        """Start to send `sent`, one-dimensional, to the next rank, and to receive as much from the previous one."""
         arrived = torch.empty_like(sent)
         if self._collectives is None:
             if self._ledger is not None:
@@ -157,36 +170,36 @@ class Line:
         return Passing(self._collectives.all_to_all(incoming, outgoing, self.group, SUBJECT), sent, arrived)
 
     def _note(self, verb: str, chunk_bytes: int) -> None:
-        """Count a message of so many bytes to each other rank, where nobody else does."""
+        """Count a message of so many bytes to each other rank, in rehearsals."""
         if self._collectives is None and self._ledger is not None:
             self._ledger.sent(verb, self.axis, (self.num_ranks - 1) * chunk_bytes)
 
 
-class Sum:
-    """A sum on its way."""
+class Started:
+    """A sum or a concatenation under way."""
 
     def __init__(self, work: Work, source: Tensor, found: Callable[[], Tensor]) -> None:
         self._work = work
-        self._source: Tensor | None = source  # it may not go before it has been read
+        self._source: Tensor | None = source  # must live until it has been read
         self._found = found
 
     def wait(self) -> Tensor:
-        """What it came to. Asked once."""
+        """The result. Call it once."""
         self._work.wait()
         self._source = None
         return self._found()
 
 
 class Passing:
-    """Something on its way to the next rank."""
+    """A tensor on its way to the next rank."""
 
     def __init__(self, work: Work | None, sent: Tensor, arrived: Tensor) -> None:
         self._work = work
-        self._sent: Tensor | None = sent  # it may not go before it has left
+        self._sent: Tensor | None = sent  # must live until it has been sent
         self._arrived = arrived
 
     def wait(self) -> Tensor:
-        """What has come."""
+        """The tensor from the previous rank."""
         if self._work is not None:
             self._work.wait()
         self._sent = None

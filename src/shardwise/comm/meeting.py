@@ -1,9 +1,10 @@
-"""How ranks come to know that all of them are there, before anything connects them.
+"""How ranks find out that all of them are there, before anything connects them.
 
-[Note: meetings] torch's own meeting waits in silence for whoever is missing, and ends in a timeout whatever the reason.
-So ranks meet in the store first: each says who it is, and looks who has said so. Whoever finds that it cannot come to
-pass (two processes are one rank, two ranks count another world, the launcher sees one end) leaves the fault there,
-which all others raise at once. A rank may meet the others several times, one world after the other; it counts them.
+[Note: meetings] torch's own rendezvous waits silently for missing ranks, and always ends in a timeout, whatever the
+reason. So ranks meet in the store first: each registers, and checks who else has. A process that finds that the meeting
+cannot succeed (two processes have the same rank, two ranks disagree about the world size, the launcher sees one end)
+posts a fault there, which all others raise at once. A rank may meet the others several times, for one world after the
+other, and counts the meetings.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from shardwise.errors import FaultError
 from shardwise.job_token import Seal
 
 _PAUSES = 0.005, 0.1
-"""Seconds between two looks, at first and after a while."""
-_MOST_TOLD = 8
+"""Seconds between two checks, at first and after a while."""
+_MOST_SHOWN = 8
 _log = logging.getLogger("shardwise")
 
 
@@ -33,19 +34,17 @@ class Meeting:
     """The meetings of one attempt of a job, in its store. Store errors are raised as they come, `RuntimeError`."""
 
     def __init__(self, store: Store, attempt: str, me: str = "", seal: Seal | None = None) -> None:
-        """After a restart nobody reads what a dead attempt wrote. `me` tells processes apart; by default it does.
-
-        What others than the job's own have written raises `CommError`.
-        """
+        """Keys carry the attempt, so that after a restart no rank reads what a dead attempt wrote. `me` identifies this
+        process; the default is unique. Values that no member of the job has written raise `CommError`."""
         self._me = me or f"process {os.getpid()} on {socket.gethostname()}, begun at {_began():.2f}"
         self._store = SealedStore(f"shardwise/attempt-{attempt}/meeting", store, seal or Seal())
 
     def attend(
         self, rank: int, size: int, place: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
     ) -> None:
-        """Return once all `size` ranks are here; after `patience_seconds` say who is missing. All ranks call.
+        """Return once all `size` ranks are here; log which are missing after `patience_seconds`. All ranks call.
 
-        `place` is where they meet, in words. With `is_host` the store ends with this process. Raises `FaultError`.
+        `place` names where they meet. With `is_host` the store ends with this process. Raises `FaultError`.
         """
         try:
             self._introduce(rank, size)
@@ -56,11 +55,11 @@ class Meeting:
             raise
 
     def cancel(self, fault: Fault) -> Fault:
-        """All who wait here, now or later, raise `fault`, or the one that was there before."""
+        """Make all who wait here, now or later, raise `fault`, or the one that was posted before. Returns that one."""
         return Fault.from_json(self._store.compare_set("fault", "", fault.to_json()))
 
     def cancel_without(self, ended: Iterable[int], living: Iterable[int]) -> None:
-        """Cancel it if one of the `living` ranks waits for one that has `ended`. For the launcher."""
+        """Cancel the meeting if one of the `living` ranks waits for one that has `ended`. For the launcher."""
         begun = {rank: self._store.count(f"begun/{rank}") for rank in living}
         waiting = [number for rank, number in begun.items() if number > self._met(rank)]
         for rank in ended:
@@ -105,11 +104,11 @@ class Meeting:
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSES[1])
         self._store.set(f"met/{rank}", str(number))
-        if number > 1:  # all have left the one before
+        if number > 1:  # all have left the previous one
             self._store.delete_key(f"here/{number - 1}/{rank}")
 
     def _refuse(self, rank: int, text: str) -> NoReturn:
-        """Tell the others too, unless they have been told something else."""
+        """Raise the fault, after posting it for the others unless there is one."""
         mine = Fault("contradiction", (rank,), text, origin=rank)
         self.cancel(mine)
         raise mine.error()
@@ -134,9 +133,9 @@ def _overdue(missing: list[int], size: int, place: str, timeout_seconds: float) 
 
 def _named(ranks: list[int]) -> str:
     """`Rank 3`, `Ranks 1 and 3`, `Ranks 1, 2, 3 and 40 more`; all may have come meanwhile."""
-    names = [str(rank) for rank in ranks[:_MOST_TOLD]]
-    if len(ranks) > _MOST_TOLD:
-        names.append(f"{len(ranks) - _MOST_TOLD} more")
+    names = [str(rank) for rank in ranks[:_MOST_SHOWN]]
+    if len(ranks) > _MOST_SHOWN:
+        names.append(f"{len(ranks) - _MOST_SHOWN} more")
     if len(names) < 2:
         return f"Rank {names[0]}" if names else "Nobody"
     return f"Ranks {', '.join(names[:-1])} and {names[-1]}"

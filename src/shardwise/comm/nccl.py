@@ -1,10 +1,11 @@
-"""What only NCCL has, and RCCL, which is NCCL for AMD's GPUs. Not run on a GPU yet; see docs/architecture.md.
+"""What is particular to NCCL, and to RCCL, which is NCCL for AMD's GPUs. Not run on a GPU yet; see
+docs/architecture.md.
 
 [Note: aborts] Communicators that are aborted one after the other can wait for each other, since each abort waits for
-kernels that wait for a peer which aborts another one first (pytorch#119797). Torch groups them, as we do, though only
-for all process groups of the process at once. Torch's own handling of errors is switched off
+kernels that wait for a peer, which is aborting another one first (pytorch#119797). Torch groups aborts, as we do, but
+only for all process groups of the process at once. Torch's own error handling is switched off
 (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, as its `_abort_process_group` demands): it would end the process before the fault
-about the fault is read, or end kernels, with garbage, before anybody knows of a fault. The watch takes its place.
+is read, or end kernels, with garbage, before a fault is known. The watchdog takes its place.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from shardwise.comm.process_groups import ProcessGroup, TorchGroups
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NO_HANDLING = "0"
-_TEAR_DOWN = "1"  # what torchrun sets where nobody has said anything
+_TEAR_DOWN = "1"  # what torchrun sets by default
 
 
 def leave_errors_to_the_watch() -> None:
-    """Before the first communicator is made. Whoever has chosen something else keeps it."""
+    """Call before the first communicator is created. A value that the user has chosen is kept."""
     if os.environ.get(ERROR_HANDLING, _TEAR_DOWN) == _TEAR_DOWN:
         os.environ[ERROR_HANDLING] = NO_HANDLING
 
 
 class NcclGroups(TorchGroups):
-    """Process groups whose kernels come before those that compute, and whose aborts are grouped."""
+    """Process groups whose kernels take precedence over computing ones, and whose aborts are grouped."""
 
     def _options(self, *, is_urgent: bool) -> Any:
         options_of: Any = dist.ProcessGroupNCCL.Options

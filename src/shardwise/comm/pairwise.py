@@ -1,8 +1,8 @@
 """Collectives made of messages between pairs of ranks: in place, and summed in the wider dtype.
 
-gloo has no reduce-scatter (it does a whole all-reduce and throws most of it away) and its all-gather
-copies twice; the same made of point-to-point messages takes a third of the time. Each pair exchanges one
-message, so a rank sends what a ring would, in one round instead of one per rank.
+gloo has no reduce-scatter (it does a whole all-reduce and discards most of it), and its all-gather copies twice; built
+from point-to-point messages they take a third of the time. Each pair exchanges one message, so a rank sends as much as
+in a ring, in one round instead of one per rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from shardwise.telemetry import Ledger
 
 
 class Transport(Protocol):
-    """Messages between two ranks. Equal tags meet; a message sent keeps its tensor until waited for.
+    """Messages between two ranks. Messages with equal tags are matched; one that is sent keeps its tensor until waited
+    for.
 
-    All raise `LinkError`, the works that they return included.
+    All methods, and the works that they return, raise `LinkError`.
     """
 
     name: str
-    """What people call it."""
+    """Its name for people."""
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work: ...
 
@@ -42,7 +43,7 @@ class Transport(Protocol):
         ...
 
     def closed_ranks(self) -> Collection[int]:
-        """Those, and ranks whose link has been closed at this end because it broke. From any thread."""
+        """The same, and ranks whose link was closed at this end because it broke. From any thread."""
         ...
 
     def cut(self) -> None:
@@ -53,7 +54,7 @@ class Transport(Protocol):
 
 
 class Nobody:
-    """The transport of a world of one: there is nobody to write to."""
+    """The transport of a world of one."""
 
     name = "nothing"
 
@@ -70,7 +71,7 @@ class Nobody:
         return ()
 
     def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """There is nothing to know."""
+        """There are no other ranks."""
 
     def cut(self) -> None:
         return
@@ -121,7 +122,7 @@ class Pairwise:
         def give_back() -> None:
             if own.dtype == wire:
                 gathered = chunks
-            else:  # what travelled was rounded, so everybody keeps the rounded sum
+            else:  # what was sent was rounded, so all ranks keep the rounded sum
                 gathered = tuple(torch.empty_like(chunk, dtype=wire) for chunk in chunks)
                 gathered[group.index].copy_(own)
             Pending(self._swap(group, [gathered[group.index]] * len(chunks), gathered, tag)).wait()
@@ -133,7 +134,7 @@ class Pairwise:
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         self.ledger.called("all_to_all", group.axis)
-        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # each pair has a length of its own
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # lengths differ per pair
         tag = entry.tag
         works = [self._receive(arrived[i], rank, tag) for i, rank in group.others if arrived[i].numel()]
         works += [self._send(sent[i], rank, tag) for i, rank in group.others if sent[i].numel()]
@@ -166,6 +167,9 @@ class Pairwise:
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
+    def runs_beside(self, group: Group) -> bool:  # noqa: ARG002
+        return False  # ranks of one host, whose processors do the copying and the sums
+
     def prepare(self, mesh: Mesh) -> None:
         """Pairs need no groups."""
 
@@ -173,16 +177,16 @@ class Pairwise:
         return torch.empty(numel, dtype=dtype)
 
     def reclaim(self, tensor: Tensor) -> None:
-        """What was sent has left it."""
+        """What was sent has been copied."""
 
     def rest(self, *, keeps_some: bool) -> None:
         """Nothing is kept."""
 
     def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> None:
-        """Pairs have no memory in common."""
+        """Pairs share no memory."""
 
     def is_on_one_host(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002
-        """Whether these ranks of the world share memory; asked on hosts where some do."""
+        """Whether these ranks of the world share memory; called on hosts where some do."""
         return True
 
     def together(self) -> AbstractContextManager[None]:
@@ -209,7 +213,7 @@ class Pairwise:
     def _scatter_sums(
         self, verb: str, out: Tensor, chunks: Sequence[Tensor], group: Group, wire: torch.dtype, entry: Entry
     ) -> Work:
-        """Everybody sends everybody the chunk that is theirs to sum; sums run in the order of the group."""
+        """Every rank sends each other rank the chunk that it sums; sums run in the order of the group."""
         own = chunks[group.index]
         if len(chunks) == 1:
             out.copy_(own)
@@ -227,11 +231,11 @@ class Pairwise:
             in_place = out.data_ptr() == arrived[group.index].data_ptr()
             if in_place and group.index > 1:  # our summand must not be overwritten before its turn
                 arrived[group.index] = arrived[group.index].clone()
-            if in_place and group.index < 2:  # it is one of the first two, and a sum of two has no order
+            if in_place and group.index < 2:  # ours is one of the first two, and a sum of two has no order
                 out.add_(arrived[1 - group.index])
             else:
                 out.copy_(arrived[0])
-                out.add_(arrived[1])  # of a narrow chunk twice as fast as torch.add(out=)
+                out.add_(arrived[1])  # for a narrow chunk twice as fast as torch.add(out=)
             for chunk in arrived[2:]:
                 out.add_(chunk)
             arrived.clear()
@@ -242,8 +246,8 @@ class Pairwise:
     def _swap(self, group: Group, sent: Sequence[Tensor], arrived: Sequence[Tensor], tag: int) -> list[Work]:
         """Send `sent[i]` to, and receive `arrived[i]` from, every other rank `i` of the group.
 
-        Receives are posted first, and each rank begins with its right-hand neighbour, so that not
-        everybody sends to the same one at once.
+        Receives are posted first, and each rank begins with its right-hand neighbour, so that not all ranks send to the
+        same one at once.
         """
         transport = self._transport
         try:
@@ -254,7 +258,7 @@ class Pairwise:
         return works
 
     def _count(self, verb: str, group: Group, num_bytes: int) -> None:
-        """This many bytes go to each of the others."""
+        """Count `num_bytes` to each of the other ranks."""
         self.ledger.sent(verb, group.axis, len(group.others) * num_bytes)
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> Work:

@@ -1,6 +1,6 @@
-"""Torch's functions for process groups, as far as collectives on devices need them: one small handle.
+"""Torch's process group functions, as far as collectives on devices need them: one small interface.
 
-Tests put others in the place of it, which do at once or at the last moment what a device does some time in between.
+Tests replace it by one that acts at once or at the last moment, where a device acts at some time in between.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardwise.comm import compat
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
 ProcessGroup = Any
-"""Whatever `ProcessGroups` makes; nobody else looks into one."""
+"""Whatever `ProcessGroups` creates; opaque to all other code."""
 
 
 class TorchWork(Protocol):
-    """Something that has been queued on a device."""
+    """Work queued on a device."""
 
     def wait(self) -> object:
         """Make the current stream, not the host, wait for it. Raises `RuntimeError`."""
@@ -29,10 +29,10 @@ class TorchWork(Protocol):
 
 
 class ProcessGroups(Protocol):
-    """Tensors lie on the rank's device; what is queued starts after everything that the current stream was given."""
+    """Tensors are on the rank's device; queued work starts after everything queued on the current stream."""
 
     backend: str
-    """What torch calls it: `nccl`, `xccl`, `hccl`."""
+    """Torch's name of it: `nccl`, `xccl`, `hccl`."""
 
     @property
     def can_split(self) -> bool:
@@ -48,13 +48,14 @@ class ProcessGroups(Protocol):
         ...
 
     def split(self, lines: Sequence[Ranks], *, is_urgent: bool) -> ProcessGroup:
-        """The group of the line that this rank is on; each rank is on one. All ranks of the world call, alike."""
+        """The group of the line that this rank is on; each rank is on one. All ranks of the world call, with the same
+        lines."""
         ...
 
     def all_gather(self, full: Tensor, own: Tensor, group: ProcessGroup) -> TorchWork: ...
 
     def all_gather_coalesced(self, fulls: Sequence[Tensor], owns: Sequence[Tensor], group: ProcessGroup) -> TorchWork:
-        """Several of one dtype or of different ones, launched as one."""
+        """Several all-gathers, of any dtypes, launched as one."""
         ...
 
     def reduce_scatter(self, out: Tensor, source: Tensor, group: ProcessGroup) -> TorchWork: ...
@@ -64,7 +65,7 @@ class ProcessGroups(Protocol):
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup) -> TorchWork: ...
 
     def swap_chunks(self, arrived: Tensor, sent: Tensor, group: ProcessGroup) -> TorchWork:
-        """Chunk i of `sent` to the rank at place i, and chunk i of `arrived` from it."""
+        """Send chunk i of `sent` to the rank at place i, and receive chunk i of `arrived` from it."""
         ...
 
     def broadcast(self, tensor: Tensor, root: int, group: ProcessGroup) -> TorchWork: ...
@@ -74,17 +75,17 @@ class ProcessGroups(Protocol):
     def receive(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork: ...
 
     def abort(self, groups: Iterable[ProcessGroup]) -> None:
-        """End all that is queued on any of them, with undefined content. From any thread."""
+        """End everything queued on any of them, with undefined content. From any thread."""
         ...
 
     def destroy(self, group: ProcessGroup) -> None: ...
 
 
 class TorchGroups:
-    """Those of `torch.distributed`, with any backend. What one backend alone has is said by a subclass."""
+    """`ProcessGroups` of `torch.distributed`, with any backend. Subclasses add what is particular to a backend."""
 
     def __init__(self, backend: str, device: torch.device, timeout_seconds: float, world: dist.ProcessGroup) -> None:
-        """`world` has all ranks. Groups made here get the same `timeout_seconds`."""
+        """`world` has all ranks. Groups created here get the same `timeout_seconds`."""
         self.backend = backend
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -111,7 +112,7 @@ class TorchGroups:
         )
 
     def _options(self, *, is_urgent: bool) -> Any:  # noqa: ARG002
-        """What the backend is told of a group; `None` for its defaults."""
+        """The backend's options for a group; `None` for its defaults."""
         return None
 
     def all_gather(self, full: Tensor, own: Tensor, group: ProcessGroup) -> TorchWork:
@@ -141,7 +142,7 @@ class TorchGroups:
 
     def send(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork:
         work = dist.isend(tensor, rank, group=group)
-        assert work is not None  # this rank is of the group
+        assert work is not None  # this rank is in the group
         return work
 
     def receive(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork:

@@ -1,4 +1,4 @@
-"""Ranks that share a sample have to be given the same one."""
+"""Checks that ranks that share a sample were given the same one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_NAMED = 4
 
 
 def require_same_batch(tensors: Mapping[str, Tensor], line: Line) -> None:
-    """Raise `DataError` on all ranks of `line` unless they gave tensors of the same names, shapes, dtypes and values.
+    """Raise `DataError` on all ranks of `line` unless their tensors have the same names, shapes, dtypes and values.
 
-    Blocks, and reads the values. All ranks of the line call.
+    All ranks of the line call. Blocks, and reads the values.
     """
     mine = {name: _digest(tensor) for name, tensor in tensors.items()}
-    told = [json.loads(message) for message in line.told(json.dumps(mine).encode())]
-    other = next((place for place, theirs in enumerate(told) if theirs != told[0]), None)
+    messages = [json.loads(message) for message in line.told(json.dumps(mine).encode())]
+    other = next((place for place, theirs in enumerate(messages) if theirs != messages[0]), None)
     if other is None:
         return
-    names = [name for name in {**told[0], **told[other]} if told[0].get(name) != told[other].get(name)]
+    names = [name for name in {**messages[0], **messages[other]} if messages[0].get(name) != messages[other].get(name)]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     raise DataError(
         f"Ranks {line.ranks[0]} and {line.ranks[other]} share each sample along the mesh axis {line.axis!r}, but were "

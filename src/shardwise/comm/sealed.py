@@ -1,10 +1,10 @@
-"""A part of a store whose values only the job's own members can have written.
+"""A part of a store whose values only members of the job can have written.
 
-[Note: whom ranks believe] torch's TCPStore asks nobody who he is: whoever reaches its port can read, write and delete
+[Note: whom ranks believe] torch's TCPStore authenticates nobody: whoever reaches its port can read, write and delete
 every key. That cannot be changed from here, and scripts connect to it by torch's own means. So what ranks believe of
-each other is sealed by the token of the job: a stranger can disturb a job, by deleting keys or counting up, but he
-cannot make its ranks believe that one of them has failed, or is another one. Without a token (ranks that others have
-started) values are taken as they are; their form is checked all the same.
+each other is sealed with the token of the job: a stranger can disturb a job, by deleting keys or incrementing counters,
+but cannot make its ranks believe that one of them has failed, or is another one. Without a token (ranks started by
+another launcher) values are accepted as they are; their form is checked all the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardwise.errors import CommError
 from shardwise.job_token import ForgedError, Seal
 
 MAX_BYTES = 2**20
-"""Of one value: what ranks say of themselves is short."""
+"""For one value: what ranks report about themselves is short."""
 
 
 class SealedStore:
-    """What `PrefixStore` does, with values sealed. Store errors are raised as they come, `RuntimeError`."""
+    """Like `PrefixStore`, with sealed values. Store errors are raised as they come, `RuntimeError`."""
 
     def __init__(self, prefix: str, store: Store, seal: Seal) -> None:
         self._store = PrefixStore(prefix, store)
@@ -35,7 +35,7 @@ class SealedStore:
         return self._opened(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key`, if it is not there; returns what is there then. `expected` is `""`.
+        """Set `key` if it does not exist; returns its value then. `expected` must be `""`.
 
         Raises `CommError` as `get` does.
         """
@@ -43,15 +43,15 @@ class SealedStore:
         return self._opened(key, self._store.compare_set(key, "", self._closed(key, desired)))  # type: ignore[arg-type]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there, whoever has written them."""
+        """Whether all keys exist, whoever has written them."""
         return bool(self._store.check(list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Count; anybody can."""
+        """Increment a counter; not protected by the seal."""
         return int(self._store.add(key, amount))
 
     def count(self, key: str) -> int:
-        """How far it was counted; 0 if nobody has."""
+        """The value of a counter; 0 if it does not exist."""
         return self.add(key, 0) if self.check([key]) else 0
 
     def delete_key(self, key: str) -> bool:

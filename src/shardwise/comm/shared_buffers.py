@@ -1,4 +1,4 @@
-"""Memory that ranks have in common: what a collective may offer, and what may rest there."""
+"""Memory that ranks share: for offers in collectives, and for parameters at rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of memory to be shared: how many bytes it has, and which of them are this rank's."""
+    """A piece of memory to be shared: its number of bytes, and which of them are this rank's."""
 
     num_bytes: int
     own_start: int
@@ -30,30 +30,30 @@ class SharedBuffer(Protocol):
 
     @property
     def own(self) -> Tensor:
-        """This rank's, as uint8. For writing, while the buffers are open."""
+        """This rank's bytes, as uint8. For writing, while the buffers are open."""
         ...
 
     def renew(self) -> None:
-        """Forget what this rank has written to `whole`, and let its pages go."""
+        """Discard what this rank has written to `whole`, and free its pages."""
         ...
 
     def relax(self) -> None:
-        """Let pages of `whole` go while nobody reads it, if this rank has written to none. It can be read as before."""
+        """Free pages of `whole` while it is not being read, if this rank has written to none. It stays readable."""
         ...
 
     def wait_closed(self) -> None:
-        """Blocks until `whole` can be read."""
+        """Block until `whole` can be read."""
         ...
 
 
 class SharedBuffers(Protocol):
-    """Pieces that are opened and closed together. All ranks of the line call, in the same order. It is made open."""
+    """Pieces that are opened and closed together. All ranks of the line call, in the same order. Created open."""
 
     @property
     def pieces(self) -> Sequence[SharedBuffer]: ...
 
     def open(self) -> None:
-        """Before this rank writes: blocks until no other reads what was there."""
+        """Call before this rank writes: blocks until no other rank reads the old content."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Small things, of any length: sums of a few numbers, and messages."""
+"""Sums of a few numbers, and messages of any length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.comm.group import Group
 
 Tensor = torch.Tensor
 _SHORT_BYTES = 56
-"""Messages up to this length travel together with their lengths."""
+"""Messages up to this length are sent together with their lengths."""
 
 
 def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: str) -> Tensor:
@@ -24,16 +24,16 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: s
 
 
 def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
-    """Everybody's `message`, by place. `gather` fills a tensor of which each rank has filled its chunk; blocks."""
+    """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks."""
     heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], 8 + _SHORT_BYTES, group)
     gather(heads.view(-1))
-    told = [row.numpy().tobytes() for row in heads]
-    lengths = [int.from_bytes(head[:8], "little") for head in told]
+    head_bytes = [row.numpy().tobytes() for row in heads]
+    lengths = [int.from_bytes(head[:8], "little") for head in head_bytes]
     if max(lengths) > _SHORT_BYTES:
         rows = _rows(message, max(lengths), group)
         gather(rows.view(-1))
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
-    return [head[8 : 8 + length] for head, length in zip(told, lengths, strict=True)]
+    return [head[8 : 8 + length] for head, length in zip(head_bytes, lengths, strict=True)]
 
 
 def _rows(message: bytes, num_bytes: int, group: Group) -> Tensor:

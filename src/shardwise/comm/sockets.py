@@ -1,9 +1,9 @@
-"""The TCP connections that gloo opened in this process: to know which they are, and to shut them down.
+"""Finds the TCP connections that gloo opened in this process, and shuts them down.
 
-[Note: whose connections] gloo does not tell its descriptors. What is connected after it has met the others, and was not
-before, may as well belong to a library that another thread was using just then. But a connection between two ranks has
-its other end in another rank, with the two ports the other way round: so ranks tell each other what they found, and
-keep what is mirrored. Nothing else is ever shut down.
+[Note: whose connections] gloo does not expose its descriptors. A connection that exists after gloo has met the others,
+and did not before, may also belong to a library that another thread was using at that time. But a connection between
+two ranks has its other end in another rank, with the two ports swapped. So ranks exchange what they found, and keep
+what is mirrored. Nothing else is ever shut down.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ _CLOSED = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class Sockets:
-    """Connected sockets, by descriptor, and the two ports that tell whether a descriptor is still theirs."""
+    """Connected sockets, by descriptor, with the two ports by which to check that a descriptor is still that
+    connection."""
 
     def __init__(self) -> None:
         self.ports: dict[int, _Ports] = {}
         self._ranks: dict[int, int] = {}
-        """At the other end, by descriptor."""
+        """The rank at the other end, by descriptor."""
 
     def keep_mirrored(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Drop what does not lead to another rank. All ranks call; `exchange` gives everybody's message, by rank."""
-        told = [json.loads(message) for message in exchange(json.dumps(list(self.ports.values())).encode())]
-        mirrored = {(there, here): other for other, ports in enumerate(told) if other != rank for here, there in ports}
+        """Drop what does not lead to another rank. All ranks call; `exchange` returns every rank's message, by rank."""
+        found_by_rank = [json.loads(message) for message in exchange(json.dumps(list(self.ports.values())).encode())]
+        mirrored = {
+            (there, here): other for other, ports in enumerate(found_by_rank) if other != rank for here, there in ports
+        }
         self.ports = {descriptor: ports for descriptor, ports in self.ports.items() if ports in mirrored}
         self._ranks = {descriptor: mirrored[ports] for descriptor, ports in self.ports.items()}
 
     def lost_ranks(self) -> set[int]:
-        """Ranks that have closed their end, or whose process is gone. Nothing is read, and nobody blocks."""
+        """Ranks that have closed their end, or whose process is gone. Reads nothing and does not block."""
         poll = select.poll()
         for descriptor in self._ranks:
             poll.register(descriptor, _CLOSED)
@@ -50,14 +53,15 @@ class Sockets:
         return {self._ranks[descriptor] for descriptor in closed if _is_still(descriptor, self.ports[descriptor])}
 
     def closed_ranks(self) -> set[int]:
-        """Those, and ranks whose connection is closed at this end: gloo does that when it finds the other end closed,
-        but also when a wait of its own has timed out."""
+        """The same, and ranks whose connection is closed at this end: gloo closes it when it finds the other end
+        closed, but also when one of its waits times out."""
         ended = {rank for descriptor, rank in self._ranks.items() if not _is_still(descriptor, self.ports[descriptor])}
         return ended | self.lost_ranks()
 
     def shut_down(self) -> None:
-        """Both ends of each see it closed, whoever is blocked on it. Listening sockets are never among them: shutting
-        one down ends the process in gloo's own thread. Nothing is closed: descriptors stay their owner's."""
+        """Shut each connection down, so that whatever is blocked on either end wakes. Listening sockets are never among
+        them: shutting one down ends the process in gloo's own thread. No descriptor is closed, because they belong to
+        gloo."""
         for descriptor, ports in self.ports.items():
             with contextlib.suppress(OSError):  # closed meanwhile
                 twin = socket.socket(fileno=os.dup(descriptor))
@@ -67,7 +71,7 @@ class Sockets:
 
 
 def _is_still(descriptor: int, ports: _Ports) -> bool:
-    """Whether a descriptor is that connection, and none that was opened since."""
+    """Whether a descriptor is still that connection, and not a later one."""
     try:
         twin = socket.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -80,10 +84,10 @@ def _is_still(descriptor: int, ports: _Ports) -> bool:
 
 
 def end_silence(port: int, seconds: float) -> None:
-    """Let this process's connections to `port` of any host break once nothing has come over them for `seconds`.
+    """Make this process's connections to `port` of any host break once nothing has come over them for `seconds`.
 
-    [Note: a store behind a dead link] Asking a store has no timeout of its own: where a host has vanished without a
-    word, or a cable is out, the answer is waited for until the system gives up, which takes it a quarter of an hour.
+    [Note: a store behind a dead link] A store request has no timeout of its own: if a host has vanished or a cable is
+    unplugged, the request waits until the system gives up, which takes a quarter of an hour.
     """
     if not port or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
@@ -100,7 +104,7 @@ def end_silence(port: int, seconds: float) -> None:
 
 @contextmanager
 def opened_inside() -> Iterator[Sockets]:
-    """What is connected on leaving, and was not on entering."""
+    """Yields the connections that were opened inside, filled in on leaving."""
     found = Sockets()
     before = _connected()
     yield found
@@ -108,7 +112,7 @@ def opened_inside() -> Iterator[Sockets]:
 
 
 def _connected() -> dict[int, _Ports]:
-    """Of this process. psutil would look through all connections of the machine, which takes milliseconds."""
+    """The connections of this process. psutil would go through those of the whole machine, which takes milliseconds."""
     if not _DESCRIPTORS.is_dir():
         connections = psutil.Process().net_connections(kind="tcp")
         return {one.fd: (one.laddr.port, one.raddr.port) for one in connections if one.raddr and one.fd >= 0}

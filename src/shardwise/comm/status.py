@@ -1,4 +1,4 @@
-"""What a rank tells the others about itself: plain data that survives a trip as text."""
+"""The report of a rank about itself: plain data that can be sent as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHAPE: dict[str, Any] = {
 
 
 class Entered(NamedTuple):
-    """A collective that a rank has entered: its number along the line, its tag, and what to call it."""
+    """A collective that a rank has entered: its number along the line, its tag, and its name."""
 
     number: int
     tag: int
@@ -29,42 +29,42 @@ class Entered(NamedTuple):
     num_backwards: int = 0
     """Since the last optimizer step."""
     marks: tuple[str, ...] = ()
-    """What was marked between the collective before and this one."""
+    """What was marked between the previous collective and this one."""
 
 
 @dataclass(frozen=True)
 class Track:
-    """How many collectives a rank has entered along one line, and the last of them."""
+    """How many collectives a rank has entered along one line, and the most recent of them."""
 
     count: int
     recent: tuple[Entered, ...] = ()
 
     def find(self, number: int) -> Entered:
-        """What was entered as `number`, if it is remembered."""
+        """The collective entered as `number`, if it is remembered."""
         return next(
             (entered for entered in self.recent if entered.number == number), Entered(number, 0, "one forgotten")
         )
 
 
 class PassPath(NamedTuple):
-    """How a rank has come through one pass over the model: the last of its moments, the first of them by number."""
+    """A rank's path through one pass over the model: its last moments, and the number of the first of them."""
 
     num_passes: int = 0
     start: int = 0
     moments: tuple[tuple[str, str], ...] = ()
     """Each with its unit, or `""`."""
     part: str = ""
-    """Which part of the model; ranks with another go other ways."""
+    """Which part of the model it has; ranks with another part take other paths."""
 
 
 @dataclass(frozen=True)
 class Status:
     """One rank at one time.
 
-    `beat` counts its reports, `seconds` is for how long it has been where it is. `doing` is the action of the program
-    that it waits for or does, `call` the library's function that the user called, `place` the line where he did.
-    `awaited` is the line, the number and the ranks of the collective that it cannot go on without. `path` is what it
-    has done of the pass over the model that it is in, or was in last.
+    `beat` counts its reports, `seconds` is how long it has been where it is. `doing` is the action of the program that
+    it runs or waits for, `call` the library function that the user called, `place` the line of the user's code.
+    `awaited` is the line, the number and the ranks of the collective that it waits for. `path` is what it has done in
+    its current or last pass over the model.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Status:
         return self.tracks[line].count if line in self.tracks else 0
 
     def left(self, error: str) -> Status:
-        """The same rank once it is gone, with what it raised or `""`."""
+        """The report of the same rank once it is gone, with what it raised or `""`."""
         return replace(self, state="raised" if error else "ended", error=error or self.error, awaited=None)
 
     def to_json(self) -> str:
@@ -99,7 +99,7 @@ class Status:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Status:
-        """Raises `ValueError` for what is none."""
+        """Raises `ValueError` for anything else."""
         plain = plain_data.read(text.encode() if isinstance(text, str) else text, _SHAPE)
         if plain["state"] not in get_args(State):
             raise ValueError(f"{plain['state']!r} is not a state of a rank")
@@ -114,7 +114,7 @@ class Status:
         return cls(**plain)
 
     def __str__(self) -> str:
-        """`rank 2 waits in 'before forward h.3' for 'gather h.3 param dp fp32 512 B' (train.py:41)`."""
+        """For example `rank 2 waits in 'before forward h.3' for 'gather h.3 param dp fp32 512 B' (train.py:41)`."""
         at = f" ({self.place})" if self.place else ""
         raised = f"; shortly before it raised {self.error}" if self.error and not self.has_left else ""
         match self.state:

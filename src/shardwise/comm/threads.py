@@ -1,4 +1,4 @@
-"""Messages between threads of one process: ranks for tests and for a first look, without a process group."""
+"""Messages between threads of one process: ranks for tests and first experiments, without a process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Route = tuple[int, int, int]
 
 
 class PostOffice:
-    """Where all threads of one world leave and find their messages, and the board of that world."""
+    """The messages between all threads of one world, and the board of that world."""
 
     def __init__(self) -> None:
         self._boxes: dict[_Route, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
@@ -25,19 +25,19 @@ class PostOffice:
         self._lock = threading.Lock()
 
     def box(self, route: _Route) -> queue.SimpleQueue[Tensor]:
-        """The box of one sender, receiver and tag."""
+        """The queue of one sender, receiver and tag."""
         with self._lock:
             return self._boxes[route]
 
     def drop(self, route: _Route) -> None:
-        """A message was fetched; its box goes, unless another one is in it."""
+        """A message was taken; delete its queue, unless another one is in it."""
         with self._lock:
             if self._boxes[route].empty():
                 del self._boxes[route]
 
     # -- the board --------------------------------------------------------------------------------------
 
-    outlives_ranks = False  # it ends with the process, which all of them share
+    outlives_ranks = False  # it ends with the process, which all ranks share
 
     def publish(self, status: Status) -> None:
         self._statuses[status.rank] = status
@@ -54,7 +54,7 @@ class PostOffice:
             return self._fault
 
     def leave(self, size: int) -> None:
-        """The board goes with the office."""
+        """The board ends with this object."""
 
 
 class ThreadTransport:
@@ -85,7 +85,7 @@ class ThreadTransport:
         self._is_cut.set()
 
     def close(self) -> None:
-        """The office belongs to whoever made the threads."""
+        """The office belongs to the code that made the threads."""
 
 
 class _Expected:

@@ -1,9 +1,9 @@
-"""The watch: one thread per rank that tells the others how this rank fares, and ends waits that would never end.
+"""The watchdog: one thread per rank that reports to the others how this rank fares, and ends waits that would never
+end.
 
-It wakes a few times a second, reads the journal, and reports to the board. While its rank waits it reads the reports
-of those it waits for (`diagnosis.py` says what they come to). Whoever finds a fault first posts it on the board;
-every watchdog finds it there, cuts its rank's links, so that the blocked thread wakes, and that thread raises the
-fault.
+It wakes a few times a second, reads the journal, and posts a report on the board. While its rank waits it reads the
+reports of the ranks it waits for (`diagnosis.py` interprets them). The first watchdog to find a fault posts it on the
+board; every watchdog finds it there and cuts its rank's links, so that the blocked thread wakes and raises the fault.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shardwise.comm.work import LinkError
 from shardwise.errors import CommError
 
 LONGEST_PERIOD_SECONDS = 0.5
-# A rank that raises says so before its connections close, but what it says may still be on its way.
+# A rank that raises reports it before its connections close, but the report may still be on its way.
 _LOST_AFTER_SECONDS = 0.4
 _HURRIED_PERIOD_SECONDS = 0.1
-_FAREWELL_SECONDS = 10
+_CLOSING_SECONDS = 10
 _EXPLAINED_AFTER_SECONDS = 4 * LONGEST_PERIOD_SECONDS
 _log = logging.getLogger("shardwise")
 
 
 class Watchdog:
-    """Watches over the rank whose thread makes it. `close()` it."""
+    """Watches the rank whose thread creates it. `close()` it."""
 
     def __init__(
         self,
@@ -59,10 +59,11 @@ class Watchdog:
         timeout_seconds: float,
         lost_ranks: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`cut` breaks this rank's links, and `lost_ranks` says whose are closed already; from any thread."""
+        """`cut` breaks this rank's links, and `lost_ranks` returns the ranks whose links are closed already; from any
+        thread."""
         self.patience_seconds = patience_seconds
         self.goes_on = False
-        """Whether the ranks that live make a new world after a fault: what its text says."""
+        """Whether the surviving ranks form a new world after a fault; the text of the fault says so."""
         self._journal = journal
         self._size = size
         self._board = board
@@ -83,7 +84,7 @@ class Watchdog:
         self._warn_after_seconds = patience_seconds
         self._closing = False
         self._wake = threading.Event()
-        self._told = threading.Event()
+        self._is_delivered = threading.Event()
         self._publish()
         journal.explain = self._explain
         self._thread = threading.Thread(target=self._run, name=f"shardwise-watch-{journal.rank}", daemon=True)
@@ -91,8 +92,8 @@ class Watchdog:
         if self._owner is threading.main_thread():
             atexit.register(self._at_exit)
 
-    def know_hosts(self, hosts: Hosts, closed_ranks: Callable[[], Collection[int]]) -> None:
-        """Where ranks are, if there are several hosts; and whose links are closed at either end."""
+    def set_hosts(self, hosts: Hosts, closed_ranks: Callable[[], Collection[int]]) -> None:
+        """Set the hosts of the ranks, if there are several, and which ranks' links are closed at either end."""
         self._hosts, self._closed_ranks = hosts, closed_ranks
 
     @property
@@ -100,26 +101,26 @@ class Watchdog:
         return max(0.01, min(LONGEST_PERIOD_SECONDS, self.patience_seconds / 8))
 
     def close(self, error: BaseException | None = None, *, parts: bool = True) -> None:
-        """Say that this rank has ended, or what it raised, and stop. May be called twice.
+        """Report that this rank has ended, or what it raised, and stop. May be called twice.
 
-        Unless it `parts` from the others it goes on elsewhere, and says nothing.
+        With `parts=False` the rank goes on in another world, and nothing is reported.
         """
         if self._closing or os.getpid() != self._pid:
             return
         self._closing = True
         self._wake.set()
-        self._thread.join(_FAREWELL_SECONDS)
+        self._thread.join(_CLOSING_SECONDS)
         self._journal.explain = None
         atexit.unregister(self._at_exit)
-        if not parts or self._thread.is_alive():  # it waits for a store that is cut off: nobody can be told
+        if not parts or self._thread.is_alive():  # it waits for a store that is cut off: nobody can be reached
             return
         try:
-            self._say_farewell(error)
+            self._publish_end(error)
             self._board.leave(self._size)
         except BoardError:
-            return  # nobody is left to be told
+            return  # nobody is left to read it
 
-    def _say_farewell(self, error: BaseException | None) -> None:
+    def _publish_end(self, error: BaseException | None) -> None:
         said = in_words(error) if error is not None else ""
         status = self._journal.status(self._beat + 1, self._seconds()).left(said)
         self._board.publish(status)
@@ -127,9 +128,9 @@ class Watchdog:
             self._claim(departure(status, ()))
 
     def _at_exit(self) -> None:
-        """The script is over, and nobody closed this rank's world."""
+        """The script is over, and this rank's world was not closed."""
         if os.getpid() != self._pid:
-            return  # a forked child; its parent speaks for the rank
+            return  # a forked child; its parent reports for the rank
         error = getattr(sys, "last_value", None)
         self.close(error)
         if error is not None and not self._board.outlives_ranks:
@@ -144,21 +145,21 @@ class Watchdog:
             if self._closing:
                 return
             try:
-                self._look()
+                self._check()
             except BoardError as error:
-                self._look_alone(str(error))
-            except Exception as error:  # unwatched, this rank might wait for ever: it raises this instead
+                self._check_without_board(str(error))
+            except Exception as error:  # without a watchdog this rank might wait for ever, so it raises this instead
                 _log.exception("The watch over rank %d broke down.", self._journal.rank)
                 self._give_up(error)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         fault = self._board.fault()
         if fault is not None:
             self._deliver(fault)
             return
         if not self._owner.is_alive():
             is_script = self._owner is threading.main_thread()
-            self._say_farewell(getattr(sys, "last_value", None) if is_script else None)
+            self._publish_end(getattr(sys, "last_value", None) if is_script else None)
             self._closing = True
             return
         moved = self._journal.progress()
@@ -180,14 +181,14 @@ class Watchdog:
         return self._board.claim(replace(fault, origin=self._journal.rank, goes_on=self.goes_on))
 
     def _give_up(self, error: Exception) -> None:
-        """The watch itself failed: tell the others, and this rank."""
+        """The watchdog itself failed: report that to the others, and to this rank."""
         rank = self._journal.rank
         text = f"The watch over rank {rank} broke down, which is a defect of shardwise: {in_words(error)}."
         fault = Fault("raised", (rank,), text, origin=rank)
         try:
             fault = self._board.claim(fault)
         except BoardError:
-            pass  # then it is for this rank alone
+            pass  # then only this rank learns of it
         self._deliver(fault)
 
     def _publish(self) -> Status:
@@ -197,10 +198,10 @@ class Watchdog:
         return status
 
     def _inquire(self, mine: Status) -> Fault | None:
-        """This rank waits: for whom, and is that a fault?"""
+        """This rank waits: find out for which rank, and whether that is a fault."""
         finding = judge(mine, self._read, self._silent_seconds)
         if isinstance(finding, Fault):
-            # two that differ do not say which of them is odd; the others' reports may
+            # reports of two ranks do not show which of them is odd; those of others may
             is_settled = len(finding.ranks) == 1 or self._size == 2 or finding.kind != "contradiction"
             return finding if is_settled or mine.seconds > 4 * self._period_seconds else None
         if isinstance(finding, Circle):
@@ -217,17 +218,17 @@ class Watchdog:
         return None
 
     def _lost_host(self, rank: int) -> GoneHost | None:
-        """The host of a rank that is lost, if all its ranks are."""
+        """The host of a lost rank, if all its ranks are lost."""
         lost = {rank, *self._closed_ranks()}
         return self._host_where(rank, lambda other: other in lost)
 
     def _host_where(self, rank: int, is_so: Callable[[int], bool]) -> GoneHost | None:
-        """The host of `rank`, if it is another one than this rank's and all its ranks are so."""
+        """The host of `rank`, if it is not this rank's and `is_so` holds for all its ranks."""
         if self._hosts is None:
             return None
         there = self._hosts.ranks_beside(rank)
         for other in there:
-            self._read(other)  # so that it is known since when there is silence
+            self._read(other)  # so that the time of its silence is known
         if self._journal.rank in there or not all(map(is_so, there)):
             return None
         return GoneHost(self._hosts.names[rank], there)
@@ -239,13 +240,15 @@ class Watchdog:
         """Whether a rank that keeps this one waiting is gone.
 
         [Note: a death that nobody touches] A rank that waits for a device blocks on no socket, so none breaks under it,
-        and kernels wait for ever. But the system closes the connections of a process that ends, which shows from here.
-        One that ends in order says so before: what it said has to be older than the time that such a word takes.
+        and kernels wait for ever. But the system closes the connections of a process that ends, which can be seen from
+        here. A process that ends in order reports that first, so its last report has to be older than such a report
+        would take.
         """
         return self._silent_seconds(rank) > 2 * _LOST_AFTER_SECONDS and rank in self._lost_ranks()
 
     def _confirmed(self, circle: Circle) -> Fault | None:
-        """Reports are not all of one time. A circle found twice, whose ranks have all reported in between, is one."""
+        """Reports are not simultaneous. A circle counts once it is found twice and all its ranks have reported in
+        between."""
         before, self._circle = self._circle, circle
         if before is None or before.places != circle.places:
             return None
@@ -255,14 +258,15 @@ class Watchdog:
         return circle.fault([status for rank in circle.concerned if (status := self._read(rank)) is not None])
 
     def _warn(self, late: Lateness, host: GoneHost | None) -> None:
-        """One line, from the lowest of the ranks that wait, and more seldom the longer it lasts."""
+        """Log one line, from the lowest of the waiting ranks, less often the longer it lasts."""
         self._warn_after_seconds *= 2
         if self._journal.rank == min(status.rank for status in late.waiting):
             where = f"; {host.silence}" if host is not None else ""
             _log.warning("%s%s", late.text(self._silent_seconds(late.rank)), where)
 
     def _compare(self, mine: Status) -> Fault | None:
-        """Where messages bear no tag, two that differ may meet unnoticed: compare histories with a neighbour."""
+        """Where messages carry no tag, two different ones may be matched unnoticed: compare histories with a
+        neighbour."""
         for line, track in mine.tracks.items():
             ranks = self._journal.ranks_of(line)
             neighbour = ranks[(ranks.index(mine.rank) + 1) % len(ranks)]
@@ -273,7 +277,7 @@ class Watchdog:
         return None
 
     def _trace(self, mine: Status, lost: LinkError) -> Fault | None:
-        """The link to a rank broke. It may have said why; if it says nothing more, it is gone."""
+        """The link to a rank broke. Its last report may say why; if none comes any more, the rank is gone."""
         last = self._read(lost.rank)
         if last is not None and last.has_left:
             return departure(last, [mine])
@@ -281,8 +285,8 @@ class Watchdog:
             return None
         return disappearance(lost.rank, last, str(lost), mine, self._lost_host(lost.rank))
 
-    def _look_alone(self, why: str) -> None:
-        """The board is gone. What can be known without it is that a link broke, or that time is up."""
+    def _check_without_board(self, why: str) -> None:
+        """The board is gone. All that can still be known is that a link broke, or that the timeout has passed."""
         mine = self._journal.status(self._beat, self._seconds())
         if self._lost is not None:
             fault = disappearance(
@@ -299,7 +303,7 @@ class Watchdog:
         self._deliver(replace(fault, origin=mine.rank))
 
     def deliver(self, fault: Fault) -> None:
-        """Somebody else knows better. From any thread; the first fault counts."""
+        """Set a fault that other code has found. From any thread; the first fault counts."""
         if self._journal.fault is None:
             self._deliver(fault)
             self._wake.set()
@@ -307,7 +311,7 @@ class Watchdog:
     def _deliver(self, fault: Fault) -> None:
         self._journal.fault = fault
         self._cut()
-        self._told.set()
+        self._is_delivered.set()
 
     def _read(self, rank: int) -> Status | None:
         status = self._board.read(rank)
@@ -324,9 +328,9 @@ class Watchdog:
     # -- the rank's own thread --------------------------------------------------------------------------
 
     def _explain(self, error: LinkError) -> CommError:
-        """Why a link broke. Blocks until the watch knows, for a few of its periods."""
+        """Why a link broke. Blocks until the watchdog knows, for a few of its periods."""
         self._lost, self._lost_since = error, time.monotonic()
         self._wake.set()
-        self._told.wait(_EXPLAINED_AFTER_SECONDS)
+        self._is_delivered.wait(_EXPLAINED_AFTER_SECONDS)
         fault = self._journal.fault
         return fault.error() if fault is not None else CommError(str(error))

@@ -1,4 +1,4 @@
-"""Something on its way, and the moment it has arrived."""
+"""A communication that has been started, and its completion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class LinkError(Exception):
-    """A message to or from `rank` failed. Inside this package only: `Journal.failure` makes a `CommError` of it."""
+    """A message to or from `rank` failed. Internal to this package: `Journal.failure` turns it into a `CommError`."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
@@ -15,13 +15,13 @@ class LinkError(Exception):
 
 
 class Work(Protocol):
-    """A communication that has been started. `wait` may be asked once; it raises `CommError`."""
+    """A communication that has been started. `wait` may be called once; it raises `CommError`."""
 
     def wait(self) -> None: ...
 
 
 class Done:
-    """Nothing was left to do."""
+    """A work with nothing left to do."""
 
     def wait(self) -> None:
         return

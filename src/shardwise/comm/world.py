@@ -1,4 +1,4 @@
-"""The ranks of one job, and how this process came to be one of them."""
+"""The ranks of one job, and how this process became one of them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from shardwise.comm.joining import (
 )
 from shardwise.comm.journal import Journal
 from shardwise.comm.nccl import NcclGroups, leave_errors_to_the_watch
+from shardwise.comm.on_hosts import even_local_size
 from shardwise.comm.pairwise import Nobody, Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups, TorchGroups
 from shardwise.comm.shm import Neighbours, Shared
@@ -51,18 +52,18 @@ EVERYBODY = "world"
 TIMEOUT_SECONDS = 600
 PATIENCE_SECONDS = 10
 MPI_BACKEND = "mpi4py"
-"""What torch calls our backend."""
+"""Torch's name of our backend."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """By whom a rank is watched: `board` is where ranks tell each other how they fare."""
+    """How a rank is watched: `board` is where ranks report how they fare."""
 
     board: Board
     timeout_seconds: float = TIMEOUT_SECONDS
     """How long one rank may keep the others waiting."""
     patience_seconds: float = PATIENCE_SECONDS
-    """After which the others say for whom they wait."""
+    """After how long the waiting ranks log which rank they wait for."""
 
     @classmethod
     def by(cls, board: Board | None, timeout_seconds: float, patience_seconds: float) -> Watched | None:
@@ -74,17 +75,17 @@ class Host:
     """The host of a rank."""
 
     num_ranks: int | None = None
-    """How many it has: `None` for all of them, 0 where nobody knows."""
+    """Its number of ranks: `None` for all, 0 if unknown."""
     name: str = ""
-    """What it is called, if not as the system says: ranks of others share no memory with those of this one."""
+    """Its name, if not the system's: ranks on hosts with different names share no memory."""
     shares_memory: bool = False
-    """Whether its ranks meet in memory that they share, if they can. The same on all ranks."""
+    """Whether its ranks use shared memory, if they can. The same on all ranks."""
 
 
 class World:
-    """This process among its peers. It owns what it opened: `close()` it, or use it in a `with`.
+    """This process among the ranks of its job. It owns what it opened: `close()` it, or use it in a `with`.
 
-    `World.join()` reads the environment that `shardwise launch`, `torchrun`, `mpirun`, `srun` and their like set
+    `World.join()` reads the environment that `shardwise launch`, `torchrun`, `mpirun`, `srun` and other launchers set
     (docs/launching.md has the table); without one it is a world of one.
     """
 
@@ -98,32 +99,35 @@ class World:
         watched: Watched | None = None,
         host: Host | None = None,
     ) -> None:
-        """Without `watched` a fault is told by the transport alone, and waits have no end but its own.
+        """Usually made by `World.join()`. Without `watched`, faults show, and waits end, only through the transport.
 
-        `device` is this rank's, the CPU if it is not given; it becomes the current one of this thread until `close`.
-        `host` is the one that it is on: by default all ranks are, and share no memory.
+        `device` is this rank's, by default the CPU; it is the current device of this thread until `close`. `host` is
+        this rank's host: by default all ranks are on one and share no memory.
         """
         host = Host() if host is None else host
         self.rank = rank
         self.size = size
         self.local_size = size if host.num_ranks is None else host.num_ranks
-        """Ranks of this host; 0 if the environment does not say. The inner axis of `hsdp` and `hpz` without a mesh."""
+        """Ranks of each host; 0 if the environment does not say, or if in an elastic job hosts have different numbers
+        of ranks, or ranks not in a row. The inner axis of `hsdp` and `hpz` without a mesh."""
+        self.hosts: tuple[str, ...] = ()
+        """By rank: the name of its host, in an elastic job on several hosts; empty elsewhere."""
         self.generation = 0
-        """Which of the worlds it is that these processes have been, one after the other."""
+        """The number of this world among those that these processes have formed, one after the other."""
         self.members: tuple[int, ...] = ()
         """By rank: the member's number, which is never used again. Empty without an elastic launcher."""
         self.is_newcomer = False
-        """Whether this process has come to others that train already."""
+        """Whether this process has joined others that were training already."""
         self.is_arriving = False
-        """Whether it has, and has not begun to train: what a script asks before by `barrier`, `any_rank` and `mean`,
-        the others have asked each other before it came, and are not asked again."""
+        """Whether it is a newcomer that has not begun to train: its `barrier`, `any_rank` and `mean` are not sent."""
         self.membership: Membership | None = None
-        """How to come to the next generation. `None` without an elastic launcher."""
+        """The way to the next generation. `None` without an elastic launcher."""
         self.rank_device = RankDevice.cpu() if device is None else device
-        """This rank's device, and what torch can be asked about it. Tensors on others cannot be sharded."""
+        """This rank's device, and what torch can be asked about it. Tensors on other devices cannot be sharded."""
         self.everybody = Group(EVERYBODY, tuple(range(size)), rank)
         self.journal = Journal(rank)
         self._why_cpu = ""
+        self.transport = transport
         self._pairs = Pairwise(transport, self.journal)
         self._host: Communicator = self._pairs
         self._on_device: DeviceCollectives | None = None
@@ -144,13 +148,13 @@ class World:
             self._share_memory(transport, host.name)
 
     def _share_memory(self, transport: Transport, host: str = "") -> None:
-        """Meet the ranks of this host in memory that they share, if they can. All ranks call."""
+        """Set up shared memory with the other ranks of this host, if possible. All ranks call."""
         if self.size > 1:
             neighbours, hosts = Neighbours.meet(self.rank, partial(self.exchange, subject="neighbours"), host)
             if len(set(hosts.numbers)) > 1:
                 self._pairs = BetweenHosts(transport, self.journal, hosts.numbers, neighbours)
                 if self._watch is not None:
-                    self._watch.know_hosts(hosts, transport.closed_ranks)
+                    self._watch.set_hosts(hosts, transport.closed_ranks)
             self._host = Shared(neighbours, self._pairs) if neighbours is not None else self._pairs
             self._pairs.ledger.clear()
 
@@ -166,20 +170,20 @@ class World:
     ) -> World:
         """Meet the other ranks. All ranks call; returns when all have come.
 
-        Where every rank has an accelerator of its own, it is the current device from here on, until `close`: what is
-        made on "cuda" lies there. A process group that is there already is used and left open by `close`.
-        `timeout_seconds` bounds this meeting, and later how long one rank may keep the others waiting; after
-        `patience_seconds` of waiting they say for whom.
+        If every rank has an accelerator of its own, it is the current device from here until `close`, so that tensors
+        made on "cuda" are there. An existing process group is used, and left open by `close`. `timeout_seconds` bounds
+        this meeting, and later how long one rank may keep the others waiting; after `patience_seconds` of waiting they
+        log which rank they wait for.
 
-        Ranks of one host share memory, unless `shares_memory` is false, or it is not given and the environment
-        variable SHARDWISE_SHARED_MEMORY is 0; it has to be the same on all ranks.
+        Ranks of one host share memory, unless `shares_memory` is false, or it is not given and the environment variable
+        SHARDWISE_SHARED_MEMORY is 0. It has to be the same on all ranks.
 
-        Other messages go by `transport`, `"gloo"` or `"mpi"`; if it is not given, as the environment variable
-        SHARDWISE_TRANSPORT says, else by MPI where the process group that is there does, or where an MPI has started
-        the ranks and there is none.
+        Other messages go by `transport`, `"gloo"` or `"mpi"`. If it is not given, the environment variable
+        SHARDWISE_TRANSPORT decides; without it, MPI is used if the existing process group uses it, or if there is none
+        and an MPI launcher started the ranks.
 
-        Raises `CommError` if the ranks do not meet and `ConfigError` if the
-        environment makes no sense.
+        Raises `CommError` if the ranks do not meet, and `ConfigError` if the environment is inconsistent or names an
+        unknown transport.
         """
         env = os.environ if environment is None else environment
         owns = not dist.is_initialized()
@@ -214,14 +218,18 @@ class World:
         world._take_over(opened, timeout_seconds, owns=owns)
         return world
 
-    def belong(self, generation: int, members: tuple[int, ...], membership: Membership) -> None:
-        """This is one of the worlds that a member enters, one after the other."""
+    def belong(
+        self, generation: int, members: tuple[int, ...], membership: Membership, hosts: tuple[str, ...] = ()
+    ) -> None:
+        """Record that this world is a generation of an elastic job; `hosts` has each rank's host if it has several."""
         self.generation, self.members, self.membership = generation, members, membership
+        self.hosts = hosts
+        self.local_size = even_local_size(hosts) if hosts else self.local_size
         if self._watch is not None:
             self._watch.goes_on = True
 
     def settle(self, opened: Opened, timeout_seconds: float, *, shares_memory: bool) -> None:
-        """What ranks do first once they can be broken off. All ranks call; raises what sending does."""
+        """Run the first exchanges, after which a fault can interrupt ranks. All ranks call; raises as sending does."""
         assert opened.transport is not None
         if shares_memory:
             self._share_memory(opened.transport)
@@ -229,7 +237,7 @@ class World:
         self._take_over(opened, timeout_seconds, owns=True)
 
     def _take_over(self, opened: Opened, timeout_seconds: float, *, owns: bool) -> None:
-        """What was opened, or was there, is this world's until `close`. All ranks call."""
+        """Take ownership, until `close`, of what was opened. All ranks call."""
         self._process_groups = [None] if owns else []
         if opened.beside is not None:
             self._process_groups.append(opened.beside)
@@ -241,30 +249,36 @@ class World:
             self.attach(_torch_groups(self.rank_device, timeout_seconds, is_own=owns))
 
     def _agree_on_devices(self) -> None:
-        """Where not each rank has an accelerator, none of them uses one. All ranks call."""
-        said = self.exchange(self.rank_device.identity.encode(), "devices")
-        why = refusal_of([identity.decode() for identity in said])
+        """Unless every rank has an accelerator, none uses one. All ranks call."""
+        identities = self.exchange(self.rank_device.identity.encode(), "devices")
+        why = refusal_of([identity.decode() for identity in identities])
         if why:
-            self._why_cpu = why if any(said) else ""
+            self._why_cpu = why if any(identities) else ""
             self.rank_device.leave()
             self.rank_device = RankDevice.cpu()
 
     def attach(self, groups: ProcessGroups) -> None:
-        """Let `groups` move what lies on this rank's device. All ranks call."""
+        """Use `groups` for tensors on this rank's device. All ranks call."""
         self._on_device = DeviceCollectives(groups, self.rank_device, self._host, self.rank, self.size)
 
     @property
+    def ranks_of_host(self) -> tuple[int, ...]:
+        """All ranks of this rank's host in an elastic job, itself included: all there are, if that is on one host."""
+        own = self.hosts[self.rank] if self.hosts else None
+        return tuple(rank for rank in range(self.size) if not self.hosts or self.hosts[rank] == own)
+
+    @property
     def device(self) -> torch.device:
-        """Where models that have no memory yet are put: this rank's accelerator, or the CPU."""
+        """The device for models that have no memory yet: this rank's accelerator, or the CPU."""
         return self.rank_device.device
 
     def be_patient(self, seconds: float) -> None:
-        """How long this rank waits for others before it says so."""
+        """Set how long this rank waits for others before it logs that."""
         if self._watch is not None:
             self._watch.patience_seconds = seconds
 
     def collectives(self, device: torch.device) -> Communicator:
-        """What moves tensors that lie on `device`."""
+        """The communicator for tensors on `device`. Raises `CommError` if there is none."""
         if self._on_device is not None and device.type == self.device.type:
             return self._on_device
         if device.type == "cpu" or self.size == 1:
@@ -280,11 +294,11 @@ class World:
         return Group(axis, mesh.group(self.rank, axis), mesh.coordinate(self.rank)[axis])
 
     def line(self, name: str, ranks: Sequence[int]) -> Group:
-        """Any ranks, of which this one is one, for collectives of what lies on the host."""
+        """A group of any ranks, including this one, for collectives on host memory."""
         return Group(name, tuple(ranks), ranks.index(self.rank))
 
     def exchange(self, message: bytes, subject: str = "message") -> list[bytes]:
-        """Every rank's message, by rank. All ranks call, with the same `subject`: what it is about, in a word."""
+        """Every rank's message, by rank. Blocks. All ranks call, with the same `subject`, a word for messages."""
         return self._host.exchange(message, self.everybody, subject)
 
     def any_rank(self, flag: bool) -> bool:
@@ -294,19 +308,18 @@ class World:
         return b"1" in self.exchange(b"1" if flag else b"0", "any_rank")
 
     def mean(self, value: float, weight: float | None = None) -> float:
-        """The mean of every rank's `value`, the same on all of them; each counts by its `weight` if all give one. All
-        ranks call."""
+        """The mean of every rank's `value`, weighted if all give a `weight`. All ranks call and get the same."""
         if self.is_arriving:
             return value
         if weight is not None:
-            told = torch.zeros(self.size, 2, dtype=torch.float64)
-            told[self.rank, 0], told[self.rank, 1] = value, weight
-            self._host.all_gather(told.view(-1), self.everybody, "weighed mean").wait()
-            return mean_of(told[:, 0].tolist(), told[:, 1].tolist())
-        told = torch.zeros(self.size, dtype=torch.float64)
-        told[self.rank] = value
-        self._host.all_gather(told, self.everybody, "mean").wait()
-        return float(told.mean())
+            values = torch.zeros(self.size, 2, dtype=torch.float64)
+            values[self.rank, 0], values[self.rank, 1] = value, weight
+            self._host.all_gather(values.view(-1), self.everybody, "weighed mean").wait()
+            return mean_of(values[:, 0].tolist(), values[:, 1].tolist())
+        values = torch.zeros(self.size, dtype=torch.float64)
+        values[self.rank] = value
+        self._host.all_gather(values, self.everybody, "mean").wait()
+        return float(values.mean())
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -315,20 +328,20 @@ class World:
         self.exchange(b"", "barrier")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave. Nothing may be on its way, unless `error` is why: then the other ranks raise too, and name it.
+        """Leave. Nothing may be under way, unless `error` is the reason: then the other ranks raise too, and name it.
 
-        What would be sent afterwards is refused with `StateError`. May be called twice.
+        Sending afterwards raises `StateError`. May be called twice.
         """
         if self.membership is not None:
             self.membership.end(error)
         self._close(error, parts=True)
 
     def part(self) -> None:
-        """Close this world and say nothing to its ranks, most of which will meet again in the next one."""
+        """Close this world without reporting an end to its ranks, most of which will meet again in the next one."""
         self._close(None, parts=False)
 
     def _close(self, error: BaseException | None, *, parts: bool) -> None:
-        watch, self._watch = self._watch, None  # they know each other: no collector should be needed to part them
+        watch, self._watch = self._watch, None  # break their reference cycle, so that no garbage collection is needed
         if watch is not None:
             watch.close(error, parts=parts)
         if self.size > 1:
@@ -346,7 +359,7 @@ class World:
         return self.journal.fault
 
     def break_off(self, fault: Fault) -> None:
-        """Wake this rank, if it waits for others: it raises `fault`, now or when it would send something next.
+        """Wake this rank if it waits for others: it raises `fault`, now or when it next sends something.
 
         From any thread. The first fault counts.
         """
@@ -354,7 +367,7 @@ class World:
             self._watch.deliver(fault)
 
     def _cut(self) -> None:
-        """From the watch's thread. What is on a device first: its own sockets have to be there when it is aborted."""
+        """Called from the watchdog's thread. The device is first: its own sockets are needed for the abort."""
         try:
             if self._on_device is not None:
                 self._on_device.cut()
@@ -371,7 +384,7 @@ class World:
 def _join_as_member(
     env: Mapping[str, str], shares_memory: bool, timeout_seconds: float, patience_seconds: float
 ) -> World:
-    """The generation of an elastic job that lets this process in; its modules are imported only then."""
+    """The generation of an elastic job that admits this process; its modules are imported only then."""
     from shardwise.comm.members.joining import join_members
 
     def make(opening: Opening, opened: Opened) -> World:
@@ -385,7 +398,7 @@ def _join_as_member(
 
 
 def _goes_by_mpi(env: Mapping[str, str], place: Place, wish: str | None, *, owns: bool) -> bool:
-    """Whether messages go by MPI. Raises `ConfigError` for a transport that there is not."""
+    """Whether messages go by MPI. Raises `ConfigError` for an unknown transport."""
     name = wish or env.get("SHARDWISE_TRANSPORT", "")
     if name not in ("", "gloo", "mpi"):
         raise ConfigError(f"There is no transport {name!r} between ranks. Known: gloo, mpi.")
@@ -397,7 +410,7 @@ def _goes_by_mpi(env: Mapping[str, str], place: Place, wish: str | None, *, owns
 
 
 def _torch_groups(device: RankDevice, timeout_seconds: float, *, is_own: bool) -> ProcessGroups:
-    """Torch's process groups on the ranks' devices; where the world group is another's, with one beside it."""
+    """Torch's process groups on the ranks' devices; a separate group if the world group is not ours."""
     kind, backend = device.device.type, backend_of(device.device.type)
     seconds = timeout_seconds + LATER_SECONDS
     if is_own:
@@ -411,7 +424,7 @@ def _torch_groups(device: RankDevice, timeout_seconds: float, *, is_own: bool) -
 
 
 def _check_elastic(*, by_mpi: bool, owns: bool) -> None:
-    """Refuse what the ranks of an elastic job cannot have."""
+    """Refuse what is impossible in an elastic job."""
     if not owns:
         raise ConfigError(
             "In an elastic job each generation opens a process group of its own, but there is one already. Leave out "

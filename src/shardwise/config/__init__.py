@@ -1,4 +1,4 @@
-"""The whole configuration: strict, and every value remembers where it came from."""
+"""The configuration: strict, and every value remembers where it came from."""
 
 from shardwise.config.describe import plan_table, schema_table
 from shardwise.config.load import PlanSource, load_plan

@@ -1,4 +1,4 @@
-"""The plan in words: what a field may hold, and what a given plan holds and why."""
+"""The plan in words: what each field may hold, and what a given plan holds and why."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardwise.config.words import in_words, is_section, named_section
 
 
 def plan_table(plan: Plan) -> list[tuple[str, object, str]]:
-    """(path, value, origin) of every single value of `plan`, in the order of the schema."""
+    """(path, value, origin) of every value of `plan`, in the order of the schema."""
     return [(path, value, plan.origin(path)) for path, value in _values(plan, "")]
 
 
 def schema_table() -> list[tuple[str, str, object]]:
-    """(path, type in words, default) of every field that a plan has, in the order of the schema."""
+    """(path, type in words, default) of every field of a plan, in the order of the schema."""
     return [
         (path, in_words(field), field.get_default())
         for path, field in _fields(Plan, "")

@@ -14,7 +14,7 @@ def read(text: str) -> Source:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise SourceError(f"this is not JSON: {error.msg}.", error.lineno) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise SourceError(f"this cannot be read: {error}.") from None
     lines: dict[KeyPath, int] = {}
     if isinstance(values, dict):
@@ -23,7 +23,7 @@ def read(text: str) -> Source:
 
 
 def _walk_json(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int]) -> int:
-    """Note the keys of the object that opens at `at` in valid JSON; return where it ends."""
+    """Record the lines of the keys of the object that starts at `at` in valid JSON; returns where it ends."""
     at = _skip(text, at + 1)
     while text[at] != "}":
         line = text.count("\n", 0, at) + 1

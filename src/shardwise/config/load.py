@@ -1,4 +1,4 @@
-"""A plan from wherever it is written, with every value remembering where that was."""
+"""Loading a plan from any source, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def load_plan(source: PlanSource, overrides: Sequence[str] = ()) -> Plan:
-    """The plan that `source` says, changed by `overrides`.
+    """The plan that `source` describes, changed by `overrides`.
 
-    `source` is a `Plan`, a mapping, a `.yaml`, `.yml`, `.toml` or `.json` file, or the bare name of a
-    preset (whether there is such a preset is asked where presets live). `overrides` are texts such as
-    `wire.grad=bf16`, with a value as YAML writes it, applied last. `ConfigError` names every wrong
-    value with its file and line.
+    `source` is a `Plan`, a mapping, a `.yaml`, `.yml`, `.toml` or `.json` file, or the bare name of a preset (whether
+    that preset exists is checked in `placement`). `overrides` are texts such as `wire.grad=bf16`, whose values are
+    YAML, applied last. `ConfigError` names every wrong value with its file and line.
     """
     values, origins = _read(source)
     _spell_out(values, origins)
@@ -40,7 +39,7 @@ def load_plan(source: PlanSource, overrides: Sequence[str] = ()) -> Plan:
 
 
 def _read(source: PlanSource) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """What `source` says as a fresh tree of values, and where each of them stands."""
+    """The values of `source` as a new tree, and the origin of each."""
     if isinstance(source, Plan):
         values = source.model_dump(exclude_unset=True)
         return values, {path: source.origin(".".join(path)) for path in flatten(values)}
@@ -62,7 +61,7 @@ def _is_name(source: str) -> bool:
 
 
 def _copied(values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """A tree that overrides may be written into: the caller's mapping is theirs, YAML's aliases share one."""
+    """A copy of the tree that overrides may modify: the mapping is the caller's, and YAML aliases share one object."""
     copy: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str):
@@ -74,7 +73,7 @@ def _copied(values: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _spell_out(values: dict[str, Any], origins: dict[KeyPath, str]) -> None:
-    """`activations: recompute` is `activations: {policy: recompute}`, in the plan and in its rules."""
+    """Expand `activations: recompute` to `activations: {policy: recompute}`, in the plan and in its rules."""
     rules = values.get("rules")
     ruled = [(("rules", name), rule) for name, rule in rules.items()] if isinstance(rules, dict) else []
     for path, section in (((), values), *ruled):
@@ -84,7 +83,7 @@ def _spell_out(values: dict[str, Any], origins: dict[KeyPath, str]) -> None:
 
 
 def _apply(override: str, values: dict[str, Any], origins: dict[KeyPath, str]) -> None:
-    """Write one `a.b=c` into `values`, and its origin into `origins`."""
+    """Set the value of one `a.b=c` in `values`, and its origin in `origins`."""
     path, value = _parsed(override)
     origin = f"override {override!r}"
     section = values

@@ -1,4 +1,4 @@
-"""What pydantic found, as short messages: where it stands, what stands there, what was expected."""
+"""Pydantic's errors as short messages: where the value comes from, what it is, what was expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, nearest
 
 
 def as_config_error(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> ConfigError:
-    """One error for everything that is wrong with `values`, a line each, in the order of writing."""
+    """One error for everything that is wrong with `values`, one line each, in the order in which they were written."""
     messages: dict[KeyPath, str] = {}
     for problem in error.errors():
         path = _path(problem["loc"], values)
@@ -29,7 +29,7 @@ def as_config_error(error: ValidationError, values: Mapping[str, Any], origins: 
 
 
 def _path(location: tuple[int | str, ...], values: Mapping[str, Any]) -> KeyPath:
-    """The part of pydantic's location that the user wrote: it adds the branch of a union, and indices."""
+    """The part of pydantic's location that the user wrote; pydantic adds union branches and indices."""
     path: KeyPath = ()
     here: object = values
     for step in location:
@@ -51,7 +51,7 @@ def _unknown_key(path: KeyPath) -> str:
     return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(Plan, path[:-1]))}"
 
 
-def _wrong_value(path: KeyPath, value: object, said: str) -> str:
+def _wrong_value(path: KeyPath, value: object, message: str) -> str:
     expected = words_at(Plan, path)
-    hint = f"expected {expected}" if expected else said
+    hint = f"expected {expected}" if expected else message
     return f"{'.'.join(path) or 'the plan'} is {reprlib.repr(value)}; {hint}."

@@ -1,8 +1,7 @@
 """The whole configuration on one screen.
 
-Strict: an unknown key, a wrong type or a value out of range is an error, never a silent default.
-What a name means (is `zero4` a preset? is `dp` an axis of this mesh?) is asked one layer up, in
-`placement`, which owns those words.
+Strict: an unknown key, a wrong type or a value out of range is an error, never a silent default. Whether a name exists
+(is `zero4` a preset? is `dp` an axis of this mesh?) is checked one layer up, in `placement`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _bytes(value: object) -> object:
 
 
 def _names(value: object) -> object:
-    """YAML and JSON have lists; the table is frozen and keeps tuples."""
+    """Lists, as YAML and JSON have them, become tuples, because the models are frozen."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -45,7 +44,7 @@ def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
     )
 
 
-# The inner descriptions are how an error and the schema's table say the type in words.
+# The inner descriptions name the type in error messages and in the schema's table.
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 64M or 4096")]
 Stages = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_nested), Field(description="a list of lists of names")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Field(description="a list of names")]
@@ -68,7 +67,7 @@ StyleName = Literal[
     "summed",
     "replicated",
 ]
-"""Ways to cut a module: see docs/tensor-parallel.md."""
+"""Ways to cut a module; see docs/tensor-parallel.md."""
 
 
 def _one_tensor_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
@@ -92,11 +91,11 @@ Style = Annotated[StyleName, Field(description="a style")]
 
 
 TrackerName = Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
-"""Who can be told what a run logs: see docs/seeing.md."""
+"""Where `engine.log` can send its values; see docs/seeing.md."""
 
 
 def _by_name(value: object) -> object:
-    """`[jsonl, tensorboard]` is `{jsonl: {}, tensorboard: {}}`; an entry may be a name with options."""
+    """`[jsonl, tensorboard]` becomes `{jsonl: {}, tensorboard: {}}`; an entry may be a name with options."""
     if not isinstance(value, list | tuple):
         return value
     named: dict[object, object] = {}
@@ -129,7 +128,7 @@ class Strict(BaseModel):
 
 
 class PlaceEdit(Strict):
-    """A change to one row of the preset's table. What is not given stays as the preset has it."""
+    """A change to one row of the preset's table. Fields that are not given keep the preset's value."""
 
     shard: Names | None = Field(default=None, description="mesh axes the row is split over; [] for a full copy")
     partial: Names | None = Field(default=None, description="mesh axes it is a summand over; only for grad")
@@ -147,13 +146,14 @@ class Rows(Strict):
 
 
 class Wire(Strict):
-    """What travels. Sums are taken in the wider of the wire's and the row's dtype."""
+    """What is communicated. Sums are computed in the wider of the wire's and the row's dtype."""
 
     grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 
 class Activations(Strict):
-    """What becomes of the tensors that a unit's forward saves for its backward. A policy's name alone will do."""
+    """What happens to the tensors that a unit's forward saves for its backward. The name of a policy alone is
+    enough."""
 
     policy: PolicyName | None = Field(
         default=None,
@@ -172,7 +172,7 @@ class Activations(Strict):
 
 
 class Rule(Strict):
-    """Other rows for some of the parameters: those that fit everything the rule asks for."""
+    """Different rows for some of the parameters: those that match everything in the rule."""
 
     params: Names | None = Field(default=None, description="patterns of parameter names, such as *.bias")
     classes: Names | None = Field(default=None, description="classes of the modules that own them, such as LayerNorm")
@@ -183,12 +183,12 @@ class Rule(Strict):
 
     @property
     def has_rows(self) -> bool:
-        """Whether it is about tables, and not about activations alone."""
+        """Whether the rule changes tables, rather than activations only."""
         return self.activations.policy is None or self.precision is not None or self.rows != Rows()
 
 
 class Sequence(Strict):
-    """How ranks along `sp` share in the tokens of a batch."""
+    """How ranks along `sp` share the tokens of a batch."""
 
     attention: Literal["auto", "ulysses", "ring"] = Field(
         default="auto",
@@ -197,7 +197,8 @@ class Sequence(Strict):
 
 
 class Offload(Strict):
-    """Which share of the model is kept off the device, by units: the last ones first, whose gradients come first."""
+    """Which share of the model is kept off the device, in units: the last units first, because their gradients come
+    first."""
 
     optim: float = Field(
         default=0.0, ge=0, le=1, description="share of the units whose states, gradients and update are on the host"
@@ -214,7 +215,7 @@ class Offload(Strict):
 
 
 class Budget(Strict):
-    """What memory there is; as little goes to the host as fits, and as little of that to a disk."""
+    """The memory available; the plan puts as little on the host as fits, and as little of that on disk."""
 
     device: Bytes | None = Field(default=None, description="bytes on the device of each rank, activations aside")
     host: Bytes | None = Field(default=None, description="bytes of a host's memory, for all of its ranks together")
@@ -226,7 +227,7 @@ class Budget(Strict):
 class LossScale(Strict):
     """What the loss is multiplied by in fp16, so that small gradients do not become zero.
 
-    It doubles after `window` steps without an overflow and halves when `hysteresis` overflows have come.
+    It doubles after `window` steps without an overflow and halves when `hysteresis` overflows have occurred.
     """
 
     dynamic: bool = Field(default=True, description="whether it changes; if not, it stays at initial")
@@ -266,7 +267,7 @@ class TensorParallel(Strict):
 
 
 class Profile(Strict):
-    """A few steps looked at closely: a trace of torch's profiler for each rank, with units and actions by name."""
+    """A few steps recorded in detail: a trace of torch's profiler for each rank, with names of units and actions."""
 
     steps: StepWindow | None = Field(default=None, description="which; default: none")
     folder: str | None = Field(default=None, description="where traces go; default: profile in the folder of the run")
@@ -274,7 +275,7 @@ class Profile(Strict):
 
 
 class SlowRanks(Strict):
-    """Ranks that the others wait for, found while the job runs, where the loop calls `engine.log`."""
+    """Detection, while the job runs, of ranks that the others wait for, where the loop calls `engine.log`."""
 
     factor: float = Field(default=1.5, gt=1, allow_inf_nan=False, description="busy for so many times the median")
     seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="over at least so long")
@@ -282,7 +283,7 @@ class SlowRanks(Strict):
 
 
 class Plan(Strict):
-    """How one model is trained: a table, a mesh, and how the table is turned into a list."""
+    """How one model is trained: a table, a mesh, and how the table becomes a program."""
 
     preset: str = Field(default="zero3", description="the table to start from; see `shardwise explain --list`")
     mesh: dict[str, int] | None = Field(
@@ -334,7 +335,7 @@ class Plan(Strict):
     survive: Literal["host", "buddy", "checkpoint"] | None = Field(
         default=None,
         description="where what a rank alone holds outlives it, in an elastic job: in memory of its host, on another "
-        "host, or in the last checkpoint; default: host, where all ranks are on one",
+        "host too, or in the last checkpoint; default: buddy, or host where all ranks are on one",
     )
     bad_batch: Literal["stop", "skip"] = Field(
         default="stop",
@@ -359,9 +360,9 @@ class Plan(Strict):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` (`"wire.grad"`) came from: file and line, override, argument, default.
+        """Where the value at `path` (such as `"wire.grad"`) came from: file and line, override, argument or default.
 
-        Raises `ConfigError` for a path that no plan has.
+        Raises `ConfigError` for a path that does not exist.
         """
         if path in self._origins:
             return self._origins[path]
@@ -371,7 +372,7 @@ class Plan(Strict):
         return "default"
 
     def with_offload(self, offload: Offload) -> Plan:
-        """The same plan with what its budget comes to in the place of that."""
+        """The same plan with its budget replaced by `offload`, which was computed from it."""
         uses_disk = offload.optim_disk > 0 or offload.param_disk > 0
         disk = self.budget.disk if uses_disk and self.budget.disk is not None else self.disk
         plan = self.model_copy(update={"offload": offload, "budget": Budget(), "disk": disk})
@@ -381,12 +382,12 @@ class Plan(Strict):
         return plan
 
     def model_post_init(self, _context: object) -> None:
-        """What is passed in Python is an `argument`; `load_plan` knows better for files and overrides."""
+        """Values passed in Python have the origin `argument`; `load_plan` replaces that for files and overrides."""
         given = flatten(self.model_dump(exclude_unset=True))
         self._origins.update(dict.fromkeys(map(".".join, given), "argument"))
 
     def __eq__(self, other: object) -> bool:
-        """Two plans are equal if they say the same, wherever it was written. The order of axes is meaning."""
+        """Plans are equal if their values are, wherever they came from. The order of axes matters."""
         return isinstance(other, Plan) and self.model_dump_json() == other.model_dump_json()
 
     def __hash__(self) -> int:
@@ -394,7 +395,7 @@ class Plan(Strict):
 
 
 def flatten(values: Mapping[str, Any]) -> dict[tuple[str, ...], object]:
-    """Every key at every depth with its value, in the order of writing."""
+    """Every key at every depth with its value, in the order in which they were written."""
     flat: dict[tuple[str, ...], object] = {}
     for key, value in values.items():
         flat[(key,)] = value

@@ -1,4 +1,4 @@
-"""Plan files: found, read by their suffix, and refused with file and line."""
+"""Finding plan files, reading them by suffix, and refusing them with file and line."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from shardwise.config.formats import MAX_CHARS, Source, SourceError
 from shardwise.errors import ConfigError
 
-_READERS = {  # imported when such a file is read: most plans are the name of a preset
+_READERS = {  # imported when such a file is read: most plans are just the name of a preset
     ".yaml": "shardwise.config.yaml_text",
     ".yml": "shardwise.config.yaml_text",
     ".toml": "shardwise.config.toml_text",
     ".json": "shardwise.config.json_text",
 }
-_NO_PLANS = {"pyproject.toml", "package.json"}  # files of such a suffix that everybody has
+_NO_PLANS = {"pyproject.toml", "package.json"}  # common files with such a suffix that are not plans
 
 
 def read_source(path: Path) -> Source:
-    """Read a `.yaml`, `.yml`, `.toml` or `.json` file; `ConfigError` with file and line for what is wrong."""
+    """Read a `.yaml`, `.yml`, `.toml` or `.json` file; `ConfigError` with file and line for anything wrong in it."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
@@ -43,7 +43,7 @@ def read_source(path: Path) -> Source:
 
 
 def parse_value(text: str) -> object:
-    """One value as YAML writes it; `SourceError` with a sentence for what is no YAML."""
+    """One value in YAML syntax; `SourceError` if it is not YAML."""
     value: object = importlib.import_module(_READERS[".yaml"]).parse(text)
     return value
 

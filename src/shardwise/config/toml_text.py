@@ -25,26 +25,26 @@ def read(text: str) -> Source:
 
 def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
     table: KeyPath = ()
-    for line, statement, says in _toml_statements(text):
-        keys = flatten(says)
+    for line, statement, values in _toml_statements(text):
+        keys = flatten(values)
         yield from (((*(() if statement.startswith("[") else table), *key), line) for key in keys)
         if statement.startswith("["):
             table = max(keys, key=len)
 
 
 def _toml_statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Each statement with its first line and what it says alone."""
+    """Each statement with its first line and the values that it sets on its own."""
     waiting, first = "", 1
     for line, content in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         if not waiting:
             first = line
         waiting += content + "\n"
-        if line - first > _MAX_LINES:  # each of them is tried again with those before it
+        if line - first > _MAX_LINES:  # each line is parsed again together with those before it
             raise SourceError(f"a value has more than {_MAX_LINES} lines.", first)
         try:
-            says = tomllib.loads(waiting)
+            values = tomllib.loads(waiting)
         except tomllib.TOMLDecodeError:
-            continue  # a list or a text over several lines
-        if says:
-            yield first, waiting.lstrip(), says
+            continue  # a list or a text that continues on the next line
+        if values:
+            yield first, waiting.lstrip(), values
         waiting = ""

@@ -1,4 +1,4 @@
-"""The sections of a plan in words: what stands where, and what a field may hold. Knows pydantic, and no plan."""
+"""The sections of a plan in words: their keys, and what a field may hold. Knows pydantic, but not the plan."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PLAIN: dict[object, str] = {
 
 
 def known_keys(root: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """The keys that the section at `path` has; `()` is the root itself."""
+    """The keys of the section at `path`; `()` is the root itself."""
     section = _annotation_at(root, path)
     return list(section.model_fields) if is_section(section) else []
 
 
 def words_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
-    """What may stand at `path`, in words; None where the schema has no such place."""
+    """What may stand at `path`, in words; None if the schema has no such place."""
     section: Any = root
     for depth, key in enumerate(path):
         if named_section(section):
@@ -45,7 +45,7 @@ def words_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
 
 
 def unknown_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
-    """Why the schema has no such place as `path`: its first key that is not known; None if it has."""
+    """Why the schema has no place `path`, naming its first unknown key; None if it has one."""
     depth = next((depth for depth in range(len(path)) if words_at(root, path[: depth + 1]) is None), None)
     if depth is None:
         return None
@@ -57,7 +57,7 @@ def unknown_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
 
 
 def _annotation_at(root: type[BaseModel], path: tuple[str, ...]) -> Any:
-    """Of a place that there is."""
+    """The annotation of an existing place."""
     annotation: Any = root
     for key in path:
         annotation = named_section(annotation) or annotation.model_fields[key].annotation
@@ -65,14 +65,14 @@ def _annotation_at(root: type[BaseModel], path: tuple[str, ...]) -> Any:
 
 
 def in_words(field: FieldInfo) -> str:
-    """What `field` may hold: `fp64, fp32, bf16 or null`."""
+    """What `field` may hold, such as `fp64, fp32, bf16 or null`."""
     words = _alternatives(field.annotation)
     bounds = _bounds(field.metadata)
     return _either([word + bounds if word in ("a number", "a whole number") else word for word in words])
 
 
 def _alternatives(annotation: Any) -> list[str]:
-    """Each form that a value of `annotation` may have."""
+    """Each form that a value of `annotation` may take."""
     if annotation in _PLAIN:
         return [_PLAIN[annotation]]
     kind, inner = get_origin(annotation), get_args(annotation)
@@ -81,8 +81,8 @@ def _alternatives(annotation: Any) -> list[str]:
     if kind is Literal:
         return [str(one) for one in inner]
     if kind is Annotated:
-        said = [note.description for note in inner[1:] if isinstance(note, FieldInfo) and note.description]
-        return said or _alternatives(inner[0])
+        descriptions = [note.description for note in inner[1:] if isinstance(note, FieldInfo) and note.description]
+        return descriptions or _alternatives(inner[0])
     if kind is dict:
         key, value = (_either(_alternatives(one)) for one in inner)
         return [f"a mapping of {key} to {value}"]
@@ -100,9 +100,9 @@ def _words_below(annotation: Any) -> str | None:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    said = [f" of at least {note.ge}" for note in metadata if getattr(note, "ge", None) is not None]
-    said += [f" above {note.gt:g}" for note in metadata if getattr(note, "gt", None) is not None]
-    return "".join(said)
+    bounds = [f" of at least {note.ge}" for note in metadata if getattr(note, "ge", None) is not None]
+    bounds += [f" above {note.gt:g}" for note in metadata if getattr(note, "gt", None) is not None]
+    return "".join(bounds)
 
 
 def _either(words: list[str]) -> str:
@@ -114,6 +114,6 @@ def is_section(annotation: Any) -> bool:
 
 
 def named_section(annotation: Any) -> Any:
-    """The section that each value of `annotation` is, where that is a mapping of the user's own names to sections."""
+    """For a mapping of the user's own names to sections: the type of these sections; None for anything else."""
     inner = get_args(annotation)
     return inner[1] if get_origin(annotation) is dict and is_section(inner[1]) else None

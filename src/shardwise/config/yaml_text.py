@@ -25,7 +25,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse(text: str) -> Any:
-    """One YAML value, as strict as a file; `SourceError` with a sentence for what is no YAML."""
+    """One YAML value, as strictly as a file; `SourceError` if it is not YAML."""
     return _compose(text)[1]
 
 
@@ -35,7 +35,7 @@ def read(text: str) -> Source:
 
 
 def read_plainly(text: str) -> Any:
-    """What YAML itself takes `text` for, within the same bounds: a file of another library's.
+    """`text` as standard YAML, within the same limits: for other libraries' files.
 
     Raises `SourceError`, or `yaml.YAMLError`.
     """
@@ -52,7 +52,7 @@ def read_plainly(text: str) -> Any:
 
 
 def _compose(text: str) -> tuple[yaml.Node | None, Any]:
-    """The tree with its marks, and the values that it stands for."""
+    """The node tree with its marks, and the values that it represents."""
     try:
         _check_bounds(text)
         loader = _Loader(text)
@@ -76,7 +76,7 @@ def _compose(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _check_bounds(text: str) -> None:
-    """Before anything is parsed: what nests deeply takes the parser time, its square."""
+    """Called before anything is parsed, because the parser takes quadratic time in the depth of nesting."""
     if len(text) > MAX_CHARS:
         raise SourceError(f"it has more than {MAX_CHARS} characters, which is too long for a plan.")
     depth = 0
@@ -87,7 +87,8 @@ def _check_bounds(text: str) -> None:
 
 
 def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for, what its aliases stand for counted each time: a few lines can be billions."""
+    """How many values a node represents, counting aliases each time they are used: a few lines can expand to
+    billions."""
     if id(node) in known:
         if not known[id(node)]:
             raise SourceError("an alias refers to the mapping that contains it.", node.start_mark.line + 1)
@@ -105,7 +106,7 @@ def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
-    """Keys must be text and stand once; YAML itself would keep the last and say nothing."""
+    """Keys must be text and unique; YAML itself would silently keep the last."""
     if node in above:
         raise SourceError("an alias refers to the mapping that contains it.", node.start_mark.line + 1)
     if not isinstance(node, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""Data: the batch of step N is a function of the seed and N, for any mesh."""
+"""Data loading: the batch of step N is a function of the seed and N, for any mesh."""
 
 from shardwise.data.loader import Loader
 from shardwise.data.packing import Documents, PackedRows

@@ -1,4 +1,4 @@
-"""What a loader is made of: who feeds it, whose part it hands out, and where batches are put."""
+"""The parts of a loader: its feed, this rank's share, and the device of its batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.places import place_of
 
 
 class Ranks(Protocol):
-    """Which rank of how many: a `shardwise.World`, or anything like it."""
+    """A rank and the number of ranks: a `shardwise.World`, or any object like it."""
 
     @property
     def rank(self) -> int: ...
@@ -32,7 +32,7 @@ class Ranks(Protocol):
 def feed_of(
     source: Any, batch_rows: int, recipe: Recipe, samples: Samples
 ) -> tuple[IndexedFeed | StreamFeed, int | None, dict[str, Any]]:
-    """What makes the batches, the rows of an epoch if they are known, and what tells this run from others."""
+    """The feed that makes the batches, the rows per epoch if known, and the settings that identify this run."""
     stream = as_stream(source)
     if stream is not None:
         return StreamFeed(stream, samples.tail, batch_rows, recipe), None, {"stream": stream.name}
@@ -59,7 +59,7 @@ def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
 
 
 def pinning_of(transfer: Transfer | None, pin: bool | None) -> Transfer | None:
-    """Where to batches are pinned, if they are."""
+    """The transfer that pins batches; `None` if they are not pinned."""
     is_wanted = pin if pin is not None else transfer is not None and transfer.leads_off_the_host
     if not is_wanted:
         return None

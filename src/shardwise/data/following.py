@@ -1,4 +1,4 @@
-"""Whom a loader follows: the engine that trains on its batches, whose ranks may come and go."""
+"""Lets a loader follow the engine that trains on its batches, whose ranks may come and go."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from shardwise.data.recipe import Made, Place
 from shardwise.data.sampling import Share
 from shardwise.data_ranks import Follows, Reader
 
-MOST_BEGUN = 64
-"""Batches whose places are remembered: more are not handed out between a step and the news that it is void."""
+MAX_REMEMBERED = 64
+"""How many batches have their places remembered; no more are handed out between a step and the news that it is void."""
 
 
 class Following:
-    """A loader beside its engine: which share it is to hand out, and from where again.
+    """A loader's view of its engine: which share to hand out, and which batches to hand out again.
 
-    [Note: again] A batch is handed out after so many steps of the engine. When a step has been made void, that number
-    says which batches have had no effect: all that were handed out after as many steps as there are now, or more.
-    A loader whose batches train nothing, as one for validation, has none of those.
+    [Note: replayed batches] For each batch the number of engine steps when it was handed out is recorded. When a step
+    has been made void, that number shows which batches had no effect: all that were handed out at the current number of
+    steps, or later. A loader whose batches train nothing, such as one for validation, has no such batches.
     """
 
     def __init__(self, engine: Follows) -> None:
         self._engine = engine
         self._num_void = engine.num_void
-        self._begun: deque[tuple[int, Place, Place]] = deque(maxlen=MOST_BEGUN)
-        """After how many steps batches were handed out, and the places before and behind them."""
+        self._begun: deque[tuple[int, Place, Place]] = deque(maxlen=MAX_REMEMBERED)
+        """For each batch handed out: the number of engine steps then, and the places before and after the batch."""
         self._left_out: int | None = None
-        """The batch that was handed out after so many steps does not come again."""
+        """The batch handed out at this number of steps is skipped and not handed out again."""
         self._passes_over = False
-        """Neither does the next one, which was not handed out yet."""
+        """Whether the next batch, which was not handed out yet, is skipped too."""
 
     def attend(self, reader: Reader) -> None:
-        """`reader` follows from now on."""
+        """Make `reader` follow the engine from now on."""
         self._engine.follow(reader)
 
     def begin_to_read(self) -> None:
@@ -44,12 +44,12 @@ class Following:
         return rank, size
 
     def begin(self, made: Made) -> None:
-        """Its first micro-batch is handed out now."""
+        """Record that the first micro-batch of `made` is handed out now."""
         self._begun.append((self._engine.num_steps, made.before, made.after))
 
     def leave_out(self, num_steps: int) -> None:
-        """See `Reader`. Not all ranks have come to that batch when one fails at it; whoever trains on these batches has
-        had the one before."""
+        """See `Reader`. When one rank fails at a batch, others may not have reached it; a loader that trains has handed
+        out at least the batch before."""
         last = self._begun[-1][0] if self._begun else num_steps - 1
         if last >= num_steps:
             self._left_out = num_steps
@@ -57,25 +57,25 @@ class Following:
             self._passes_over = True
 
     def passes_over(self) -> bool:
-        """Whether the next batch is to be left out. Said once."""
+        """Whether the next batch is to be skipped; resets the flag."""
         passes_over, self._passes_over = self._passes_over, False
         return passes_over
 
     def forget(self) -> None:
-        """The loader goes elsewhere: what comes next is not what came before."""
+        """Forget what was handed out, because the loader moves elsewhere."""
         self._begun.clear()
         self._left_out, self._passes_over = None, False
         self._num_void = self._engine.num_void
 
     def place_after(self, num_steps: int, now: Place) -> Place:
-        """Where `again` would go back to if there were so many; `now` if nowhere."""
+        """The place to which `again` would go back after `num_steps` steps; `now` if it would not."""
         first = next((one for one in self._begun if one[0] >= num_steps), None)
         if first is None:
             return Place(now.step + 1) if self._passes_over else now
         return first[2] if self._left_out == first[0] else first[1]
 
     def again(self) -> Place | None:
-        """Where to go back to, if a step of which batches were handed out has been made void since the last call."""
+        """The place to go back to, if a step with handed-out batches was made void since the last call."""
         if self._engine.num_void == self._num_void:
             return None
         self._num_void = self._engine.num_void
@@ -89,5 +89,5 @@ class Following:
         return back
 
     def weigh(self, share: Share, count: int) -> None:
-        """What is handed out now has `count` rows that count."""
+        """Tell the engine that `count` rows of what is handed out now count."""
         self._engine.weigh(count, share.batch_rows / share.accumulate)

@@ -1,4 +1,4 @@
-"""Batches of map-style sources: what has an index can be read anywhere."""
+"""Batches of map-style sources, in which any sample can be read by its index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_NAMED = 16
 
 
 class IndexedFeed:
-    """Makes any step without the others, so that any number of threads or processes may make them."""
+    """Makes each step independently of the others, so that several threads or processes may make them."""
 
     def __init__(self, catalogue: Catalogue, batch_rows: int, recipe: Recipe) -> None:
         self.sampler = Sampler(catalogue.order, batch_rows)
@@ -31,7 +31,7 @@ class IndexedFeed:
         return (partial(self.make, step, share) for step in itertools.count(start.step))
 
     def make(self, step: int, share: Share, stop: Event) -> Made:
-        """A rank's share of the batch of `step`. Raises `DataError`; `Abandoned` when `stop` is set."""
+        """A rank's share of the batch of `step`. Raises `DataError`, and `Abandoned` when `stop` is set."""
         draw = self.sampler.rows(step, share.read)
         samples: list[Any] = [None] * len(draw)
         for number in np.unique(draw.source):
@@ -39,7 +39,7 @@ class IndexedFeed:
         return Made(self._recipe.collated(samples, step, share), share.counts, Place(step), Place(step + 1))
 
     def names(self, step: int, rows: range) -> str:
-        """The samples in these rows of the batch of `step`: `samples 3, 17, 9 of source`."""
+        """The samples in these rows of the batch of `step`, as text: `samples 3, 17, 9 of source`."""
         draw = self.sampler.rows(step, rows)
         found = []
         for number in np.unique(draw.source).tolist():
@@ -71,7 +71,7 @@ class IndexedFeed:
                 ) from error
 
     def _read_together(self, number: int, indices: list[int], step: int) -> list[Any] | None:
-        """The samples in one call, if the source can do that."""
+        """The samples read with one call, if the source supports it."""
         read = getattr(self._catalogue.sources[number], "__getitems__", None)
         if read is None:
             return None

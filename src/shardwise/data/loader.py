@@ -1,4 +1,4 @@
-"""The batches of a run, from wherever it is."""
+"""The loader: the batches of a run, from any step on."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ _SAMPLES = Samples()
 class Loader:
     """This rank's share of every batch of `batch_rows` rows, from the current step on.
 
-    The batch of step N is a function of `seed` and N; ranks that are given other numbers of peers get other parts
-    of the same batches. No rank talks to another.
+    The batch of step N is a function of `seed` and N; with another number of ranks each gets other parts of the same
+    batches. Loaders do not communicate.
 
     `source`       map-style (a length and an index), a `Mixture` of such, an iterable, or `from_iterable(...)`.
     `batch_rows`   rows of a step over all ranks and micro-batches; a multiple of the product of their numbers, or
                    with `world=engine.data_ranks` any number.
-    `world`        `engine.data_ranks`: the loader follows the engine, whose ranks may become fewer or more, hands out
-                   the batches of a step again that had to be given up, and lets every row count the same where ranks
-                   have different numbers of them. Or a `World`, or `(rank, size)`: ranks that shall see the same rows
-                   give the same. Default: `RANK` and `WORLD_SIZE` as a launcher sets them, or those of MPI and Slurm,
-                   else one rank.
-    `accumulate`   micro-batches that a step is handed out in, one after the other, as the plan's `accumulate`.
-    `steps`        where iteration ends. Default: the end of the current epoch, which the next iteration goes on
-                   from; a mixture has no such end and goes on forever.
-    `samples`      in which order samples come, and how they become a batch: see `Samples`.
-    `workers`      who reads ahead, and where batches are put: see `Workers`. A number stands for so many threads.
+    `world`        `engine.data_ranks`: the loader follows the engine, whose ranks may become fewer or more. It hands
+                   out the batches of a void step again, and weighs every row the same if ranks have different numbers
+                   of them. Or a `World`, or `(rank, size)`: ranks that should see the same rows pass the same pair.
+                   Default: `RANK` and `WORLD_SIZE` as a launcher sets them, or those of MPI and Slurm, else one rank.
+    `accumulate`   micro-batches in which a step is handed out, one after the other, as the plan's `accumulate`.
+    `steps`        the step at which iteration ends. Default: the end of the current epoch, where the next iteration
+                   continues; a mixture has no such end and goes on forever.
+    `samples`      the order of samples, and how they become a batch: see `Samples`.
+    `workers`      the readers that read ahead, and the device of batches: see `Workers`. A number means threads.
 
-    All iterations share one position. Raises `ConfigError` for what cannot be meant; iteration raises `DataError` if
-    the source, the transform or the collation fails, naming source and index, or if a worker process dies, and the
-    same step comes again in the next iteration. `close()`, or `with`, ends threads and processes.
+    All iterations share one position. Raises `ConfigError` for invalid arguments. Iteration raises `DataError` if the
+    source, the transform or the collation fails, naming source and index, or if a worker process dies; the same step
+    comes again in the next iteration. `close()`, or `with`, ends threads and processes.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class Loader:
         self._place = Place()
         self._ahead: Generator[Made, None, None] | None = None
         self._held: Made | None = None
-        """Made, but not wholly handed out."""
-        self._crew: WorkerProcesses | None = None
+        """The batch that has been made but not completely handed out."""
+        self._processes: WorkerProcesses | None = None
         self._is_sought = False
         if self._following is not None:
             self._following.attend(self)
@@ -107,18 +106,18 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """Steps whose batches were wholly handed out since the beginning of the run; the next is the one to come."""
+        """The step of the next batch, which is also the number of steps handed out completely since the run began."""
         return self._place.step
 
     @property
     def epoch(self) -> int:
-        """The epoch of the first row of the next batch; of a stream, the epoch it was last read in."""
+        """The epoch of the first row of the next batch; for a stream, the epoch in which it was last read."""
         if self._rows_per_epoch is not None:
             return self.step * self.batch_rows // self._rows_per_epoch
         return self._place.epoch
 
     def seek(self, step: int) -> None:
-        """Go on with the batch of `step`. Costs nothing. A stream can only go back to step 0."""
+        """Continue with the batch of `step`, at no cost. A stream can only go back to step 0 (else `StateError`)."""
         if step < 0:
             raise ConfigError(f"Steps count from 0; there is no step {step}.")
         if step and isinstance(self._feed, StreamFeed):
@@ -127,38 +126,37 @@ class Loader:
         self._go_to(Place(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, for `engine.save(state=...)`: a few numbers, JSON, the same on every rank.
+        """The position of the run, for `engine.save(state=...)`: a few numbers, JSON, the same on every rank.
 
-        Batches read ahead but not handed out count as not read, and so does a step of which micro-batches are
-        still to come.
+        Batches read ahead but not handed out count as not read, and so does a step with micro-batches still to come.
         """
         return {**asdict(self._place), "identity": dict(self._identity)}
 
     def state_after(self, num_steps: int) -> dict[str, Any]:
-        """What a loader has to load on a rank that comes, once the engine has taken `num_steps`."""
+        """The state for the loader of a joining rank, once the engine has taken `num_steps` steps."""
         place = self._place if self._following is None else self._following.place_after(num_steps, self._place)
         return {**asdict(place), "identity": dict(self._identity)}
 
     @property
     def can_leave_out(self) -> bool:
-        """Not of a stream: what is behind a batch is known only when that was read."""
+        """False for a stream, because the place after a batch is only known when the batch was read."""
         return not isinstance(self._feed, StreamFeed)
 
     def leave_out(self, num_steps: int) -> None:
-        """See `Reader`; the engine calls, where the plan has `bad_batch: skip`."""
+        """See `Reader`; the engine calls this if the plan has `bad_batch: skip`."""
         if self._following is not None:
             self._following.leave_out(num_steps)
 
     def go_where(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_after` has said on another rank, unless somebody has called `seek`."""
+        """Load the `state_after` of another rank, unless `seek` was called."""
         if not self._is_sought:
             self.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, on any number of ranks, with any `accumulate` and workers.
+        """Continue from a saved state, on any number of ranks, with any `accumulate` and workers.
 
-        Raises `ConfigError` if the batches would be others than those of the run that saved the state, and
-        `StateError` for a stream that cannot go there; nothing has been changed then.
+        Raises `ConfigError` if the batches would differ from those of the run that saved the state, and `StateError`
+        for a stream that cannot go there; then nothing has been changed.
         """
         place = self._place_of(state)
         if isinstance(self._feed, StreamFeed):
@@ -172,13 +170,13 @@ class Loader:
             self._following.forget()
 
     def draw(self, step: int) -> Draw:
-        """Which samples are in the whole batch of `step`, on all ranks: to find what was in a bad one."""
+        """The samples of the whole batch of `step`, on all ranks; for finding what was in a bad batch."""
         if isinstance(self._feed, StreamFeed):
             raise StateError("Which samples of a stream are in a batch is known only when it is read.")
         return self._feed.sampler.batch(step)
 
     def named(self, step: int) -> str:
-        """The samples of this rank in the batch of `step`, in words."""
+        """This rank's samples in the batch of `step`, as text."""
         rows = self._share.read
         where = f"rows {rows.start} to {rows.stop - 1} of the batch of step {step}"
         if isinstance(self._feed, StreamFeed):
@@ -205,7 +203,8 @@ class Loader:
     # -- batches ----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of an iteration from step 0 to `steps`, or over the current epoch; micro-batches count."""
+        """The number of batches of an iteration from step 0 to `steps`, or over the current epoch; micro-batches
+        count."""
         if self.steps is not None:
             return self.steps * self.accumulate
         if self._rows_per_epoch is None:
@@ -220,7 +219,7 @@ class Loader:
             made = self._next()
             epoch = made.before.epoch if epoch is None else epoch
             if self.steps is None and made.before.epoch != epoch:
-                self._place = made.before  # a stream tells only now that its epoch has ended
+                self._place = made.before  # only now is it known that the stream's epoch has ended
                 return
             HANDED_OUT.note(self, made.before.step)
             if self._following is not None:
@@ -229,13 +228,13 @@ class Loader:
                 yield self._handed_out(batch, num_rows)
                 self._follow()
                 if self._held is not made:
-                    break  # somebody went elsewhere meanwhile
+                    break  # the position was changed meanwhile
             else:
                 self._place, self._held = made.after, None
                 yield self._handed_out(made.batches[-1], made.counts[-1])
 
     def _follow(self) -> bool:
-        """Learn from the engine, if there is one to follow, who reads which part now, and what is to come again."""
+        """Take the current share from the followed engine, if any, and go back to batches that come again."""
         following = self._following
         if following is None:
             return True
@@ -258,11 +257,11 @@ class Loader:
         return self._transfer.moved(batch) if self._transfer is not None else batch
 
     def close(self) -> None:
-        """End what reads ahead. May be called twice; iterating again is fine."""
+        """Stop reading ahead. May be called twice; iterating again is allowed."""
         self._stop_reading()
-        if self._crew is not None:
-            self._end_crew()
-            self._crew = None
+        if self._processes is not None:
+            self._end_processes()
+            self._processes = None
 
     def __enter__(self) -> Loader:
         return self
@@ -273,17 +272,17 @@ class Loader:
     # -- reading ahead ----------------------------------------------------------------------------------
 
     def _next(self) -> Made:
-        """The step at the current place, which stays the next one until it is wholly handed out."""
+        """The batch at the current place, which stays the next one until it is completely handed out."""
         if self._held is None:
             if self._ahead is None:
                 self._ahead = self._start_reading()
-                # at the end of a script too, while what threads need in order to end is still there
+                # also runs at the end of a script, while what threads need in order to end still exists
                 self._end_reading = weakref.finalize(self, self._ahead.close)
             try:
                 self._held = next(self._ahead)
-            except BaseException:  # the next iteration begins at this place with nothing left of the failure
+            except BaseException:  # the next iteration starts afresh at this place
                 self._stop_reading()
-                if self._crew is not None and not self._crew.is_whole:
+                if self._processes is not None and not self._processes.is_whole:
                     self.close()
                 raise
         return self._held
@@ -293,7 +292,7 @@ class Loader:
             self._feed.check_reachable(self._place)
         num_threads, tasks = self.workers.number, self._feed.tasks(self._place, self._share)
         if self.workers.processes:
-            num_threads, tasks = 1, self._manned().tasks(count(self.step), self._share)
+            num_threads, tasks = 1, self._worker_processes().tasks(count(self.step), self._share)
         elif isinstance(self._feed, StreamFeed):
             num_threads = min(1, self.workers.number)
         if self.steps is not None:
@@ -302,13 +301,13 @@ class Loader:
             tasks = (partial(made_and_pinned, task, self._pinning) for task in tasks)
         return run_ahead(tasks, num_threads, self.workers.num_ahead)
 
-    def _manned(self) -> WorkerProcesses:
-        """The worker processes, started when first needed."""
-        if self._crew is None:
+    def _worker_processes(self) -> WorkerProcesses:
+        """The worker processes, started on first use."""
+        if self._processes is None:
             assert isinstance(self._feed, IndexedFeed)
-            self._crew = WorkerProcesses(self._feed, self.workers.number)
-            self._end_crew = weakref.finalize(self, self._crew.close)
-        return self._crew
+            self._processes = WorkerProcesses(self._feed, self.workers.number)
+            self._end_processes = weakref.finalize(self, self._processes.close)
+        return self._processes
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -316,7 +315,7 @@ class Loader:
         self._ahead = self._held = None
 
     def _end(self) -> int | None:
-        """The step to stop before, if it is known: `steps`, or the first one of the next epoch."""
+        """The step at which to stop, if known: `steps`, or the first step of the next epoch."""
         if self.steps is not None or self._rows_per_epoch is None:
             return self.steps
         return self._first_step(self.epoch + 1)

@@ -1,4 +1,4 @@
-"""Documents of any length as rows of one length, each row to be had without the others."""
+"""Packs documents of any length into rows of one length, with random access to rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = NDArray[np.int64]
 
 
 class Documents:
-    """Documents that lie one after the other in one array (a memmap, say) with `lengths` int `[num_documents]`."""
+    """Documents concatenated in one array, such as a memmap; `lengths` is int `[num_documents]`."""
 
     def __init__(self, tokens: Any, lengths: ArrayLike) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -33,16 +33,16 @@ class Documents:
 
 
 class PackedRows:
-    """All documents one after the other, each followed by `separator`, cut into rows of `row_tokens` tokens.
+    """All documents in sequence, each followed by `separator`, cut into rows of `row_tokens` tokens.
 
-    Row `i` is tokens `i * stride` up to `i * stride + row_tokens` of that; it is found by bisection, in
-    O(log documents), and reads only the documents it is made of. What does not fill a row at the very end is left
-    out. To predict next tokens, `row_tokens=1025, stride=1024` gives rows that share one token with the next.
+    Row `i` is tokens `i * stride` up to `i * stride + row_tokens` of that sequence; it is found by bisection, in O(log
+    documents), and reads only the documents that it contains. An incomplete row at the end is left out. For next-token
+    prediction, `row_tokens=1025, stride=1024` gives rows that share one token with the next.
 
-    `documents` is a sequence of integer arrays. `lengths` int `[num_documents]` spares reading them all once; a
-    `Documents` knows its own. An item is int64 `[row_tokens]`, or with `masks` a dict of three such:
-    `tokens`; `document_ids`, the number of the document that a token (or the separator after it) belongs to; and
-    `positions`, which count from 0 at the beginning of each document and of each row.
+    `documents` is a sequence of integer arrays. With `lengths`, int `[num_documents]`, they need not all be read once;
+    a `Documents` knows its own. An item is int64 `[row_tokens]`, or with `masks` a dict of three such: `tokens`;
+    `document_ids`, the number of the document of a token (or of the separator after it); and `positions`, which count
+    from 0 at the beginning of each document and of each row.
 
     Raises `ConfigError` if there are too few tokens for one row.
     """
@@ -85,7 +85,7 @@ class PackedRows:
         return {"tokens": tokens, "document_ids": document_ids, "positions": _positions(document_ids)}
 
     def _read(self, first: int, last: int) -> tuple[Tokens, Tokens]:
-        """Tokens `first` up to `last` of all documents in a row, and the documents they are of."""
+        """Tokens `first` up to `last` of the whole sequence, and the numbers of their documents."""
         tokens, document_ids = np.empty(last - first, np.int64), np.empty(last - first, np.int64)
         number, at = int(np.searchsorted(self._ends, first, side="right")), first
         while at < last:
@@ -116,7 +116,7 @@ def _lengths(documents: Any, lengths: ArrayLike | None) -> Tokens:
 
 
 def _positions(document_ids: Tokens) -> Tokens:
-    """How far each token is from the first one of its document in this row."""
+    """The distance of each token from the first one of its document in this row."""
     places = np.arange(len(document_ids))
     begins = np.r_[True, document_ids[1:] != document_ids[:-1]]
     positions: Tokens = places - np.maximum.accumulate(np.where(begins, places, 0))

@@ -1,4 +1,4 @@
-"""A shuffle that is computed instead of kept."""
+"""A shuffle that is computed instead of stored."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Permutation:
-    """A keyed bijection on `range(num_items)`: another one for every seed, epoch and `source`.
+    """A keyed bijection on `range(num_items)`: a different one for every seed, epoch and `source`.
 
-    Nothing is kept but eight keys, so that a shuffle of 10**12 items costs no memory, and item `i` of it can be
-    had without those before it. The method is the generalised Feistel cipher with cycle walking of Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains": a number below `side * side` is written with two
-    digits, each round adds a keyed hash of one digit to the other, and a result that is not below `num_items`
-    goes through the cipher again. With `side` the root rounded up, that is a second time for a few of them.
+    Only eight keys are stored, so a shuffle of 10**12 items costs no memory, and any item `i` can be computed directly.
+    The method is the generalised Feistel cipher with cycle walking of Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains": a number below `side * side` is written with two digits, each round adds a keyed hash of one digit
+    to the other, and a result that is not below `num_items` is enciphered again. `side` is the square root rounded up,
+    so few numbers need a second time.
 
-    It shuffles; it is not meant to keep secrets.
+    It shuffles; it is not meant for secrecy. Raises `ConfigError` unless 1 <= `num_items` <= 2**62.
     """
 
     num_items: int
@@ -44,15 +44,15 @@ class Permutation:
         return self.num_items
 
     def __call__(self, places: Rows) -> Rows:
-        """What lies at each of `places`, int64 of any shape, each in `range(num_items)`."""
+        """The items at `places`, int64 of any shape, each in `range(num_items)` (else `IndexError`)."""
         found = np.asarray(places, dtype=np.int64)
         if found.size and not (found.min() >= 0 and found.max() < self.num_items):
             raise IndexError(f"A position is outside of range({self.num_items}).")
         found = self._encipher(found.ravel())
-        astray = np.flatnonzero(found >= self.num_items)
-        while astray.size:
-            found[astray] = self._encipher(found[astray])
-            astray = astray[found[astray] >= self.num_items]
+        outside = np.flatnonzero(found >= self.num_items)
+        while outside.size:
+            found[outside] = self._encipher(found[outside])
+            outside = outside[found[outside] >= self.num_items]
         return found.reshape(np.shape(places))
 
     def __getitem__(self, place: int) -> int:

@@ -1,11 +1,10 @@
-"""Work ahead of the one who waits for it, in threads.
+"""Runs work ahead of its consumer, in threads.
 
 [Note: threads, not processes]
-What feeds a large model is mostly reading: memory-mapped tokens, arrow tables, files; numpy, torch, arrow and
-the decoders of images let other threads run meanwhile. Threads need no pickling, no shared memory and no second
-copy of the source; an error keeps its traceback; and they may be started beside NCCL, gloo and CUDA, where a
-fork may hang. What they do not speed up is a transform that is slow in Python itself: that is what
-`processes.py` is for.
+Feeding a large model is mostly reading: memory-mapped tokens, arrow tables, files. numpy, torch, arrow and image
+decoders release the GIL meanwhile. Threads need no pickling, no shared memory and no second copy of the source; errors
+keep their tracebacks; and threads may be started beside NCCL, gloo and CUDA, where a fork may hang. They do not speed
+up a transform that is slow in Python itself; for that there is `processes.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ Task = Callable[[threading.Event], Made]
 THREAD_NAME = "shardwise-data"
 
 
-class Abandoned(Exception):  # noqa: N818  # no error: how a task leaves when its event says that nobody waits
-    """Raised by a task when its event was set; nobody sees it."""
+class Abandoned(Exception):  # noqa: N818  # not an error, but how a task ends when its result is no longer needed
+    """Raised by a task when its event was set; never reaches the user."""
 
 
 def run_ahead(tasks: Iterator[Task[Made]], workers: int, depth: int) -> Generator[Made, None, None]:
-    """What `tasks` make, in their order, with at most `depth` of them made or being made ahead.
+    """The results of `tasks`, in order, with at most `depth` of them finished or running ahead.
 
-    `workers` threads make them; with 0 the caller does, when it asks. An exception comes to the caller where
-    the result would have come. When the caller leaves, tasks under way are told by their event and waited for;
-    no thread outlives this generator.
+    `workers` threads run them; with 0 the caller does, on demand. An exception is raised in place of the result. When
+    the caller leaves, running tasks are signalled by their event and waited for; no thread outlives this generator.
     """
     stop = threading.Event()
     if workers == 0:

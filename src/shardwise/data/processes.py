@@ -1,7 +1,7 @@
-"""Worker processes: for transforms that are slow in Python itself, of which only one runs at a time in threads.
+"""Worker processes, for transforms that are slow in Python itself and would hold the GIL in threads.
 
-A process is spawned, never forked: a fork beside the threads of gloo, NCCL or CUDA may hang. It gets the source and
-the transform once, then numbers of steps, and gives back batches.
+A process is spawned, never forked, because a fork beside the threads of gloo, NCCL or CUDA may hang. It receives the
+source and the transform once, then step numbers, and returns batches.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shardwise.data.sampling import Share
 from shardwise.data.wire import packed, unpacked
 from shardwise.errors import ConfigError, DataError
 
-GLANCE_SECONDS = 0.1  # how long until somebody who waits for a batch sees that nobody wants it any more
-CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)  # what pickle raises, as it comes
-END_SECONDS = 5.0  # what a process gets to end by itself, its pipe being closed
+POLL_SECONDS = 0.1  # how often a waiting thread checks whether its batch is still needed
+CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)  # everything that pickle raises
+END_SECONDS = 5.0  # time for a process to end after its pipe was closed
 
 
 class WorkerProcesses:
-    """`num_workers` processes that make the steps of a feed. Whoever makes it closes it."""
+    """`num_workers` processes that make the steps of a feed. The creator must close it."""
 
     def __init__(self, feed: IndexedFeed, num_workers: int) -> None:
         self._workers: list[_Worker] = []
@@ -45,9 +45,9 @@ class WorkerProcesses:
             raise
 
     def tasks(self, steps: Iterable[int], share: Share) -> Iterator[Task[Made]]:
-        """Asks for `share` of one step after the other, each when it is taken; its task waits for it.
+        """Requests `share` of one step after the other, each when its task is taken; the task waits for the result.
 
-        Tasks are run in their order. What an earlier call asked for and did not fetch is thrown away.
+        Tasks must run in their order. Results that an earlier call requested and did not fetch are discarded.
         """
         for worker in self._workers:
             worker.forget()
@@ -64,13 +64,13 @@ class WorkerProcesses:
     def close(self) -> None:
         """End all processes. May be called twice."""
         for worker in self._workers:
-            worker.hang_up()
+            worker.close_pipe()
         for worker in self._workers:
             worker.end()
 
 
 class _Worker:
-    """One process, and the pipe to it. It answers in the order in which it was asked."""
+    """One process, and the pipe to it. It answers requests in order."""
 
     def __init__(self, feed: bytes, number: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,9 +91,9 @@ class _Worker:
         self._num_asked += 1
 
     def answer(self, step: int, share: Share, stop: Event) -> Made:
-        """The batches of `step`. Raises `DataError` for what went wrong there, or if the process has died."""
+        """The batches of `step`. Raises `DataError` for an error there, or if the process has died."""
         while True:
-            while not self._pipe.poll(GLANCE_SECONDS):
+            while not self._pipe.poll(POLL_SECONDS):
                 if stop.is_set():
                     raise Abandoned
             try:
@@ -116,10 +116,10 @@ class _Worker:
         return self._process.is_alive()
 
     def forget(self) -> None:
-        """Nobody will fetch what has been asked for so far."""
+        """Discard the results of all requests so far."""
         self._num_stale = self._num_asked
 
-    def hang_up(self) -> None:
+    def close_pipe(self) -> None:
         self._pipe.close()
 
     def end(self) -> None:
@@ -149,8 +149,8 @@ def _packed_feed(feed: IndexedFeed) -> bytes:
 
 
 def _serve(pipe: Connection, feed: bytes) -> None:
-    """The life of a worker process; it ends when the other end of `pipe` is closed, or its owner is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides
+    """The main loop of a worker process; it ends when the other end of `pipe` is closed, or its owner is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner handles it
     threading.Thread(target=_end_with_the_owner, name="shardwise-owner", daemon=True).start()
     torch.set_num_threads(1)
     maker = unpacked(feed)
@@ -158,12 +158,12 @@ def _serve(pipe: Connection, feed: bytes) -> None:
         try:
             step, share = pipe.recv()
             pipe.send_bytes(_answer(maker, step, share))
-        except (EOFError, OSError):  # nobody is there any more
+        except (EOFError, OSError):  # the owner is gone
             return
 
 
 def _end_with_the_owner() -> None:
-    """Whatever is being made: nobody will fetch it. The pipe alone would tell once the batch is done."""
+    """Exit when the owner is gone. Without this, the closed pipe is only noticed when the current batch is done."""
     owner = multiprocessing.parent_process()
     if owner is not None:
         owner.join()
@@ -171,7 +171,7 @@ def _end_with_the_owner() -> None:
 
 
 def _answer(feed: IndexedFeed, step: int, share: Share) -> bytes:
-    """The batches of a share of `step`, or a failure_text and a traceback."""
+    """The batches of a share of `step`, or an error text and a traceback."""
     try:
         return packed((feed.make(step, share, Event()).batches, None, ""))
     except DataError as error:

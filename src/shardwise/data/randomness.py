@@ -1,4 +1,4 @@
-"""Random numbers that are functions: of a seed and of what they are for, on every platform alike."""
+"""Random numbers as functions of a seed and a purpose, the same on every platform."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def keys(num_keys: int, *purpose: int | str) -> Words:
 
 
 def scramble(words: Words) -> Words:
-    """A bijection of 64-bit words in which every bit of the input moves about half the bits of the output.
+    """A bijection of 64-bit words in which every input bit flips about half of the output bits.
 
-    The finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators",
-    with Stafford's thirteenth set of constants). Arithmetic is modulo 2**64.
+    The finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", with
+    Stafford's thirteenth set of constants). Arithmetic is modulo 2**64.
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -32,10 +32,10 @@ def scramble(words: Words) -> Words:
 
 
 def sample_generator(seed: int, source: str, epoch: int, index: int) -> np.random.Generator:
-    """What augments one sample in one epoch, wherever it is read.
+    """The generator for the augmentation of one sample in one epoch, the same wherever it is read.
 
     Philox (Salmon and others 2011, "Parallel random numbers: as easy as 1, 2, 3") is keyed by 128 bits and costs
-    nothing to seed. torch's CPU generator keeps 32 bits of its seed: of 100 000 samples, one or two pairs
-    would be augmented alike.
+    nothing to seed. torch's CPU generator keeps 32 bits of its seed, so of 100 000 samples one or two pairs would be
+    augmented alike.
     """
     return np.random.Generator(np.random.Philox(key=keys(2, "sample", seed, source, epoch, index)))

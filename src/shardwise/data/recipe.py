@@ -1,4 +1,4 @@
-"""What becomes of samples on one rank, and where a run is in its data."""
+"""How samples become batches on one rank, and the position of a run in its data."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is in its data: steps done, and for a stream also samples read. JSON by `asdict`."""
+    """The position of a run in its data: steps done, and for a stream also samples read. JSON by `asdict`."""
 
     step: int = 0
     epoch: int = 0
-    """Of a stream: how often it was begun anew."""
+    """Of a stream: the epoch, which counts its restarts."""
     position: int = 0
     """Of a stream: samples read in this epoch."""
     source_state: Any = None
-    """Of a stream that has a `state_dict`: what it said at this position."""
+    """Of a stream with a `state_dict`: its state at this position."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a rank gets of one step, one batch for each micro-batch, and where the run is before and after it.
+    """A rank's share of one step, one batch for each micro-batch, and the places before and after it.
 
-    `counts` are the rows of each that count; fewer than it has only where that is none.
+    `counts` are the rows of each batch that count: all of them, or none for a stand-in.
     """
 
     batches: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How samples are prepared, and put together to the batches of a rank's micro-batches."""
+    """How samples are prepared, and collated to the batches of a rank's micro-batches."""
 
     seed: int
     transform: Transform | None
@@ -60,13 +60,13 @@ class Recipe:
             )
 
     def prepare(self, sample: Any, source: str, epoch: int, index: int) -> Any:
-        """`sample` as the transform leaves it, which draws from a generator of this very sample."""
+        """`sample` after the transform, which draws from a generator of this sample's own."""
         if self.transform is None:
             return own(sample)
         return self.transform(own(sample), sample_generator(self.seed, source, epoch, index))
 
     def collated(self, samples: list[Any], step: int, share: Share) -> tuple[Any, ...]:
-        """The samples that a rank has read of `step` as its micro-batches."""
+        """The samples that a rank has read for `step`, collated to its micro-batches."""
         try:
             return tuple(self.collate(samples[part]) for part in share.parts)
         except Exception as error:
@@ -77,7 +77,7 @@ class Recipe:
 
 
 def own(sample: Any) -> Any:
-    """A sample that a transform may write to: no window on the source, which may even be read-only."""
+    """A sample that a transform may write to: a copy, not a view of the source, which may be read-only."""
     if isinstance(sample, np.ndarray):
         return np.array(sample)
     if isinstance(sample, Tensor):
@@ -90,6 +90,6 @@ def _takes_two(transform: Transform) -> bool:
         inspect.signature(transform).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # some builtins do not tell
+    except ValueError:  # some builtins have no signature
         return True
     return True

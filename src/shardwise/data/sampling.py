@@ -1,10 +1,9 @@
 """Which samples are in the batch of step N: a function of (seed, N), whatever the mesh.
 
 [Note: rows and steps]
-All batches of a run in a row are one endless stream of *rows*. Step N is rows `N * batch_rows` up to
-`(N + 1) * batch_rows`, and a rank's share of a step is contiguous in it. An *order* says which sample a row is,
-without knowing the rows before it. So the only state is the number of the step: a run resumes anywhere at no
-cost, on any number of ranks.
+The batches of a run form one endless stream of *rows*. Step N is rows `N * batch_rows` up to `(N + 1) * batch_rows`,
+and a rank's share of a step is contiguous in it. An *order* computes the sample of a row without the rows before it. So
+the only state is the step number: a run resumes anywhere at no cost, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BLOCK_ROWS = 256
 
 @dataclass(frozen=True)
 class Draw:
-    """Samples, int64 `[num_rows]` each: number of the source, how often it was gone through before, index in it."""
+    """Samples, int64 `[num_rows]` each: number of the source, how many epochs of it came before, index in it."""
 
     source: Rows
     epoch: Rows
@@ -39,14 +38,14 @@ class Draw:
 
 
 class Order(Protocol):
-    """Which sample is in which row of the stream."""
+    """Maps rows of the stream to samples."""
 
     def draw(self, rows: Rows) -> Draw: ...
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """One source over and over, shuffled anew each time; `rows_per_epoch` of its samples are used each time."""
+    """One source repeated, reshuffled each time; each epoch uses `rows_per_epoch` of its samples."""
 
     num_samples: int
     rows_per_epoch: int
@@ -56,9 +55,10 @@ class Epochs:
 
     @classmethod
     def of(cls, num_samples: int, batch_rows: int, seed: int, *, shuffle: bool, tail: Tail, name: str) -> Epochs:
-        """`tail="carry"`: an epoch ends in the middle of a batch and the next one begins there, so that every
-        sample is used once per epoch and every batch is full. `tail="drop"`: what does not fill a batch at the
-        end of an epoch is left out; if shuffled, other samples each time.
+        """`tail="carry"`: an epoch may end in the middle of a batch, and the next one begins there, so that every
+        sample is used once per epoch and every batch is full. `tail="drop"`: samples that do not fill a batch at the
+        end of an epoch are left out; if shuffled, different ones each time. Raises `ConfigError` if no batch can be
+        filled.
         """
         check_tail(tail)
         if num_samples < 1:
@@ -85,19 +85,19 @@ class Epochs:
 
 @dataclass(frozen=True)
 class Blend:
-    """Several sources in fixed shares, each over and over at its own pace.
+    """Several sources in fixed shares, each repeated at its own pace.
 
     [Note: shares without counting]
-    Where in its source a row reads depends on how many rows before it came from that source. If sources were
-    drawn by lot, that count would cost a pass over all rows before. Here it is a formula: of the first `i` rows
-    the first source has `floor(i * share)`, of what remains the second has the same of its part, and so on. So
-    a source is never further from its share than the number of sources. Which rows they are is shuffled
-    within blocks of 256, so that no rank and no batch sees a fixed pattern.
+    The position of a row in its source depends on how many rows before it came from that source. If sources were drawn
+    at random, that count would cost a pass over all rows before. Here it is a formula: of the first `i` rows the first
+    source has `floor(i * share)`, of the remaining rows the second has its part in the same way, and so on. So a source
+    deviates from its share by less than the number of sources. Rows are shuffled within blocks of 256, so that no rank
+    and no batch sees a fixed pattern.
     """
 
     parts: tuple[Epochs, ...]
     shares: tuple[Fraction, ...]
-    """Of each part; their sum is 1."""
+    """The share of each part; their sum is 1."""
     seed: int
 
     @classmethod
@@ -152,11 +152,11 @@ class Blend:
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of every batch are one rank's, and of each of its micro-batches.
+    """The rows of every batch that belong to one rank, and to each of its micro-batches.
 
-    Ranks have contiguous parts in their order, and micro-batches contiguous parts of those. Where numbers do not
-    divide, the first parts have a row more than the others. A part may have no rows: its rank gets a stand-in, one row
-    that counts nothing, because it has to take part in the step.
+    Ranks have contiguous parts in rank order, and micro-batches contiguous parts of those. If the numbers do not
+    divide, the first parts have one row more than the others. If a part has no rows, its rank gets a stand-in, one row
+    that does not count, because it has to take part in the step.
     """
 
     rank: int
@@ -188,7 +188,7 @@ class Share:
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """Of what is read, each micro-batch; at least one row."""
+        """The slice of each micro-batch in the rows that are read; at least one row."""
         starts = [0, *itertools.accumulate(self.counts)][:-1]
         return tuple(
             slice(start, start + count) if count else slice(0, 1)
@@ -212,7 +212,7 @@ class Sampler:
         return self.share(step, 0, 1)
 
     def share(self, step: int, rank: int, size: int) -> Draw:
-        """What `rank` of `size` reads of it: a contiguous part; all parts in the order of ranks are the batch."""
+        """The contiguous part of `rank` out of `size`; the parts of all ranks, in order, are the batch."""
         check_rows(self.batch_rows, size)
         share = Share(rank, size, self.batch_rows)
         return self.rows(step, range(share.first, share.last))
@@ -226,7 +226,7 @@ class Sampler:
 
 
 def check_numbers(batch_rows: int, num_parts: int) -> None:
-    """Raise `ConfigError` for a batch or a step that has nothing in it."""
+    """Raise `ConfigError` for an empty batch or step."""
     if batch_rows < 1:
         raise ConfigError(f"batch_rows={batch_rows} is not a number of rows; a batch has at least one.")
     if num_parts < 1:

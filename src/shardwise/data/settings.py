@@ -1,4 +1,4 @@
-"""What a loader is told besides its source: how samples come, and who reads them."""
+"""The settings of a loader besides its source: how samples are ordered and batched, and how they are read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Samples:
-    """In which order samples come, and how they become a batch.
+    """The order of samples, and how they become a batch.
 
-    `shuffle`      another order in every epoch. A stream keeps its own.
-    `tail`         the end of an epoch: `"carry"` begins the next epoch in the same batch, no sample is left
-                   out or used twice; `"drop"` leaves out what does not fill a batch.
+    `shuffle`      a different order in every epoch. A stream keeps its own order.
+    `tail`         the end of an epoch: `"carry"` begins the next epoch in the same batch, so that no sample is left
+                   out or used twice; `"drop"` leaves out samples that do not fill a batch.
     `transform`    `transform(sample, generator)`; the `numpy.random.Generator` is seeded by seed, epoch and index.
-    `collate`      a list of samples to a batch. Default: torch's `default_collate`.
+    `collate`      turns a list of samples into a batch. Default: torch's `default_collate`.
     """
 
     shuffle: bool = True
@@ -33,16 +33,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Workers:
-    """Who reads ahead, and where batches are put.
+    """How batches are read ahead, and where they are put.
 
-    `number`       of threads; 0 reads when asked. With more than one, the source is read from several threads at
+    `number`       of threads; 0 reads on demand. With more than one, the source is read from several threads at
                    once. A stream is read by one.
-    `processes`    they are processes, each with its own copy of the source.
-    `prefetch`     steps that are ready or being made, at most. Default: one more than there are workers.
-    `device`       where batches are to be. For a GPU they are pinned by the workers and copied without waiting,
-                   unless `pin=False`.
+    `processes`    use processes instead, each with its own copy of the source.
+    `prefetch`     steps that are ready or in progress, at most. Default: one more than there are workers.
+    `device`       the device of batches. For a GPU, workers pin them and copies are asynchronous, unless
+                   `pin=False`.
 
-    Raises `ConfigError` for numbers that cannot be meant.
+    Raises `ConfigError` for invalid numbers.
     """
 
     number: int = 1
@@ -62,7 +62,7 @@ class Workers:
 
     @property
     def num_ahead(self) -> int:
-        """Steps that are ready or being made, at most."""
+        """Steps that are ready or in progress, at most."""
         return self.number + 1 if self.prefetch is None else self.prefetch
 
 
@@ -70,11 +70,11 @@ MOVED = {
     **dict.fromkeys(("shuffle", "tail", "transform", "collate"), "samples=sw.data.Samples({0}=...)"),
     **dict.fromkeys(("processes", "prefetch", "device", "pin"), "workers=sw.data.Workers({0}=...)"),
 }
-"""Arguments that `Loader` once took by itself, and where they are now."""
+"""Former arguments of `Loader`, and where they are now."""
 
 
 def refuse_unknown(names: Mapping[str, object]) -> None:
-    """Raise for arguments that a loader does not take."""
+    """Raise `ConfigError` for former arguments and `TypeError` for unknown ones."""
     for name in names:
         if name in MOVED:
             raise ConfigError(f"Loader takes {name} as part of a group now: {MOVED[name].format(name)}.")

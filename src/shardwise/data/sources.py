@@ -1,4 +1,4 @@
-"""Where samples come from: anything with a length and an index, several of them, or a stream."""
+"""Sources of samples: anything with a length and an index, mixtures of these, or a stream."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UNNAMED = "source"
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A list, an array, a memmap, a `torch.utils.data.Dataset`, a `datasets.Dataset`: read at any index.
+    """A list, an array, a memmap, a `torch.utils.data.Dataset`, a `datasets.Dataset`: readable at any index.
 
-    `__getitems__(list of indices)`, where there is one, is called instead: one call for a rank's share of a batch.
+    If there is a `__getitems__(list of indices)`, it is called instead, once for a rank's share of a batch.
     """
 
     def __len__(self) -> int: ...
@@ -30,8 +30,9 @@ class MapStyle(Protocol):
 class Mixture:
     """Several map-style sources by name, in shares that hold at every point of the run.
 
-    `weights` need not sum to 1; without them every source has the share of its length. A source is gone through
-    as often as its share demands, shuffled anew each time. Raises `ConfigError` for names that do not match.
+    `weights` need not sum to 1; without them every source has a share in proportion to its length. A source is repeated
+    as often as its share requires, reshuffled each time. Raises `ConfigError` if sources and weights have different
+    names.
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
@@ -48,7 +49,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Stream:
-    """What has a beginning and an order, but no index; see `from_iterable`."""
+    """A source with a beginning and an order, but no index; see `from_iterable`."""
 
     factory: Callable[..., Iterable[Any]]
     name: str
@@ -56,7 +57,7 @@ class Stream:
     skip: bool = False
 
     def open(self, epoch: int, position: int) -> Iterable[Any]:
-        """The samples of `epoch`: those from `position` on if the factory can do that, else all."""
+        """The samples of `epoch`: from `position` on if the factory supports that, else all."""
         opened = self.factory(epoch, position) if self.seekable else self.factory(epoch)
         if not hasattr(opened, "__iter__"):
             raise DataError(
@@ -68,25 +69,26 @@ class Stream:
 def from_iterable(
     factory: Callable[..., Iterable[Any]], *, name: str = "stream", seekable: bool = False, skip: bool = False
 ) -> Stream:
-    """A stream of samples: `factory(epoch)` begins an epoch, and gives the same whenever it is called.
+    """A stream of samples: `factory(epoch)` begins an epoch, and must give the same samples whenever it is called.
 
-    **Every rank reads the whole stream** and prepares its own rows of it: so ranks need not talk, any number of
-    them sees the same batches, and reading costs as much as there are ranks. How a run goes on within an epoch:
+    **Every rank reads the whole stream** and prepares only its own rows: so ranks need not communicate, any number of
+    them sees the same batches, and the reading cost is multiplied by the number of ranks. A run resumes within an epoch
+    in one of these ways:
 
-    - what `factory` returns has `state_dict()` and `load_state_dict(state)`, as `datasets.IterableDataset` and the
-      loaders of torchdata have: its state is kept with ours, and given back before the first sample is asked for;
-    - or `seekable=True`: `factory(epoch, position)` begins at sample `position`;
-    - or `skip=True`: what was seen is read again and thrown away;
-    - else going on within an epoch is refused by `StateError`.
+    - the object that `factory` returns has `state_dict()` and `load_state_dict(state)`, as `datasets.IterableDataset`
+      and the loaders of torchdata have: its state is saved with ours, and restored before the first sample is read;
+    - `seekable=True`: `factory(epoch, position)` begins at sample `position`;
+    - `skip=True`: samples seen before are read again and discarded;
+    - otherwise resuming within an epoch raises `StateError`.
     """
     return Stream(factory, name, seekable, skip)
 
 
 def as_stream(source: Any) -> Stream | None:
-    """`source` if it is a stream or can be made one; `None` if it has an index.
+    """`source` as a stream; `None` if it has an index.
 
-    An iterable object, such as a `torch.utils.data.IterableDataset`, is begun anew by `iter()`, after `set_epoch` if
-    it has that. Each epoch is read from a shallow copy: a position that was loaded into it must not outlive the epoch.
+    An iterable object, such as a `torch.utils.data.IterableDataset`, is restarted by `iter()`, after `set_epoch` if it
+    has that. Each epoch is read from a shallow copy, because a loaded position must not outlive the epoch.
     """
     if isinstance(source, Stream):
         return source
@@ -115,12 +117,12 @@ class Catalogue:
     sources: tuple[MapStyle, ...]
     order: Order
     rows_per_epoch: int | None
-    """`None` for a mixture: its sources end their epochs at different rows."""
+    """`None` for a mixture, because its sources end their epochs at different rows."""
     identity: dict[str, Any]
-    """What must be the same for the batch of step N to be the same; JSON."""
+    """The settings on which the batch of step N depends; JSON."""
 
     def label(self, number: int) -> str:
-        """What an error calls a source: its name and class."""
+        """A source's name and class, for errors."""
         return f"{self.names[number]} (a {type(self.sources[number]).__name__})"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Batches of a stream: what has only a beginning is read in order, by one thread, every row by every rank."""
+"""Batches of a stream, which can only be read in order: one thread reads it, on every rank, every row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _END = object()
 
 
 class StreamFeed:
-    """Cuts a stream into batches. Every rank counts all of its samples and prepares its own."""
+    """Cuts a stream into batches. Every rank counts all samples and prepares its own."""
 
     def __init__(self, stream: Stream, tail: Tail, batch_rows: int, recipe: Recipe) -> None:
         check_tail(tail)
@@ -28,7 +28,7 @@ class StreamFeed:
         self._recipe = recipe
 
     def check_reachable(self, place: Place) -> None:
-        """Raise `StateError` if getting to `place` takes reading all that comes before, unless that was allowed."""
+        """Raise `StateError` if reaching `place` means reading everything before it, unless `skip` allows that."""
         stream = self._stream
         if place.position == 0 or place.source_state is not None or stream.seekable or stream.skip:
             return
@@ -82,7 +82,7 @@ class _Reader:
         self._iterator: Iterator[Any] | None = None
 
     def next(self, stop: Event) -> Any:
-        """The next sample, of the next epoch if this one is at its end."""
+        """The next sample, from the next epoch if this one is at its end."""
         try:
             if self._iterator is None:
                 self._iterator = self._open_at_place(stop)
@@ -99,7 +99,7 @@ class _Reader:
         raise Abandoned
 
     def mark(self, step: int) -> None:
-        """Say that `step` begins here."""
+        """Record that `step` begins here."""
         state_dict = getattr(self._opened, "state_dict", None)
         state = copy.deepcopy(state_dict()) if state_dict is not None else None
         self.place = Place(step, self.epoch, self.position, state)
@@ -119,7 +119,7 @@ class _Reader:
         return iter(self._opened)
 
     def _open_at_place(self, stop: Event) -> Iterator[Any]:
-        """The stream where it was left: by its own state, else by its position, else by reading up to there."""
+        """Open the stream where it was left: by its own state, else by its position, else by skipping samples."""
         if self.place.source_state is not None:
             self._opened = self._stream.open(self.epoch, 0)
             self._opened.load_state_dict(self.place.source_state)  # type: ignore[attr-defined]  # it had state_dict

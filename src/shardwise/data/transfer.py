@@ -1,4 +1,4 @@
-"""Batches on their way to a device."""
+"""Moves batches to a device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardwise.devices import WITHOUT_STREAMS, RankDevice, Stream, TorchAccelera
 
 
 class Transfer:
-    """From the host to one device.
+    """Copies from the host to one device.
 
-    [Note: batches beside the computation] What is pinned is copied under a stream of its own: under the one that
-    computes, the copy would only begin when all that was queued before it has been done. The one that computes waits
-    for it, and the allocator is told that it will read what lies in memory of the other's.
+    [Note: batches beside the computation] Pinned batches are copied on a separate stream: on the compute stream a copy
+    would only begin after everything queued before it. The compute stream waits for the copy, and the allocator is told
+    that it will read memory of the other stream.
     """
 
     def __init__(self, device: RankDevice) -> None:
@@ -27,7 +27,7 @@ class Transfer:
 
     @classmethod
     def to(cls, device: torch.device | str | RankDevice) -> Transfer:
-        """A device without a number is the current one of this thread, which a world has made the rank's own."""
+        """A device without an index is the current one of this thread, which a world has set to the rank's own."""
         if isinstance(device, RankDevice):
             return cls(device)
         wanted, accelerator = torch.device(device), TorchAccelerator.found()
@@ -38,21 +38,21 @@ class Transfer:
 
     @property
     def leads_off_the_host(self) -> bool:
-        """Whether pinning is of use."""
+        """Whether pinning is useful."""
         return self.has_accelerator or self._device.device.type not in WITHOUT_STREAMS
 
     @property
     def has_accelerator(self) -> bool:
-        """Whether the device is there."""
+        """Whether the device is an accelerator that torch has found."""
         return self._device.accelerator is not None
 
     def pinned(self, batch: Any) -> Any:
-        """The batch in page-locked memory, from which a device copies while the host goes on. From any thread."""
+        """The batch in page-locked memory, for asynchronous copies. May be called from any thread."""
         with self._device.here():
             return on_tensors(batch, Tensor.pin_memory)
 
     def moved(self, batch: Any) -> Any:
-        """The batch on the device, for the current stream to read. Of what is pinned the host does not wait."""
+        """The batch on the device, ready for the current stream. For pinned batches the host does not wait."""
         accelerator = self._device.accelerator
         if accelerator is None:
             return on_tensors(batch, self._copied)
@@ -71,11 +71,11 @@ class Transfer:
 
 
 def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tuples, lists, dataclasses and mappings around changed tensors; anything else stays as it is."""
+    """The same tuples, lists, dataclasses and mappings with changed tensors; anything else is kept."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, MutableMapping):
-        changed = copy.copy(batch)  # of its own class: a BatchEncoding of transformers stays one
+        changed = copy.copy(batch)  # keeps its class, such as BatchEncoding of transformers
         changed.update({key: on_tensors(value, change) for key, value in batch.items()})
         return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -1,9 +1,9 @@
-"""Objects as bytes between a loader and its worker processes.
+"""Serializes objects between a loader and its worker processes.
 
 [Note: bytes, not shared memory]
-torch's own way puts every tensor into shared memory and sends a file descriptor. Then a batch that is done is lost if
-its worker dies before it is fetched, a container with a small /dev/shm kills workers by SIGBUS, and many small tensors
-use up the descriptors. A copy through a pipe costs the thread that waits for it a memcpy, and has none of that.
+torch's own way puts every tensor into shared memory and sends a file descriptor. Then a finished batch is lost if its
+worker dies before it is fetched, a container with a small /dev/shm kills workers by SIGBUS, and many small tensors
+exhaust the descriptors. A copy through a pipe costs the waiting thread a memcpy, and has none of these problems.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def packed(value: Any) -> bytes:
-    """`value` as bytes. A memory-mapped array goes as the name of its file, and is mapped again."""
+    """`value` as bytes. A memory-mapped array is sent as the name of its file, and mapped again."""
     stream = io.BytesIO()
     _Packer(stream, protocol=5).dump(value)
     return stream.getvalue()
@@ -42,7 +42,7 @@ class _Packer(pickle.Pickler):
 
 
 def _is_whole(base: object) -> bool:
-    """Whether an array with this base is the mapping itself; a part of one has the same `offset` as the whole."""
+    """Whether an array with this base is the mapping itself; a slice of one has the same `offset` as the whole."""
     return isinstance(base, mmap.mmap)
 
 

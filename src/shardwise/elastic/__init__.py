@@ -1,1 +1,1 @@
-"""Training that survives its ranks: those that live go on in the same processes, and others come in."""
+"""Training that survives lost ranks: the survivors continue in the same processes, and replacements join."""

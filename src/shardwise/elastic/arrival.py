@@ -1,4 +1,4 @@
-"""A rank that comes to others who train: it gets what they have, and takes part from the next step on."""
+"""A rank that joins a running job: it receives the others' state, and takes part from the next step on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shardwise.config import Plan
 from shardwise.cuts import rows_for
 from shardwise.elastic.meshes import plan_on
 from shardwise.elastic.rebuild import rebuilt
+from shardwise.elastic.told import IMAGES, RECOVERY
 from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.optim import vet
@@ -30,20 +31,20 @@ from shardwise.telemetry import ByteMeter
 
 
 @dataclass(frozen=True)
-class Came:
-    """What a rank that has come was told."""
+class Arrival:
+    """What a rank that joins has received from the others."""
 
     plan: Plan
     label: int
     version: int
     void_after: int
     void_until: int
-    told: dict[str, Any]
-    """See `Host.told_to_those_who_come`."""
+    loop: dict[str, Any]
+    """See `Host.state_for_newcomers`."""
     schedules: list[list[Any]]
-    """Of each optimizer the schedulers, by class and state."""
+    """For each optimizer, the class and state of its schedulers."""
     groups: list[dict[str, Any]]
-    """Settings of the optimizers' groups."""
+    """Settings of the optimizers' parameter groups."""
 
 
 def arrive(
@@ -52,43 +53,42 @@ def arrive(
     optimizers: Sequence[torch.optim.Optimizer],
     world: World,
     before_change: Callable[[], None],
-) -> tuple[ShardedModel, Came]:
-    """Lay out `model` with the values that the others have, who lay theirs out anew meanwhile.
+) -> tuple[ShardedModel, Arrival]:
+    """Shard `model` and fill it with the others' values, while they shard theirs for the new world.
 
-    The model and the optimizers have to be built as on the others, whatever their values. Raises `StateError` where
-    they are not.
+    The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
     check_device(model, world)
     updates = vet(optimizers, model)
-    messages = [json.loads(one) for one in world.exchange(b"{}", "recovery")]
+    world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
+    messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]
     said = next((one for one in messages if one.get("came")), None)
     if said is None:
-        raise StateError("Nobody of those who train has told this rank, which has come to them, what they have.")
-    came = said["came"]
-    mesh = Mesh.of(came["mesh"], math.prod(came["mesh"].values()))
+        raise StateError("This rank has joined a running job, but no other rank sent it the state of the training.")
+    state = said["came"]
+    mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     device = next(model.parameters()).device
     units = _units(model, plan, mesh, updates, device)
     specs = [(flat.spec, flat.slots) for unit in units for flat in unit.flats]
-    held = Held(specs, tuple(map(tuple, came["stands_for"])))
-    progress = Progress(num_steps=came["num_steps"], scaler=scaler_for(plan))
-    if progress.scaler is not None and came["scale"] is not None:
-        progress.scaler.load_state_dict(decode(came["scale"]))
+    held = Held(specs, tuple(map(tuple, state["stands_for"])))
+    progress = Progress(num_steps=state["num_steps"], scaler=scaler_for(plan))
+    if progress.scaler is not None and state["scale"] is not None:
+        progress.scaler.load_state_dict(decode(state["scale"]))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, settings in zip(groups, came["groups"], strict=True):
+    for group, settings in zip(groups, state["groups"], strict=True):
         group.update({key: decode(value) for key, value in settings.items()})
-    _take_buffers(model, decode(came["buffers"]))
+    _load_buffers(model, decode(state["buffers"]))
     here = plan_on(plan, world.size, world.local_size)
     bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter())
     former = Former(model, optimizers, bare, progress, before_change)
     sharded = rebuilt(former, plan, held, world)
-    settings = [{key: decode(value) for key, value in one.items()} for one in came["groups"]]
+    settings = [{key: decode(value) for key, value in one.items()} for one in state["groups"]]
     numbers = (said["label"], said["version"], said["void_after"], said["void_until"])
-    told = Came(plan, *numbers, came["told"], came["schedules"], settings)
-    return sharded, told
+    return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], settings)
 
 
 def _units(model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device) -> list[Unit]:
-    """The layout that the others had, worked out from the model: it takes no memory."""
+    """The units and flat buffers the others had before, computed from the model; they allocate no memory."""
     rows = rows_for(model, plan, mesh, None)
     units = [
         make_unit(choice, rows, mesh, mesh.coordinate(0), ByteMeter(), device, updates, on_host=True)
@@ -97,7 +97,7 @@ def _units(model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: t
     return [unit for unit in units if unit.flats]
 
 
-def _take_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+def _load_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(values[name])

@@ -1,12 +1,12 @@
-"""DeepSpeed's elastic arithmetic: one global batch that many numbers of ranks can share evenly.
+"""DeepSpeed's elastic batch size: one global batch that many numbers of ranks can share evenly.
 
-As its published solver does, in versions 0.1 (any number of ranks) and 0.2 (whole nodes). Candidates are the sizes of
-micro-batches and their least common multiple, each times the largest highly composite number that stays below the
-limit, since those have more divisors than any smaller number. (Theirs takes a common multiple beyond the limit too; it
-is none here.) Of the candidates that one wins which most numbers of ranks divide.
+This follows DeepSpeed's solver, versions 0.1 (any number of ranks) and 0.2 (whole nodes). Candidates are the
+micro-batch sizes and their least common multiple, each times the largest highly composite number that stays below the
+limit, since those have more divisors than any smaller number. (DeepSpeed also accepts a common multiple above the
+limit; we do not.) The candidate that is divisible by the most numbers of ranks wins.
 
-A loader that follows its engine needs none of this: any batch is shared by any number of ranks there, unevenly where
-they do not divide. This is for configs that ask for it.
+A loader that follows its engine does not need this: it shares any batch among any number of ranks, unevenly where the
+number does not divide it. This is for DeepSpeed configs with an `elasticity` section.
 """
 
 from __future__ import annotations
@@ -43,43 +43,46 @@ class Elasticity:
                 f"{self.max_train_batch_size}. Give smaller micro-batches, or a larger batch."
             )
         if not 1 <= self.min_gpus <= self.max_gpus:
-            raise ConfigError(f"elasticity allows {self.min_gpus} to {self.max_gpus} ranks: no number of them.")
+            raise ConfigError(
+                f"elasticity allows {self.min_gpus} to {self.max_gpus} ranks, which is empty; set 1 <= min_gpus <= "
+                f"max_gpus."
+            )
         if self.version not in (0.1, 0.2):
             raise ConfigError(f"elasticity.version is {self.version}; there are 0.1 and 0.2.")
         if self.model_parallel_size > 1 and self.version < 0.2:
             raise ConfigError("elasticity.model_parallel_size needs version 0.2.")
         if self.num_gpus_per_node % self.model_parallel_size:
             raise ConfigError(
-                f"elasticity.num_gpus_per_node {self.num_gpus_per_node} does not divide by model_parallel_size "
-                f"{self.model_parallel_size}."
+                f"elasticity.num_gpus_per_node is {self.num_gpus_per_node}, which is not a multiple of "
+                f"model_parallel_size {self.model_parallel_size}."
             )
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the arithmetic comes to: the global batch, and the numbers of data-parallel ranks that may share it."""
+    """The global batch, and the numbers of data-parallel ranks that can share it."""
 
     batch: int
     ranks: tuple[int, ...]
 
     def micro_batch(self, num_ranks: int, sizes: Sequence[int], *, prefer_larger: bool = True) -> int:
-        """Samples of a rank and a forward. Raises `ConfigError` for a number of ranks that is not among `ranks`."""
+        """Samples per rank and forward. Raises `ConfigError` for a number of ranks that is not in `ranks`."""
         fitting = [size for size in sizes if self.batch % (num_ranks * size) == 0]
         if num_ranks not in self.ranks or not fitting:
             below = max((count for count in self.ranks if count < num_ranks), default=None)
             above = min((count for count in self.ranks if count > num_ranks), default=None)
             near = " and ".join(str(count) for count in (below, above) if count is not None)
             raise ConfigError(
-                f"The elastic batch of {self.batch} is for {len(self.ranks)} numbers of data-parallel ranks, of which "
-                f"{num_ranks} is none; the nearest are {near}. Without the elasticity section any number will do, with "
+                f"The elastic batch of {self.batch} cannot be shared by {num_ranks} data-parallel ranks; the nearest "
+                f"numbers that can are {near}. Without the elasticity section any number works, with "
                 f"sw.data.Loader(..., world=engine.data_ranks)."
             )
         return max(fitting) if prefer_larger else min(fitting)
 
 
 def elastic_batch(wish: Elasticity, num_ranks: int | None = None) -> Shared:
-    """The batch that most numbers of ranks can share. `num_ranks` are the data-parallel ranks there are now: version
-    0.2 falls back to the largest batch for just those where they are not among the others."""
+    """The batch that the most numbers of ranks can share. `num_ranks` is the present number of data-parallel ranks: if
+    the batch does not suit it, version 0.2 falls back to the largest batch for just that number."""
     if wish.version < 0.2:
         return _shared(wish, wish.max_train_batch_size, wish.min_gpus, wish.max_gpus)
     each = wish.num_gpus_per_node // wish.model_parallel_size
@@ -107,12 +110,15 @@ def _shared(wish: Elasticity, limit: int, least: int, most: int) -> Shared:
         if len(ranks) > len(best.ranks) or (is_tie and is_preferred):
             best = Shared(batch, ranks)
     if not best.ranks:
-        raise ConfigError(f"No batch up to {limit} in micro-batches of {list(sizes)} is for {least} to {most} ranks.")
+        raise ConfigError(
+            f"No batch up to {limit} in micro-batches of {list(sizes)} can be shared by {least} to {most} ranks. "
+            f"Raise elasticity.max_train_batch_size, or give smaller micro-batches."
+        )
     return best
 
 
 def _sharing(batch: int, sizes: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-    """The numbers of ranks that `batch` divides among, in micro-batches of one of the sizes."""
+    """The numbers of ranks that can share `batch` evenly, in micro-batches of one of the sizes."""
     found: set[int] = set()
     for size in sizes:
         if batch % size == 0:
@@ -132,13 +138,13 @@ def highly_composite(limit: int) -> list[int]:
     """
     found: list[tuple[int, int]] = []
 
-    def extend(place: int, number: int, most: int, divisors: int) -> None:
+    def extend(index: int, number: int, most: int, divisors: int) -> None:
         found.append((number, divisors))
         for exponent in range(1, most + 1):
-            number *= _PRIMES[place]
-            if number > limit or place + 1 == len(_PRIMES):
+            number *= _PRIMES[index]
+            if number > limit or index + 1 == len(_PRIMES):
                 return
-            extend(place + 1, number, exponent, divisors * (exponent + 1))
+            extend(index + 1, number, exponent, divisors * (exponent + 1))
 
     extend(0, 1, max(1, limit.bit_length()), 1)
     records, most = [], 0

@@ -1,10 +1,9 @@
-"""Whose fault it was that ranks were lost, and what to do about it: from how they ended, alone.
+"""Why ranks were lost, and what to do about it, judged only by how they ended.
 
-[Note: what a failure follows] One exception says little: it may be the code, what the rank was given, or the machine.
-What it follows tells them apart. On all ranks at one step: the code, which does the same everywhere. The same words at
-the same step once more, after the samples went to other ranks: the samples. The same host again and again, in whatever
-words: the host. So the first time a lone failure is taken for the node's, whose loss costs nothing, and the step is
-taken again; what comes of that decides.
+[Note: what a failure follows] A single exception may be caused by the code, the data or the machine. The pattern tells
+them apart. On all ranks at the same step: the code, which is the same everywhere. The same error at the same step after
+the samples went to other ranks: the data. The same host repeatedly, with any errors: the host. So the first failure of
+a single rank is put down to its node, which costs nothing: the step is repeated, and its result decides.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from shardwise.elastic.signs import End, Sign, sign_of
 
 Sort = Literal["code", "data", "node", "network"]
 Action = Literal["stop", "skip", "shrink", "exclude", "retry"]
-"""stop: the job ends, and is not begun again. skip: the batch is left out. shrink: the others go on, and a process may
-take the place of the dead. exclude: nothing is started on that host any more. retry: all try again as they are."""
+"""stop: the job ends and is not restarted. skip: the batch is skipped. shrink: the others go on, and a replacement may
+be started. exclude: nothing is started on that host for a time. retry: all ranks try again, as they are."""
 
-MOST_TOLD = 8
-_OF_NODES: dict[Sign, str] = {
+_MAX_RANKS_NAMED = 8
+_NODE_FAULTS: dict[Sign, str] = {
     "memory": "ran out of memory",
     "gpu": "has a device that fails",
     "disk": "has a disk that is full or fails",
@@ -31,10 +30,10 @@ _OF_NODES: dict[Sign, str] = {
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done where there is a choice.
+    """What the user chose to do about faults.
 
-    `data`: about a batch that fails wherever it goes. A host is excluded after `host_faults` faults of its own within
-    `seconds`, and the job stopped after more than `faults` of any kind within them, if that is given.
+    `data`: about a batch that fails on whichever rank gets it. A host is excluded after `host_faults` faults of its own
+    within `seconds`. The job is stopped after more than `faults` faults of any kind within `seconds`, if given.
     """
 
     data: Literal["stop", "skip"] = "stop"
@@ -45,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Blame:
-    """The verdict on one fault: a sentence of evidence, and what follows."""
+    """The verdict on one fault: its cause, the evidence as a sentence, and the action."""
 
     sort: Sort
     action: Action
@@ -55,10 +54,10 @@ class Blame:
     step: int = -1
 
     def __str__(self) -> str:
-        return f"{self.sort}: {self.evidence} {_DONE[self.action]}"
+        return f"{self.sort}: {self.evidence} {_CONSEQUENCES[self.action]}"
 
     def record(self) -> dict[str, object]:
-        """For the record of the run; JSON."""
+        """For the run record; JSON."""
         return {
             "sort": self.sort,
             "action": self.action,
@@ -69,39 +68,38 @@ class Blame:
         }
 
 
-_DONE: dict[Action, str] = {
+_CONSEQUENCES: dict[Action, str] = {
     "stop": "The job is stopped; trying again would not help.",
     "skip": "That batch is left out.",
     "shrink": "The others go on.",
-    "exclude": "Nothing is started there any more.",
+    "exclude": "That host is excluded.",
     "retry": "All try again.",
 }
 
 
 @dataclass
 class Judge:
-    """Knows the faults of a job so far, and sorts each new one."""
+    """Classifies each fault of a job, given those before."""
 
     policy: Policy = field(default_factory=Policy)
     _before: list[tuple[float, End]] = field(default_factory=list)
 
     def judge(self, ends: Sequence[End], num_ranks: int, now: float) -> Blame:
-        """The verdict on what has just been lost, `ends`, at least one, of `num_ranks`. `now` is in seconds, of any
-        clock that does not go back."""
+        """The verdict on `ends`, the ranks just lost (at least one) of `num_ranks`. `now` is in seconds, of any
+        monotonic clock."""
         self._before = [(at, end) for at, end in self._before if at > now - self.policy.seconds]
-        firsts = _firsts(ends)
-        verdict = self._sorted(firsts, num_ranks)
-        self._before += [(now, end) for end in firsts if sign_of(end) != "asked"]
+        causes = _root_causes(ends)
+        verdict = self._classified(causes, num_ranks)
+        self._before += [(now, end) for end in causes if sign_of(end) != "asked"]
         most = self.policy.faults
         if verdict.action in ("stop", "skip") or most is None or len(self._before) <= most:
             return verdict
         many = (
-            f"{verdict.evidence} It is fault {len(self._before)} within {self.policy.seconds:g} s, of which "
-            f"{most} are borne."
+            f"{verdict.evidence} It is fault {len(self._before)} within {self.policy.seconds:g} s; {most} are allowed."
         )
         return Blame(verdict.sort, "stop", verdict.ranks, verdict.hosts, many, verdict.step)
 
-    def _sorted(self, ends: Sequence[End], num_ranks: int) -> Blame:
+    def _classified(self, ends: Sequence[End], num_ranks: int) -> Blame:
         signs = {sign_of(end) for end in ends}
         if signs <= {"asked"}:
             return _blame(
@@ -111,17 +109,17 @@ class Judge:
             return self._network(ends)
         if signs == {"data"}:
             return self._data(ends, f"{_did(ends)}.")
-        if len(ends) > 1 and _are_all(ends, num_ranks):
+        if len(ends) > 1 and _are_alike(ends, num_ranks):
             common = f"{ends[0].manner} on {'all' if num_ranks == len(ends) else len(ends)} ranks, at one step."
             if signs & {"exception", "exit", "crash", "memory"}:
                 return _blame("code", "stop", ends, f"The same happened everywhere: it {common}")
-        return self._alone(ends, num_ranks)
+        return self._single(ends, num_ranks)
 
-    def _alone(self, ends: Sequence[End], num_ranks: int) -> Blame:
-        """What happened to some ranks and not to others, in ways that differ."""
-        own = [end for end in ends if sign_of(end) in _OF_NODES]
+    def _single(self, ends: Sequence[End], num_ranks: int) -> Blame:
+        """The verdict on failures of some ranks only, or of different kinds."""
+        own = [end for end in ends if sign_of(end) in _NODE_FAULTS]
         if own:
-            what = _OF_NODES[sign_of(own[0])]
+            what = _NODE_FAULTS[sign_of(own[0])]
             where = f"{own[0].host} " if own[0].host else f"The machine of rank {own[0].rank} "
             return self._node(own, f"{where}{what}: rank {own[0].rank} {own[0].manner}.")
         if sign_of(ends[0]) in ("exception", "crash", "exit") and (verdict := self._repeated(ends)) is not None:
@@ -132,7 +130,7 @@ class Judge:
         return self._node(ends, f"{_did(ends)}{gone}{where}.")
 
     def _repeated(self, ends: Sequence[End]) -> Blame | None:
-        """The verdict on what has happened before in the same words, if that says more than that it happened."""
+        """The verdict on a failure with the same error as earlier ones, where that shows its cause; else `None`."""
         first = ends[0]
         again = [end for _, end in self._before if end.signature == first.signature and sign_of(end) == sign_of(first)]
         same_step = [end for end in again if end.step == first.step]
@@ -145,12 +143,12 @@ class Judge:
         elsewhere = {(end.host, end.rank) for end in again} - {(first.host, first.rank)}
         if len(again) >= 2 and elsewhere:
             steps = ", ".join(str(end.step) for end in again[-3:])
-            return _blame("code", "stop", ends, f"{_did(ends)}, as ranks on other places had after steps {steps}.")
+            return _blame("code", "stop", ends, f"{_did(ends)}, as other ranks had after steps {steps}.")
         return None
 
     def _node(self, ends: Sequence[End], text: str) -> Blame:
         host = ends[0].host
-        faults = sum(end.host == host and sign_of(end) != "asked" for _, end in self._before) + 1
+        faults = len({at for at, end in self._before if end.host == host and sign_of(end) != "asked"}) + 1
         if host and faults >= self.policy.host_faults:
             return _blame("node", "exclude", ends, f"{text} That is fault {faults} of {host} in a short time.")
         return _blame("node", "shrink", ends, text)
@@ -158,10 +156,11 @@ class Judge:
     def _network(self, ends: Sequence[End]) -> Blame:
         unreached = [end for end in ends if end.is_alive] or list(ends)
         host = unreached[0].host
-        faults = sum(end.host == host and sign_of(end) in ("connection", "fault") for _, end in self._before) + 1
+        known = [(at, end) for at, end in self._before if end.host == host]
+        faults = len({at for at, end in known if sign_of(end) in ("connection", "fault")}) + 1
         first = unreached[0]
         if first.is_alive:
-            text = f"{_ranks(unreached)} could not be reached: {first.text or first.error or 'no word came'}."
+            text = f"{_ranks(unreached)} could not be reached: {first.text or first.error or 'nothing was heard'}."
         else:
             text = f"{_did(unreached)}, and no rank had died before."
         if host and faults >= self.policy.host_faults:
@@ -174,8 +173,8 @@ class Judge:
         return _blame("data", self.policy.data, ends, evidence)
 
 
-def _firsts(ends: Sequence[End]) -> list[End]:
-    """Those that failed by themselves: the others say that a rank was lost, or lost their connection to it."""
+def _root_causes(ends: Sequence[End]) -> list[End]:
+    """The ranks that failed by themselves; the others only report a lost rank or connection."""
     ordered = sorted(ends, key=lambda end: (end.at, end.rank))
     primary = [end for end in ordered if sign_of(end) not in ("fault", "connection", "asked")]
     asked = [end for end in ordered if sign_of(end) == "asked"]
@@ -183,8 +182,8 @@ def _firsts(ends: Sequence[End]) -> list[End]:
     return primary or asked or broken or ordered
 
 
-def _are_all(ends: Sequence[End], num_ranks: int) -> bool:
-    """Whether the same befell most ranks at one step, so that it cannot be what one of them was given."""
+def _are_alike(ends: Sequence[End], num_ranks: int) -> bool:
+    """Whether most ranks failed at one step with the same error, so that one rank's data cannot be the cause."""
     (_, count), *_ = Counter((end.signature, end.step) for end in ends).most_common(1)
     return count > num_ranks // 2 and count == len(ends)
 
@@ -195,10 +194,10 @@ def _blame(sort: Sort, action: Action, ends: Sequence[End], evidence: str) -> Bl
 
 
 def _ranks(ends: Sequence[End]) -> str:
-    numbers = [str(end.rank) for end in ends[:MOST_TOLD]]
+    numbers = [str(end.rank) for end in ends[:_MAX_RANKS_NAMED]]
     if len(ends) == 1:
         return f"Rank {numbers[0]}"
-    more = f" and {len(ends) - MOST_TOLD} more" if len(ends) > MOST_TOLD else ""
+    more = f" and {len(ends) - _MAX_RANKS_NAMED} more" if len(ends) > _MAX_RANKS_NAMED else ""
     return f"Ranks {', '.join(numbers)}{more}"
 
 

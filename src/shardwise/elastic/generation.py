@@ -1,4 +1,4 @@
-"""What the engine knows of a world that changes."""
+"""The interface through which the engine follows changes of its world."""
 
 from shardwise.comm.generation import Membership, Regrouped
 

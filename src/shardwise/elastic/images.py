@@ -1,16 +1,20 @@
-"""The image of one rank: what it alone holds, in a file in memory that outlives the process.
+"""The image of one rank: the state that only it holds, in a memory file that outlives the process.
 
-[Note: two images] A file has two regions of the same layout. *Live*: optimizer states, and master weights that lie in
-no other shared memory, are tensors in it, which the optimizer updates in place. *Shadow*: everything, as it was after
-the last step, copied behind the next forward and backward. Before an update the copy is waited for, and the live region
-is marked as torn until the step is complete on this rank. So at any moment one of the two is whole:
+[Note: two images] A file has two regions of the same layout. *Live*: optimizer states, and master weights that are in
+no other shared memory, are tensors in it, and the optimizer updates them in place. *Shadow*: the whole state after the
+last step, copied during the next forward and backward. Before an update, the rank waits for that copy and marks the
+live region as torn until the step is complete on this rank. So one of the two is whole at any moment:
 
-    forward, backward    live = N; shadow = N, or on its way (what is not in the live region, others have in sight)
+    forward, backward    live = N; shadow = N, or being copied (other ranks can read what is not in the live region)
     update               live = torn; shadow = N
-    after it             live = N + 1; shadow = N until all ranks have said that they are as far
+    after it             live = N + 1; shadow = N until all ranks have reported that they are complete
 
-A mark is two numbers, the second the complement of the first: who finds them at odds, for the rank was killed between
-the two, takes the region for torn.
+[Note: copies] The copy of an image on another host is a file of the same format. Both of its regions have all that
+changes, and are filled in turn: while the state of one step arrives in one region, the other has the step before. So
+sender and connection may fail at any time. What never changes is sent once, into the shadow.
+
+A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
+the two writes, the region counts as torn.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from shardwise.errors import StateError
 Tensor = torch.Tensor
 PARAM = "param"
 BLOCK = "#block"
-"""A cell that others lie in."""
+"""The kind of a cell that contains other cells."""
 TORN = -1
 _ALIGNED = 64
 _LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT, _NUM_BYTES = 0, 2, 4, 5, 6, 7
@@ -41,7 +45,7 @@ _HEAD = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Cell:
-    """One tensor of an image: `kind` is `param`, or a state's key. `place` is in bytes from a region's start."""
+    """One tensor of an image. `kind` is `param` or the key of a state; `place` is the offset in a region, in bytes."""
 
     name: str
     kind: str
@@ -50,18 +54,41 @@ class Cell:
     place: int
     num_bytes: int
     is_live: bool
-    """Whether the live region has it: the optimizer updates it there. Else the shadow alone does."""
+    """Whether it is in the live region too, where the optimizer updates it, rather than only in the shadow."""
     is_piece: bool = True
-    """Whether it is of the parameter's elements, rather than one number for all of them."""
+    """Whether it has a value per element of the parameter, rather than one for all."""
+    is_still: bool = False
+    """Whether it never changes, and is written to the shadow once."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """What an image holds. Live cells come first, so that they are copied as one."""
+    """The cells of an image. Live cells come first, so that one copy takes them all; constant cells come last."""
 
     cells: tuple[Cell, ...]
     live_bytes: int
+    changing_bytes: int
     shadow_bytes: int
+
+    @classmethod
+    def read(cls, text: bytes) -> Directory:
+        fields = json.loads(text)
+        cells = tuple(Cell(**{**cell, "shape": tuple(cell["shape"])}) for cell in fields.pop("cells"))
+        return cls(cells, **fields)
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_live_whole(self) -> bool:
+        """Whether the live region has everything that changes."""
+        return all(cell.is_live or cell.is_still for cell in self.cells)
+
+    def of_copy(self) -> Directory:
+        """The directory of a copy on another host, whose regions both have everything that changes: see [Note:
+        copies]."""
+        cells = tuple(replace(cell, is_live=not cell.is_still) for cell in self.cells)
+        return replace(self, cells=cells, live_bytes=self.changing_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -69,18 +96,19 @@ class Directory:
 
 
 class Plot:
-    """Finds a place for every cell."""
+    """Assigns an offset to every cell."""
 
     def __init__(self) -> None:
         self._live: list[Cell] = []
         self._other: list[Cell] = []
-        self._ends = [0, 0]
+        self._still: list[Cell] = []
+        self._ends = [0, 0, 0]
 
     def add(self, name: str, kind: str, tensor: Tensor, *, is_live: bool, is_piece: bool = True) -> None:
         self._put(name, kind, tensor, self._room(tensor.nbytes, is_live=is_live), is_live=is_live, is_piece=is_piece)
 
     def add_block(self, name: str, block: Tensor, cells: Sequence[tuple[str, str, Tensor]], *, is_live: bool) -> None:
-        """`cells` as they lie in `block`, where it is live a cell too; else each by itself."""
+        """Add `cells`, views of `block`. If they are live, `block` is a cell too and they are placed inside it."""
         if not is_live:
             for cell in cells:
                 self.add(*cell, is_live=False)
@@ -91,15 +119,24 @@ class Plot:
             place = start + cell[2].data_ptr() - block.data_ptr()
             self._put(*cell, place, is_live=True, is_piece=True)
 
+    def add_still(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Add a tensor that never changes."""
+        start = self._ends[2]
+        self._ends[2] = _aligned(start + tensor.nbytes)
+        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
+        self._still.append(cell)
+
     def directory(self) -> Directory:
-        live_bytes, rest = self._ends
+        live_bytes, rest, still = self._ends
+        changing = live_bytes + rest
         others = [replace(cell, place=cell.place + live_bytes) for cell in self._other]
-        return Directory((*self._live, *others), live_bytes, live_bytes + rest)
+        last = [replace(cell, place=cell.place + changing) for cell in self._still]
+        return Directory((*self._live, *others, *last), live_bytes, changing, changing + still)
 
     def _room(self, num_bytes: int, *, is_live: bool) -> int:
         region = 0 if is_live else 1
         start = self._ends[region]
-        self._ends[region] = -(-(start + num_bytes) // _ALIGNED) * _ALIGNED
+        self._ends[region] = _aligned(start + num_bytes)
         return start
 
     def _put(self, name: str, kind: str, tensor: Tensor, place: int, *, is_live: bool, is_piece: bool) -> None:
@@ -108,7 +145,7 @@ class Plot:
 
 
 class Image:
-    """One mapped file, or with no path memory of this process alone. Raises `OSError` where there is no room."""
+    """One mapped file, or without a path memory of this process alone."""
 
     def __init__(self, mapped: mmap.mmap, path: Path | None) -> None:
         self.path = path
@@ -116,17 +153,18 @@ class Image:
         self._marks = np.frombuffer(memoryview(mapped), np.int64, 8)
         first = int(self._marks[_DIRECTORY])
         if not first:
-            raise StateError(f"{path} is no image of a rank.")
-        said = json.loads(bytes(mapped[_HEAD : _HEAD + first]))
-        cells = tuple(Cell(**{**cell, "shape": tuple(cell["shape"])}) for cell in said["cells"])
-        self.directory = Directory(cells, said["live_bytes"], said["shadow_bytes"])
+            raise StateError(f"{path} is not a rank's image, or was not completed.")
+        self.directory = Directory.read(bytes(mapped[_HEAD : _HEAD + first]))
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._behind = torch.frombuffer(mapped, dtype=torch.uint8)
+        """The same, for shadows: torch counts changes of each. What is copied there behind the computation is no change
+        of a live tensor, which a checkpoint may be reading (see [Note: late copies] in checkpoint/snapshot.py)."""
         self._live_at, self._shadow_at = int(self._marks[_LIVE_AT]), int(self._marks[_SHADOW_AT])
 
     @classmethod
     def create(cls, path: Path | None, directory: Directory) -> Image:
-        """One with nothing in it yet: both regions are torn."""
-        text = json.dumps(asdict(directory)).encode()
+        """An empty image, with both regions torn. Raises `OSError` if there is no space."""
+        text = directory.text()
         live_at = _pages(_HEAD + len(text))
         shadow_at = live_at + _pages(directory.live_bytes)
         num_bytes = shadow_at + _pages(max(1, directory.shadow_bytes))
@@ -141,13 +179,15 @@ class Image:
 
     @classmethod
     def open(cls, path: Path) -> Image:
-        """That of another rank. Raises `OSError` if there is none."""
+        """Another rank's image. Raises `OSError` if the file cannot be read, and `StateError` if it is incomplete."""
         with path.open("r+b") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise StateError(f"{path} is not a rank's image, or was not completed.")
             return cls(mmap.mmap(file.fileno(), 0), path)
 
     @property
     def live_step(self) -> int:
-        """The step whose state the live region has, or `TORN`."""
+        """The step whose state is in the live region, or `TORN`."""
         return _marked(self._marks, _LIVE)
 
     @live_step.setter
@@ -164,35 +204,43 @@ class Image:
 
     @property
     def steps(self) -> set[int]:
-        """Those of which it has a state."""
+        """The steps whose state it has."""
         return {self.live_step, self.shadow_step} - {TORN}
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The addresses of the live region."""
+        """First and last address of the live region."""
         first = self._bytes.data_ptr() + self._live_at
         return first, first + self.directory.live_bytes
 
     def live(self, cell: Cell) -> Tensor:
-        return self._view(self._live_at, cell)
+        return _view(self._bytes, self._live_at, cell)
 
     def shadow(self, cell: Cell) -> Tensor:
-        return self._view(self._shadow_at, cell)
+        return _view(self._behind, self._shadow_at, cell)
 
-    def _view(self, start: int, cell: Cell) -> Tensor:
-        place = start + cell.place
-        return self._bytes[place : place + cell.num_bytes].view(dtype_of(cell.dtype)).view(cell.shape)
+    def region(self, *, is_live: bool) -> Tensor:
+        """All bytes of one region: uint8."""
+        start, size = self._shadow_at, self.directory.shadow_bytes
+        if is_live:
+            start, size = self._live_at, self.directory.live_bytes
+        return self._bytes[start : start + size]
 
     def copy_live(self) -> None:
-        """All live cells to the shadow: in one go, and without the interpreter's lock."""
+        """Copy all live cells to the shadow, at once and without the GIL."""
         if self.directory.live_bytes:
             first = self._bytes.data_ptr()
             ctypes.memmove(first + self._shadow_at, first + self._live_at, self.directory.live_bytes)
 
     def remove(self) -> None:
-        """Nobody will look for it any more; who has it mapped keeps it."""
+        """Delete the file; processes that have it mapped keep it."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:
+    place = start + cell.place
+    return memory[place : place + cell.num_bytes].view(dtype_of(cell.dtype)).view(cell.shape)
 
 
 def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:
@@ -200,10 +248,14 @@ def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, num_bytes)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # a full file system says so here, not by a signal later
+        os.posix_fallocate(descriptor, 0, num_bytes)  # a full file system raises here, instead of SIGBUS later
         return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _pages(num_bytes: int) -> int:

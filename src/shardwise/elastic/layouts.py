@@ -1,10 +1,16 @@
-"""A layout whose ranks have images, and what can still be read of it when some of them are gone."""
+"""A layout whose ranks have images, and what can still be read of it after some ranks are lost.
+
+[Note: sources] The state of a lost rank may be in its own image, in the memory of its host, if another rank of that
+host survives; and in the copy that its keeper has on another host, which all ranks of that host can read. After
+regrouping, all ranks exchange what they can read, and so agree on the step to return to and on who reads which state.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,157 +19,236 @@ import torch
 from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import decode
 from shardwise.checkpoint.content import kept_span
+from shardwise.comm import World
+from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.images import BLOCK, PARAM, TORN, Image
 from shardwise.elastic.survival import NUMBERS, Survival
+from shardwise.elastic.told import IMAGES, Report
 from shardwise.errors import StateError
 from shardwise.placement import Slot
 from shardwise.program import FlatSpec
+from shardwise.program.buddies import Keepers, keepers, kept_axes
 from shardwise.sharded_model import ShardedModel
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
+_COPY = "copy-"
+"""Prefix of the file names of copies kept for other hosts."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A lost rank's image that a survivor can read."""
+
+    live_step: int
+    shadow_step: int
+    is_live_whole: bool
+    """See `Directory.is_live_whole`."""
+
+    @classmethod
+    def of(cls, image: Image) -> Source:
+        return cls(image.live_step, image.shadow_step, image.directory.is_live_whole)
+
+    @property
+    def steps(self) -> set[int]:
+        return {self.live_step, self.shadow_step} - {TORN}
+
+    def has(self, step: int) -> bool:
+        """Whether all that only the lost rank had is there, as it was after `step`."""
+        return self.shadow_step == step or (self.live_step == step and self.is_live_whole)
+
+
+Sources = Mapping[int, Sequence[Source]]
+"""What one rank of the present world can read, by lost rank."""
 
 
 @dataclass
 class Layout:
-    """What its ranks were, and who of them is which rank now."""
+    """How parameters and states are divided among the ranks of one world, and which rank each of them is now."""
 
     label: int
-    """Layouts of one job are counted."""
+    """The number of this layout in its job."""
     size: int
     specs: list[tuple[FlatSpec, tuple[Slot, ...]]]
     ranks: tuple[int | None, ...]
-    """By rank of the present world: the rank in this layout, if it was there."""
+    """By rank of the present world: its rank in this layout, or `None` if it was not part of it."""
     folder: Path | None
+    keepers: Keepers = ()
+    """Which rank keeps the copy of whose state, on another host."""
+    hosts: tuple[str, ...] = ()
+    """By rank; empty if all are on one."""
     survival: Survival | None = None
-    """This rank's own images; `None` on one that has come since."""
+    """This rank's own images, and its copies of others; `None` on a rank that joined later."""
     flats: list[Flat] = field(default_factory=list)
-    """In live memory, until it is taken down."""
+    """The flat buffers, until the model is taken down."""
     still: dict[str, Tensor] = field(default_factory=dict)
-    """What every rank has whole, and never changes."""
+    """Tensors that every rank has whole and that never change, by parameter."""
 
     @classmethod
-    def of(cls, sharded: ShardedModel, label: int, folder: Path | None) -> Layout:
-        """That of a model that is laid out, with images of it; nothing is in them before `survival.begin`."""
+    def of(cls, sharded: ShardedModel, label: int, folder: Path | None, meter: CopyMeter) -> Layout:
+        """The layout of a sharded model, with images, which are empty before `survival.begin`."""
         flats, world = sharded.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
-        own = folder if any(_is_alone(spec) for spec, _ in specs) else None
-        survival = Survival(flats, sharded.optimizer, own, _file_name(label, world.rank))
+        own = folder if any(kept_axes(spec) for spec, _ in specs) else None
+        kept_by: Keepers = ()
+        if sharded.plan.survive != "host":
+            kept_by = keepers([spec for spec, _ in specs], world.hosts)
+        copies = None
+        if any(keeper is not None for keeper in kept_by):
+            names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
+            copies = Copies(world, kept_by, own, names, meter)
+        survival = Survival(flats, sharded.optimizer, own, _file_name(label, world.rank), copies)
         still = {
             slot.name: flat.param_piece(index)
             for flat in flats
             if not flat.spec.trainable and not flat.spec.table.param.shard
             for index, slot in enumerate(flat.slots)
         }
-        return cls(label, world.size, specs, tuple(range(world.size)), own, survival, flats, still)
+        ranks = tuple(range(world.size))
+        return cls(label, world.size, specs, ranks, own, kept_by, world.hosts, survival, flats, still)
 
     def regrouped(self, origins: Sequence[int | None]) -> Layout:
-        """The same, as the ranks of another world see it."""
+        """The same layout for the ranks of another world."""
         ranks = tuple(None if origin is None else self.ranks[origin] for origin in origins)
         return replace(self, ranks=ranks)
 
     @property
     def gone(self) -> list[int]:
+        """Ranks of this layout that are lost."""
         return [rank for rank in range(self.size) if rank not in self.ranks]
 
     def images_of(self, rank: int) -> list[Image]:
-        """Of one that is gone: its files, which it does not write to any more."""
+        """What this rank can read of a lost one: its files and copies, which no process writes to any more."""
+        copies = self.survival.copies if self.survival is not None else None
         if self.folder is None:
-            return []
-        return [Image.open(path) for path in sorted(self.folder.glob(f"{_file_name(self.label, rank)}-*.image"))]
+            kept = copies.kept.get(rank) if copies is not None else None
+            return list(kept.images) if kept is not None else []
+        found = []
+        for path in self._files_of(rank):
+            with contextlib.suppress(StateError):  # its writer died before it was complete
+                found.append(Image.open(path))
+        return found
+
+    def sources(self) -> dict[int, list[Source]]:
+        """What this rank can read of the lost ones."""
+        if self.survival is None:
+            return {}
+        return {rank: list(map(Source.of, self.images_of(rank))) for rank in self.gone}
 
     def remove(self) -> None:
-        """Nobody will go back to it."""
+        """Delete its images and copies: no rank will return to it."""
         if self.survival is not None:
             self.survival.close()
-        if self.folder is not None:
-            for rank in self.gone:
-                for path in self.folder.glob(f"{_file_name(self.label, rank)}-*.image"):
-                    path.unlink(missing_ok=True)
+        for rank in self.gone:
+            for path in self._files_of(rank):
+                path.unlink(missing_ok=True)
+        lost = [rank for rank, keeper in enumerate(self.keepers) if keeper in self.gone]
+        for rank in lost:  # copies that a lost rank of this host kept
+            for path in self._files_of(rank, [_COPY]):
+                path.unlink(missing_ok=True)
+
+    def _files_of(self, rank: int, prefixes: Sequence[str] = ("", _COPY)) -> list[Path]:
+        """A rank's files in this host's memory: its images, and copies of them."""
+        if self.folder is None:
+            return []
+        name = _file_name(self.label, rank)
+        return [path for prefix in prefixes for path in sorted(self.folder.glob(f"{prefix}{name}-*.image"))]
 
     # -- who has what -------------------------------------------------------------------------------------
 
-    def newest(self, told: Sequence[set[int]], images: Mapping[int, list[Image]]) -> tuple[int, frozenset[int]]:
-        """The newest state that is whole, and the ranks of this layout of which there is a part of it.
+    def newest(self, versions: Sequence[set[int]], seen: Sequence[Sources]) -> tuple[int, dict[int, int]]:
+        """The newest version of the state that is whole, and which rank of the present world reads the part of each
+        lost rank, by its rank in this layout.
 
-        `told` are the states that each rank of the present world has, `images` those of ranks that are gone. Raises
-        `StateError` if there is no such state.
+        `versions` are those that each rank of the present world has, `seen` what each can read of lost ranks. Raises
+        `StateError` if no version is whole.
         """
-        here = [steps for steps, rank in zip(told, self.ranks, strict=True) if rank is not None]
+        here = [steps for steps, rank in zip(versions, self.ranks, strict=True) if rank is not None]
         common = set.intersection(*here) if here else set()
         for step in sorted(common, reverse=True):
-            givers = {rank for rank in self.ranks if rank is not None}
-            givers |= {rank for rank in images if self._can_give(rank, images[rank], step)}
-            if self._is_whole(givers):
-                return step, frozenset(givers)
-        raise StateError(
-            f"Rank {', '.join(map(str, self.gone))} is gone, and no whole state is left: the living have "
-            f"{sorted(map(sorted, here))}, the images {[sorted(_steps(one)) for one in images.values()]}. "
-            f"Start again from the last checkpoint."
+            readers = self._readers(step, seen)
+            if self._is_whole({*(rank for rank in self.ranks if rank is not None), *readers}):
+                return step, readers
+        raise StateError(self._why_lost(here, seen))
+
+    def _why_lost(self, here: Sequence[set[int]], seen: Sequence[Sources]) -> str:
+        found = {
+            rank: {step for one in seen for source in one.get(rank, ()) for step in source.steps} for rank in self.gone
+        }
+        kept_by = dict(enumerate(self.keepers))
+        both = [
+            f"{rank} and {kept_by[rank]}" for rank in self.gone if kept_by.get(rank) in self.gone and not found[rank]
+        ]
+        who = f"Rank {', '.join(map(str, self.gone))} is gone"
+        if both:
+            who = f"Ranks {', '.join(both)} are gone, of which one kept the copy of the other's state"
+        several = len(set(self.hosts)) > 1
+        cure = " With survive: buddy a whole host may be lost." if several and not self.keepers else ""
+        return (
+            f"{who}, and no whole state is left: the survivors have versions {sorted(map(sorted, here))}, and of the "
+            f"lost ranks {list(map(sorted, found.values()))} can be read.{cure} Start again from the last checkpoint."
         )
 
-    def _is_whole(self, givers: set[int]) -> bool:
+    def _readers(self, step: int, seen: Sequence[Sources]) -> dict[int, int]:
+        """By lost rank whose state after `step` can be read, the rank that reads it. Several lost ranks are divided
+        among the ranks that could read them."""
+        readers = {}
+        for rank in self.gone:
+            sources = [(reader, one) for reader, sees in enumerate(seen) for one in sees.get(rank, ())]
+            whole = [reader for reader, one in sources if one.has(step)]
+            parts = [reader for reader, one in sources if one.live_step == step and self._sees_rest(reader, rank)]
+            able = sorted(set(whole or parts))
+            if able:
+                readers[rank] = able[rank % len(able)]
+        return readers
+
+    def _is_whole(self, available: set[int]) -> bool:
+        """Whether the parts of the `available` ranks make up the whole state."""
         for spec, _ in self.specs:
-            shard = _kept_shard(spec)
-            spans = {spec.layout.span(shard, spec.mesh.coordinate(rank)) for rank in givers}
+            shard = kept_axes(spec)
+            spans = {spec.layout.span(shard, spec.mesh.coordinate(rank)) for rank in available}
             if any(spec.layout.span(shard, spec.mesh.coordinate(rank)) not in spans for rank in range(self.size)):
                 return False
         return True
 
-    def _can_give(self, rank: int, images: Sequence[Image], step: int) -> bool:
-        if any(image.shadow_step == step for image in images):
-            return True
-        return any(image.live_step == step for image in images) and self.healer(rank) is not None
-
-    def healer(self, rank: int) -> int | None:
-        """The living rank, of the present world, that can see all that one which is gone had outside its live region;
-        it reads for it, too."""
+    def _sees_rest(self, reader: int, rank: int) -> bool:
+        """Whether `reader`, a rank of the present world on the same host, can read all that the lost `rank` had outside
+        its live region: parameters in memory that they shared, or that the reader has whole."""
         wanted = {spec.table.param.shard for spec, _ in self.specs if spec.trainable and spec.master_is_param}
-        mesh = self.specs[0][0].mesh
-        for number, one in enumerate(self.ranks):
-            if one is not None and all(not axes or one in mesh.among(rank, axes) for axes in wanted):
-                return number
-        return None
-
-    def reader(self, rank: int) -> int:
-        """Who of the present world reads the image of one that is gone."""
-        healer = self.healer(rank)
-        if healer is not None:
-            return healer
-        return next(number for number, one in enumerate(self.ranks) if one is not None)
+        mesh, one = self.specs[0][0].mesh, self.ranks[reader]
+        return one is not None and all(not axes or one in mesh.among(rank, axes) for axes in wanted)
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def heal(self, rank: int, images: Sequence[Image], step: int) -> None:
-        """Let the shadow of one that is gone have all of `step`, before the memory of the living goes."""
+    def complete(self, rank: int, images: Sequence[Image], step: int) -> None:
+        """Fill the shadow of a lost rank with the state of `step`, before the survivors' memory is released."""
         if any(image.shadow_step == step for image in images):
             return
-        image = next(image for image in images if image.live_step == step)
+        image = max(
+            (image for image in images if image.live_step == step), key=lambda image: image.directory.is_live_whole
+        )
         homes = {slot.name: (flat, slot) for flat in self.flats for slot in flat.slots}
         image.shadow_step = TORN
         image.copy_live()
         for cell in image.directory.cells:
-            if cell.is_live or cell.kind != PARAM:
+            if cell.is_live or cell.is_still or cell.kind != PARAM:
                 continue
             flat, slot = homes[cell.name]
-            if not flat.spec.trainable:
-                continue  # it is there since the image was made
             span = kept_span(flat.spec, slot, flat.spec.mesh.coordinate(rank))
             start = slot.span.start
             image.shadow(cell).copy_(flat.full[start + span.start : start + span.stop])
         image.shadow_step = step
 
-    def stands_for(self, givers: frozenset[int]) -> list[list[int]]:
-        """By rank of the present world, whose part it reads for all."""
+    def stands_for(self, readers: Mapping[int, int]) -> list[list[int]]:
+        """By rank of the present world: the ranks of this layout whose parts it provides."""
         stands_for: list[list[int]] = [[] if rank is None else [rank] for rank in self.ranks]
-        for rank in self.gone:
-            if rank in givers:
-                stands_for[self.reader(rank)].append(rank)
+        for rank, reader in sorted(readers.items()):
+            stands_for[reader].append(rank)
         return stands_for
 
-    def held(self, me: int, givers: frozenset[int], images: Mapping[int, list[Image]], step: int) -> Held:
-        """What this rank, `me` in the present world, can read of `step`."""
-        stands_for = self.stands_for(givers)
+    def held(self, me: int, readers: Mapping[int, int], images: Mapping[int, list[Image]], step: int) -> Held:
+        """What this rank, `me` in the present world, provides of `step`; `images` are of the lost ranks it reads."""
+        stands_for = self.stands_for(readers)
         held = Held(list(self.specs), tuple(map(tuple, stands_for)))
         for rank in stands_for[me]:
             own = self.survival.images if rank == self.ranks[me] and self.survival is not None else images[rank]
@@ -171,6 +256,44 @@ class Layout:
             for name, tensor in self.still.items():
                 held.tensors[rank, name, PARAM] = tensor
         return held
+
+
+def choose(
+    layouts: Sequence[Layout], reports: Sequence[Report | None], world: World
+) -> tuple[Layout, int, dict[int, int]]:
+    """The newest layout that is complete on all ranks, its newest whole state, and the reader of each lost rank.
+
+    `reports` has one entry per rank of `world`, `None` for a rank that has joined. All ranks call.
+    """
+    label = min(one.label for one in reports if one is not None)
+    complete = [layout for layout in layouts if layout.label <= label]
+    seen = _all_sources(complete, world)
+    for layout in complete:
+        try:
+            versions = [set() if one is None else set(one.steps.get(layout.label, [])) for one in reports]
+            version, readers = layout.newest(versions, [one.get(layout.label, {}) for one in seen])
+        except StateError:
+            if layout is complete[-1]:
+                raise
+            continue
+        return layout, version, readers
+    raise StateError("The surviving ranks have no layout in common. Start again from the last checkpoint.")
+
+
+def _all_sources(layouts: Sequence[Layout], world: World) -> list[dict[int, dict[int, list[Source]]]]:
+    """By rank of `world`, layout and lost rank: see [Note: sources]."""
+    mine = {
+        layout.label: {rank: list(map(astuple, found)) for rank, found in layout.sources().items()}
+        for layout in layouts
+    }
+    received = [json.loads(one) for one in world.exchange(json.dumps(mine).encode(), IMAGES)]
+    return [
+        {
+            int(label): {int(rank): [Source(*one) for one in found] for rank, found in sources.items()}
+            for label, sources in one.items()
+        }
+        for one in received
+    ]
 
 
 def _read(held: Held, rank: int, image: Image) -> None:
@@ -184,19 +307,6 @@ def _read(held: Held, rank: int, image: Image) -> None:
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
         elif cell.kind != BLOCK:
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
-
-
-def _steps(images: Sequence[Image]) -> set[int]:
-    return {step for image in images for step in image.steps}
-
-
-def _kept_shard(spec: FlatSpec) -> tuple[str, ...]:
-    return (spec.table.optim if spec.trainable else spec.table.param).shard
-
-
-def _is_alone(spec: FlatSpec) -> bool:
-    """Whether a rank has something of it that no other has."""
-    return bool(_kept_shard(spec))
 
 
 def _file_name(label: int, rank: int) -> str:

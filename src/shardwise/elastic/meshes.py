@@ -1,4 +1,4 @@
-"""The mesh of a plan on a world of another size than it was written for."""
+"""The mesh of a plan in a world of another size than it was written for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwise.placement import mesh_for
 
 
 def plan_on(plan: Plan, num_ranks: int, local_size: int | None) -> Plan:
-    """`plan`, with a mesh that `num_ranks` can have: its own where that fits, else one with the same axes.
+    """`plan` with a mesh for `num_ranks`: its own if that fits, else one with the same axes.
 
-    The innermost axis keeps its size where that divides the ranks, and the outermost takes the rest; else the innermost
-    takes all of them.
+    If the size of the innermost axis divides `num_ranks`, it is kept and the outermost axis gets the quotient;
+    otherwise the innermost axis gets all ranks.
     """
     try:
         mesh_for(plan, num_ranks, local_size)

@@ -1,4 +1,4 @@
-"""The state of a loop that has never been saved."""
+"""What `resume` returns as the loop's state to a rank that joins a job which has never saved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from shardwise.errors import StateError
 
 
 class NeverSaved(dict[str, Any]):
-    """Empty; whoever looks something up in it is told why it is not there."""
+    """Empty; a lookup raises `StateError` with the reason."""
 
     def __missing__(self, key: str) -> Any:
         raise StateError(
-            f"This rank has come to others who have not saved or resumed anything yet, so nobody knows their "
-            f"state[{key!r}]. Ask for it with state.get(), or give what has it to engine.remember(), which tells ranks "
-            f"that come without a checkpoint."
+            f"This rank has joined a job that has not saved or resumed a checkpoint yet, so there is no "
+            f"state[{key!r}]. Read it with state.get(), or register its object with engine.remember(): ranks that join "
+            f"then receive its state without a checkpoint."
         )

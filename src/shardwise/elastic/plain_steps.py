@@ -1,4 +1,4 @@
-"""`optimizer.step()` of loops that know no engine, led past whoever has to know of it."""
+"""Intercepts `optimizer.step()` of loops that do not call the engine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class TakesStep(Protocol):
 
 
 class PlainSteps:
-    """Puts `take(step, is_last=...)` in the place of each optimizer's own `step`, but for those taken `inside`.
+    """Replaces each optimizer's `step` by `take(step, is_last=...)`, except for calls made `inside`.
 
-    A scheduler that is made afterwards wraps what it finds, and so this stays until `close`.
+    A scheduler created later wraps the replacement, which therefore stays until `close`.
     """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer], take: TakesStep) -> None:
         self._take = take
         self._is_inside = False
-        self._places: list[tuple[torch.optim.Optimizer, Any, Any]] = []
+        self._replaced: list[tuple[torch.optim.Optimizer, Any, Any]] = []
         for member in members:
             before = member.__dict__.get("step")
-            led = types.MethodType(self._led(member.step, is_last=member is members[-1]), member)
-            member.__dict__["step"] = led
-            self._places.append((member, before, led))
+            wrapped = types.MethodType(self._wrapped(member.step, is_last=member is members[-1]), member)
+            member.__dict__["step"] = wrapped
+            self._replaced.append((member, before, wrapped))
 
-    def _led(self, original: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
-        """A function that a scheduler can wrap in turn, or finds to be wrapped already."""
+    def _wrapped(self, original: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
+        """A function that a scheduler can wrap, or recognize as wrapped already."""
 
         @functools.wraps(getattr(original, "__func__", original))
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -43,14 +43,14 @@ class PlainSteps:
         return step
 
     def close(self) -> None:
-        """Every step is the optimizer's own again."""
+        """Put back the optimizers' own steps."""
         self._is_inside = True
-        for member, before, led in self._places:
-            if member.__dict__.get("step") is led:
+        for member, before, wrapped in self._replaced:
+            if member.__dict__.get("step") is wrapped:
                 del member.__dict__["step"]
                 if before is not None:
                     member.__dict__["step"] = before
-        self._places.clear()
+        self._replaced.clear()
 
     @contextmanager
     def inside(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A model laid out anew for the ranks that are left."""
+"""Sharding a model again, for the surviving ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.state import Former, move
 
 
 def take_down(sharded: ShardedModel) -> None:
-    """Leave the model and the optimizers as they were given, wherever a fault has cut their step short."""
+    """Return model and optimizers to their plain form, wherever a fault interrupted their step."""
     if sharded.is_taken_down:
         return
     if sharded.optimizer is not None:
@@ -23,9 +23,9 @@ def take_down(sharded: ShardedModel) -> None:
 
 
 def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
-    """The model of `former`, taken down, by `plan` on `world`, with what its ranks hold. All of them call."""
+    """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`. All ranks call."""
     for optimizer in former.optimizers:
-        optimizer.state = defaultdict(dict)  # an attempt that was cut short may have left some
+        optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
     plan = plan_on(plan, world.size, world.local_size)
     designed = design(former.model, plan, world)
     belongings = TrainingState(held, world)

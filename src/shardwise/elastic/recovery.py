@@ -1,7 +1,7 @@
-"""From a fault to the state after the last step that all ranks have taken, laid out for those who are left.
+"""Recovery after a fault: the state after the last step that all ranks completed, sharded over the survivors.
 
-All survivors come here at about the same time, wherever they are. One that dies meanwhile is one more fault, with which
-it begins again. `session.py` says when.
+All survivors arrive here at about the same time, from any point of a step. If another one dies meanwhile, recovery
+starts again. `session.py` describes when it happens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -20,106 +21,111 @@ from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import decode, encode
 from shardwise.comm import World
 from shardwise.comm.generation import LEFT_OUT, Membership
-from shardwise.elastic.arrival import Came
-from shardwise.elastic.layouts import Layout
-from shardwise.elastic.moment import Moment
+from shardwise.elastic.arrival import Arrival
+from shardwise.elastic.copies import CopyMeter
+from shardwise.elastic.layouts import Layout, choose
+from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.rebuild import rebuilt, take_down
 from shardwise.elastic.survival import Survival
-from shardwise.elastic.told import Told
+from shardwise.elastic.told import RECOVERY, Report
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
-from shardwise.sharded_model import ShardedModel
+from shardwise.sharded_model import Progress, ShardedModel
 from shardwise.state import Former
 
-_CODE = ("contradiction", "deadlock")
-"""Kinds of faults that no other set of ranks would mend."""
+_CODE_FAULTS = ("contradiction", "deadlock")
+"""Kinds of faults that would occur with any set of ranks."""
 _log = logging.getLogger("shardwise")
 
 
 class Host(Protocol):
-    """The engine, as far as it has to be told."""
+    """The engine, as far as recovery uses it."""
 
     module: nn.Module
 
     def wait_for_copy(self) -> None:
-        """Blocks until nothing that a checkpoint is written from is still read."""
+        """Block until no memory of this rank is being copied for a checkpoint."""
         ...
 
-    def told_to_those_who_come(self, num_steps: int) -> dict[str, Any]:
-        """What the loop's own objects say, encoded: `objects`, `loaders` and `state`."""
+    def state_for_newcomers(self, num_steps: int) -> dict[str, Any]:
+        """Encoded states of the loop's own objects: `objects`, `loaders` and `state`."""
         ...
 
     def can_leave_out(self) -> bool:
-        """Whether the loop's batches come from loaders that can go on behind one."""
+        """Whether all loaders of this loop can skip a batch."""
         ...
 
     def leave_out(self, num_steps: int) -> None:
-        """The batch of the step after `num_steps` is not to come again."""
+        """Skip the batch of the step after `num_steps`."""
         ...
 
     def turned_away(self) -> None:
-        """The others go on without this rank."""
+        """The others continue without this rank."""
         ...
 
     def take_over(self, world: World, sharded: ShardedModel) -> None:
-        """From now on `sharded` takes the steps, in `world`."""
+        """Use `sharded`, in `world`, from now on."""
         ...
 
 
 class Recovery(ABC):
-    """What one rank knows of its iterations, and how it comes to the next world."""
+    """One rank's record of its iterations, and its way from one world to the next."""
 
-    def __init__(self, host: Host, sharded: ShardedModel, membership: Membership, came: Came | None) -> None:
+    def __init__(self, host: Host, sharded: ShardedModel, membership: Membership, arrival: Arrival | None) -> None:
         """See `Session`."""
         self._host = host
         self._membership = membership
         self._sharded = sharded
         self._world = sharded.world
-        self._plan = sharded.plan
+        self.plan = sharded.plan
         self.recovered_seconds: list[float] = []
-        """How long each recovery took, from the fault as this rank met it."""
+        """Duration of each recovery, from this rank's first notice of the fault."""
         self._version = self._begun = 0
-        self._taken_in = {0: 0}
-        """By version, of the last two, the iteration that it came of; and how many steps had been taken then."""
+        self._iterations = {0: 0}
+        """The iteration that produced each of the last two versions of the state."""
         self._num_steps = {0: sharded.progress.num_steps}
+        """The steps taken until each of these versions."""
         self._is_open = False
         """Whether an iteration has begun and not ended."""
         self._void_after = self._void_until = 0
-        """Iterations after the one and up to the other are void."""
-        self._quiet = ExitStack()
-        self._is_in_quiet = False
+        """Iterations after the first and up to the second are void."""
+        self._quiet_mode = ExitStack()
+        self._is_quiet = False
         self._results: list[tuple[int, int, Any]] = []
-        """What calls outside of steps came to: iteration, number, value."""
+        """Results of calls outside a step: iteration, number, encoded value."""
         self._known: dict[tuple[int, int], Any] = {}
-        """What others have told of that."""
+        """Such results as reported by other ranks."""
         self._num_layouts = 0
         self._changes_wanted = False
         self._num_left_out = len(self._left_out())
-        """Batches that were left out so far, or came before this rank."""
+        """Batches skipped so far, those before this rank joined included."""
+        self._is_edited = False
+        """Whether the loop has changed parameters or states by hand since the last version."""
         self._is_left = False
-        """Whether the others go on without this rank, or nobody can."""
-        if came is not None:
-            self._num_layouts, self._version = came.label, came.version
-            self._begun = came.void_until - 1  # the others are about to begin the last that is void
-            self._void_after, self._void_until = came.void_after, came.void_until
-            self._taken_in = {came.version: came.void_after}
-            self._num_steps = {came.version: sharded.progress.num_steps}
-            self._plan = came.plan
-        self._moment = Moment(sharded)
+        """Whether the others continue without this rank, or none can continue."""
+        if arrival is not None:
+            self._num_layouts, self._version = arrival.label, arrival.version
+            self._begun = arrival.void_until - 1  # the others are about to begin the last void iteration
+            self._void_after, self._void_until = arrival.void_after, arrival.void_until
+            self._iterations = {arrival.version: arrival.void_after}
+            self._num_steps = {arrival.version: sharded.progress.num_steps}
+            self.plan = arrival.plan
+        self.loop_state = LoopState(sharded)
         self._former: Layout | None = None
-        """What can be gone back to until the present layout is complete on all ranks."""
+        """The layout to return to until the present one is complete on all ranks."""
         self._former_model: Former | None = None
         """The model, while it is taken down."""
-        self._layout = Layout.of(sharded, self._num_layouts, membership.folder)
+        self.copy_meter = CopyMeter()
+        self._layout = Layout.of(sharded, self._num_layouts, membership.folder, self.copy_meter)
         self._complete_label = self._num_layouts
         self._survival.begin(self._version)
 
     @abstractmethod
     def _wrap(self) -> None:
-        """Let the loop's calls of the present model come here."""
+        """Intercept the loop's calls of the present model."""
 
     @abstractmethod
     def _unwrap(self) -> None:
-        """Let them go."""
+        """Stop intercepting them."""
 
     @property
     def _survival(self) -> Survival:
@@ -127,30 +133,54 @@ class Recovery(ABC):
         return self._layout.survival
 
     def is_void(self) -> bool:
-        """Whether what the loop does now comes to nothing: see [Note: iterations]."""
+        """Whether the open iteration is void: see [Note: iterations]."""
         return self._is_open and self.was_void()
 
     def was_void(self) -> bool:
-        """The same of the iteration that was begun last, also after its end."""
+        """Whether the iteration begun last is void, also after its end."""
         return self._void_after < self._begun <= self._void_until
 
-    def _recover(self, error: CommError | None) -> None:
-        """Go on with the ranks that there are after a fault, or where somebody comes or leaves, at the beginning of an
-        iteration, without one.
+    def is_undone(self, iteration: int) -> bool:
+        """Whether a completed iteration has become void: see [Note: the commit]."""
+        return self._void_after < iteration <= self._void_until
 
-        Returns with the model laid out anew, as it was after the last step that all have taken, and at rest; raises
-        what cannot be mended.
+    @property
+    def begun(self) -> int:
+        """The number of iterations begun."""
+        return self._begun
+
+    @property
+    def may_be_undone(self) -> bool:
+        """Whether a step can be undone after it has ended."""
+        return self._survival.copies is not None
+
+    @property
+    def progress(self) -> Progress:
+        return self._sharded.progress
+
+    def _recover(self, error: CommError | None) -> None:
+        """Continue with another set of ranks: after a fault, or without one where ranks join or leave, at the beginning
+        of an iteration.
+
+        Returns with the model sharded for the new world, as it was after the last step that all completed, and at rest.
+        Raises if recovery is impossible.
         """
         started = time.perf_counter()
         lets_in = error is None
         while True:
-            if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE):
+            if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE_FAULTS):
                 self._is_left = True
                 if isinstance(error, TurnedAwayError):
                     self._host.turned_away()
                 raise error
+            if self._is_edited:
+                raise StateError(
+                    "A rank was lost after parameters or states were changed by hand, or a checkpoint was resumed, "
+                    "and before the next forward, so there is no copy of their present values. Start again from the "
+                    "last checkpoint."
+                ) from error
             try:
-                self._go_on(error, lets_in=lets_in)
+                self._regroup_and_restore(error, lets_in=lets_in)
                 break
             except CommError as another:
                 error = another
@@ -162,34 +192,53 @@ class Recovery(ABC):
                 self._world.size,
                 self._sharded.progress.num_steps,
                 seconds * 1e3,
-                str(error).partition("\n")[0] if error is not None else "others have come, or left",
+                str(error).partition("\n")[0] if error is not None else "ranks have joined or left",
             )
 
-    def _go_on(self, error: CommError | None, *, lets_in: bool) -> None:
+    def _regroup_and_restore(self, error: CommError | None, *, lets_in: bool) -> None:
         self._changes_wanted = False
-        self._drop_quiet(error)
+        self._abandon_quiet_mode(error)
         for layout in (self._former, self._layout):
             if layout is not None and layout.survival is not None:
-                layout.survival.settle()
-        told = self._regroup(lets_in=lets_in)
-        layout, version, givers, images = self._choose(told)
-        there = [one for one in told if one is not None]
-        self._void_after = next(one.taken_in[version] for one in there)
-        begun = max(one.begun for one in there)
-        self._void_until = begun if begun > self._void_after else 0
-        self._known = {(one[0], one[1]): decode(one[2]["is"]) for said in there for one in said.results if one[2]}
+                layout.survival.await_copies() if error is None else layout.survival.settle()
+        reports = self._regroup(lets_in=lets_in)
+        layouts = [one for one in (self._layout, self._former) if one is not None]
+        layout, version, readers = choose(layouts, reports, self._world)
+        self._set_void_iterations([one for one in reports if one is not None], version)
         self._leave_out_what_failed(self._num_steps[version])
         assert layout.survival is not None
         layout.survival.bring(version)
-        for rank in layout.gone if layout.flats else ():
-            if rank in givers and layout.reader(rank) == self._world.rank:
-                layout.heal(rank, images[rank], version)
-        self._agree(layout, version, givers)
+        mine = [rank for rank, reader in readers.items() if reader == self._world.rank]
+        images = {rank: layout.images_of(rank) for rank in mine}
+        for rank in mine if layout.flats else ():
+            layout.complete(rank, images[rank], version)
+        self._check_agreement(layout, version, readers)
         self._version = version
         self._sharded.progress.num_steps = self._num_steps[version]
-        self._lay_out(layout, layout.held(self._world.rank, givers, images, version), version)
+        self._lay_out(layout, layout.held(self._world.rank, readers, images, version), version)
+        self._undo_ended_iteration()
         if self.is_void():
-            self._moment.take_schedules()
+            self.loop_state.note_settings()
+
+    def _set_void_iterations(self, reports: Sequence[Report], version: int) -> None:
+        """Note which iterations are void when all return to `version`, and the results that other ranks report."""
+        self._void_after = next(one.iterations[version] for one in reports)
+        begun = max(one.begun for one in reports)
+        self._void_until = begun if begun > self._void_after else 0
+        self._known = {(one[0], one[1]): decode(one[2]["is"]) for each in reports for one in each.results if one[2]}
+
+    def _undo_ended_iteration(self) -> None:
+        """If an iteration that has ended here is void now, restore what it began with. This happens when a host dies
+        before the copies on other hosts have the last step. Void ones before it changed nothing."""
+        first = self._void_after + 1
+        undone = min((one for one in self._iterations.values() if one >= first), default=first)
+        is_of_before = first < self._begun or not self._is_open
+        if not (first <= self._void_until and is_of_before):
+            return
+        is_inside = self._is_open and self.loop_state.iteration == self._begun
+        if self.loop_state.go_back(undone) and not is_inside:  # else `_end_void` does that
+            self.loop_state.restore()
+            self._sharded.progress.num_void += 1
 
     def _left_out(self) -> list[int]:
         """See `LEFT_OUT`."""
@@ -197,52 +246,34 @@ class Recovery(ABC):
         return json.loads(path.read_text()) if path is not None and path.exists() else []
 
     def _leave_out_what_failed(self, num_steps: int) -> None:
-        """If the launcher has said so with this generation: see `Plan.bad_batch`."""
+        """Skip a batch if the launcher has asked for it with this generation: see `Plan.bad_batch`."""
         steps = self._left_out()
         if num_steps in steps[self._num_left_out :]:
             self._host.leave_out(num_steps)
             if self._world.rank == 0:
-                _log.warning("The batch after step %d is left out: it failed wherever it went.", num_steps)
+                _log.warning("The batch after step %d is skipped: it failed on more than one rank.", num_steps)
         self._num_left_out = len(steps)
 
-    def _regroup(self, *, lets_in: bool) -> list[Told | None]:
-        """What each rank of the new world has told, `None` from those who have come."""
+    def _regroup(self, *, lets_in: bool) -> list[Report | None]:
+        """Enter the next world. Returns the report of each of its ranks, `None` for those that have joined."""
         layouts = [one for one in (self._former, self._layout) if one is not None]
         steps = {
             one.label: sorted({step for image in one.survival.images for step in image.steps})
             for one in layouts
             if one.survival is not None
         }
-        told = Told(self._begun, self._taken_in, self._complete_label, steps, self._results)
-        regrouped = self._membership.regroup(self._world, told.message(), lets_in=lets_in)
+        report = Report(self._begun, self._iterations, self._complete_label, steps, self._results)
+        regrouped = self._membership.regroup(self._world, report.message(), lets_in=lets_in)
         self._world = regrouped.world
         self._num_layouts += 1
         self._layout = self._layout.regrouped(regrouped.origins)
         if self._former is not None:
             self._former = self._former.regrouped(regrouped.origins)
-        came = [origin is None for origin in regrouped.origins]
-        return [None if new else Told.of(message) for new, message in zip(came, regrouped.said, strict=True)]
+        is_new = [origin is None for origin in regrouped.origins]
+        return [None if new else Report.of(message) for new, message in zip(is_new, regrouped.said, strict=True)]
 
-    def _choose(self, told: list[Told | None]) -> tuple[Layout, int, frozenset[int], dict[int, Any]]:
-        """The newest layout that is complete on all, and of it the newest state."""
-        layouts = [one for one in (self._layout, self._former) if one is not None]
-        label = min(one.label for one in told if one is not None)
-        for layout in layouts:
-            if layout.label > label:
-                continue
-            images = {rank: layout.images_of(rank) for rank in layout.gone}
-            try:
-                steps = [set() if one is None else set(one.steps.get(layout.label, [])) for one in told]
-                version, givers = layout.newest(steps, images)
-            except StateError:
-                if layout is layouts[-1]:
-                    raise
-                continue
-            return layout, version, givers, images
-        raise StateError("The ranks that are left have no layout in common. Start again from the last checkpoint.")
-
-    def _agree(self, layout: Layout, version: int, givers: frozenset[int]) -> None:
-        """All go on from the same state; the first of those who were there tells it to those who have come."""
+    def _check_agreement(self, layout: Layout, version: int, readers: dict[int, int]) -> None:
+        """Check that all continue from the same state; the first rank that was there sends it to those that join."""
         said: dict[str, Any] = {
             "label": self._num_layouts,
             "of": layout.label,
@@ -252,32 +283,34 @@ class Recovery(ABC):
         }
         there = [rank for rank, origin in enumerate(layout.ranks) if origin is not None]
         if self._world.rank == there[0] and len(there) < self._world.size:
-            said["came"] = self._for_newcomers(layout, givers, self._num_steps[version])
-        told = self._world.exchange(json.dumps(said).encode(), "recovery")
-        others = [json.loads(told[rank]) for rank in there]
+            said["came"] = self._for_newcomers(layout, readers, self._num_steps[version])
+        received = self._world.exchange(json.dumps(said).encode(), RECOVERY)
+        others = [json.loads(received[rank]) for rank in there]
         if any({**other, "came": None} != {**others[0], "came": None} for other in others):
-            raise StateError(f"Ranks would go on from different states: {others}.")
+            raise StateError(
+                f"The ranks would continue from different states: {others}. Start again from the last checkpoint."
+            )
 
-    def _for_newcomers(self, layout: Layout, givers: frozenset[int], num_steps: int) -> dict[str, Any]:
+    def _for_newcomers(self, layout: Layout, readers: dict[int, int], num_steps: int) -> dict[str, Any]:
         sharded = self._sharded
         mesh = layout.specs[0][0].mesh
         scaler = sharded.progress.scaler
-        groups = [self._moment.settings_of(group) for group in self._moment.groups()]
+        groups = [self.loop_state.settings_of(group) for group in self.loop_state.groups()]
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
-            "stands_for": layout.stands_for(givers),
+            "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
             "buffers": encode(dict(sharded.model.named_buffers())),
-            "schedules": self._moment.schedules(),
-            "told": self._host.told_to_those_who_come(num_steps),
+            "schedules": self.loop_state.schedules(),
+            "loop": self._host.state_for_newcomers(num_steps),
         }
 
     def _lay_out(self, layout: Layout, held: Held, version: int) -> None:
-        """The model anew, with images of it. Until all have that, `layout` stays what can be gone back to."""
+        """Shard the model for the new world, with images. Until all have done so, `layout` is kept to return to."""
         if self._layout is not layout:
-            self._layout.remove()  # that of an attempt which not all have completed
+            self._layout.remove()  # of an attempt that not all ranks completed
         self._former, layout.flats = layout, []
         former = self._former_model
         if former is None:
@@ -288,46 +321,47 @@ class Recovery(ABC):
             self._former_model = former
             take_down(sharded)
         self._unwrap()
-        self._sharded = sharded = rebuilt(former, self._plan, held, self._world)
+        self._sharded = sharded = rebuilt(former, self.plan, held, self._world)
         self._wrap()
         self._former_model = None
-        self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder)
+        self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
         self._survival.begin(version)
         self._complete_label = self._layout.label
         self._host.take_over(self._world, sharded)
-        self._moment.follow(sharded)
-        self._hear_of_changes("recovered")
+        self.loop_state.follow(sharded)
+        self._share_change_wishes("recovered")
         self._former.remove()
         self._former = None
-        self._enter_quiet()
+        self._enter_quiet_mode()
 
-    def _hear_of_changes(self, subject: str) -> None:
-        """All say whether somebody wants to come or to leave, and so that they have come as far as this."""
+    def _share_change_wishes(self, subject: str) -> None:
+        """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point."""
         wish = b"1" if self._membership.changes_wanted() else b""
         self._changes_wanted = b"1" in self._world.exchange(wish, subject)
 
-    def _drop_quiet(self, error: CommError | None) -> None:
-        """After a fault nothing can be left in order."""
+    def _abandon_quiet_mode(self, error: CommError | None) -> None:
+        """Leave quiet mode; after a fault, without the steps that need other ranks."""
         if error is None:
-            self._leave_quiet()
-        elif self._is_in_quiet:
-            self._is_in_quiet = False
+            self._leave_quiet_mode()
+        elif self._is_quiet:
+            self._is_quiet = False
             grads = torch.is_grad_enabled()
-            self._quiet.__exit__(type(error), error, None)
+            self._quiet_mode.__exit__(type(error), error, None)
             torch.set_grad_enabled(grads)
 
-    def _enter_quiet(self) -> None:
+    def _enter_quiet_mode(self) -> None:
+        """From here on, parameters are gathered as in `engine.inference()`: see [Note: iterations]."""
         grads = torch.is_grad_enabled()
-        self._quiet = ExitStack()
+        self._quiet_mode = ExitStack()
         try:
-            self._quiet.enter_context(self._sharded.inference(None))
+            self._quiet_mode.enter_context(self._sharded.inference(None))
         finally:
             torch.set_grad_enabled(grads)
-        self._is_in_quiet = True
+        self._is_quiet = True
 
-    def _leave_quiet(self) -> None:
-        if self._is_in_quiet:
-            self._is_in_quiet = False
+    def _leave_quiet_mode(self) -> None:
+        if self._is_quiet:
+            self._is_quiet = False
             grads = torch.is_grad_enabled()
-            self._quiet.close()
+            self._quiet_mode.close()
             torch.set_grad_enabled(grads)

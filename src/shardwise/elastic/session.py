@@ -1,33 +1,39 @@
-"""One engine's life in an elastic job: what its loop is told when a rank is lost, and what is done about it.
+"""An engine in an elastic job: what a lost rank means for the training loop.
 
-[Note: iterations] What a loop does from a forward to the step is an *iteration*; they are counted on every rank. Ranks
-are never more than one collective apart, but that may be anywhere: when one hears of a fault in the forward of
-iteration 8, another may still be in the step of iteration 7, waiting for the word that it is complete. Each tells the
-others which iteration it has begun. Those after the last complete step, up to the newest that anybody has begun, are
-*void* on all ranks, whether they have begun them or not: so all take the next one together.
+[Note: iterations] Everything from a forward to its step is an *iteration*; every rank counts them. Ranks are never more
+than one collective apart, but when one notices a fault in the forward of iteration 8, another may still be in the step
+of iteration 7, waiting to hear that it is complete. So each rank reports which iteration it has begun. Iterations after
+the last complete step, up to the newest that any rank has begun, are *void* on all ranks, begun or not. So all ranks
+take the next one together.
 
-In a void iteration a rank runs at its own pace and sends nothing: as in `engine.inference()` parameters are whole,
-forwards are run without gradients, backwards and steps change nothing. Random numbers and buffers are put back
-afterwards. What ranks ask each other outside of a step (`engine.mean`, `save`) is numbered within its iteration; a rank
-that has the answer tells those who were cut off.
+In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*): parameters are whole as in
+`engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
+restored afterwards. Exchanges outside a step (`engine.mean`, `save`) are numbered within their iteration; a rank that
+has the result reports it to those that were interrupted.
 
-[Note: where ranks come in] Where somebody waits to come in, or asks to leave, all have heard it with the last commit,
-or when they met after a fault. It is done at the beginning of the next iteration, which is void: of all calls of a loop
-the forward of a training step is the one that any loop comes to, whatever it does before its first, so that there a
-loop that has just begun and those of the others are at the same place. With the fault itself nobody comes: it may have
-met them anywhere, between a step and the next forward or in the middle of an iteration. What it asks the others before,
-by `resume`, `any_rank` and the like, is answered by what they have said (`is_arriving`).
+[Note: where ranks join] The last commit, or regrouping after a fault, tells all ranks whether any wants to join or
+leave. They do so at the beginning of the next iteration, which becomes void. Every loop reaches the forward of a
+training step, whatever it does before, so there a new loop and those of the others are at the same point. No rank joins
+during recovery from a fault, since the fault may have hit the others anywhere: between a step and the next forward, or
+in the middle of an iteration. What a new rank exchanges before its first forward, by `resume`, `any_rank` and the like,
+is answered with what it received when it joined (`is_arriving`).
 
-[Note: the commit] A step is taken when every rank has said that it has written it. No rank returns from the step
-before: so nobody can have gone on with a step that has to be undone.
+[Note: the commit] A step is complete when every rank has reported that it has written it, and no rank returns from the
+step before that. So no rank can have continued after a step that must be undone, with one exception. Copies to other
+hosts are sent during the next step. If a host dies meanwhile, the last step is lost although it has ended on all ranks.
+Then its iteration becomes void on all of them, and what it began with is restored.
+
+[Note: reads between steps] Updated parameters may still be gathered when a step returns (see `storage/updated.py`); a
+forward that meets a fault then is repeated. Code that reads parameters between steps, such as an average of weights,
+cannot be repeated: for a loop with such code the commit waits for the gathers, and a fault is noticed there by all
+ranks. Whether a loop has such code is not known before the second commit, so the first one always waits.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,11 +43,12 @@ from torch.utils import _pytree
 from shardwise.checkpoint import Loaded
 from shardwise.checkpoint.codec import decode, encode
 from shardwise.comm.generation import BAD_BATCH, Membership
-from shardwise.elastic.arrival import Came
+from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.layouts import Layout
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
+from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
 from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
 from shardwise.precision import Norm
@@ -55,58 +62,62 @@ _log = logging.getLogger("shardwise")
 
 
 class Session(Recovery):
-    """Wraps what a loop calls. `close()` it."""
+    """Intercepts a loop's calls of model, engine and optimizers. `close()` it."""
 
-    def __init__(self, host: Host, sharded: ShardedModel, membership: Membership, came: Came | None = None) -> None:
-        """`came` is what a rank that has come to others was told by them. All of them lay the model out anew then, and
-        this is called in the place of the end of that."""
-        super().__init__(host, sharded, membership, came)
+    def __init__(
+        self, host: Host, sharded: ShardedModel, membership: Membership, arrival: Arrival | None = None
+    ) -> None:
+        """`arrival` is what a rank that joins has received from the others. They are in a recovery then, whose last
+        exchange this call takes part in."""
+        super().__init__(host, sharded, membership, arrival)
         self._num_outside = self._num_micro_batches = 0
-        self._must_follow = self._plan.bad_batch == "skip"
+        self._must_follow = self.plan.bad_batch == "skip"
         if self._must_follow and membership.folder is not None:
             (membership.folder / BAD_BATCH).write_text("skip")
-        self._is_edited = False
-        self._came = came
-        self.is_arriving = self._world.is_arriving = came is not None
-        """Whether this rank has come, and its loop has not asked for data yet: what a loop asks before that, the others
-        have asked each other before it came."""
-        self._met: CommError | None = None
-        """A fault that a backward has met, and nobody has seen to yet."""
+        self._reads_params = False
+        self._is_first_commit = True
+        self._whole_steps = WholeSteps(self)
+        self._arrival = arrival
+        self.is_arriving = self._world.is_arriving = arrival is not None
+        """Whether this rank has joined, and not begun an iteration yet. The others made the exchanges of that part of
+        the loop before it joined."""
+        self._noted_fault: CommError | None = None
+        """A fault that a backward has noticed, not recovered from yet."""
         self._model = sharded.model
         self._call: Callable[..., Any] = sharded.model._call_impl
         self._steps = PlainSteps(sharded.optimizer.members if sharded.optimizer is not None else (), self._plain_step)
         self._wrap()
-        if came is not None:
-            self._hear_of_changes("recovered")
-            self._enter_quiet()
+        if arrival is not None:
+            self._share_change_wishes("recovered")
+            self._enter_quiet_mode()
 
     def _before_update(self) -> None:
         self._host.wait_for_copy()
         self._survival.before_change()
 
     def note_edit(self) -> None:
-        """Somebody changes parameters or states by hand."""
+        """The loop changes parameters or states by hand, on all ranks."""
         self._is_edited = True
 
     def renew(self, sharded: ShardedModel) -> None:
-        """The same ranks have laid the model out by another plan. All of them call."""
+        """The same ranks have changed the model's plan. All ranks call."""
         former = self._layout
         self._num_layouts += 1
-        self._sharded, self._plan = sharded, sharded.plan
-        self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder)
+        self._sharded, self.plan = sharded, sharded.plan
+        self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
         self._survival.begin(self._version)
-        self._moment.follow(sharded)
+        self.loop_state.follow(sharded)
         self._wrap()
         self._world.exchange(b"", "images")
         self._complete_label = self._num_layouts
         former.remove()
 
     def close(self, error: BaseException | None = None) -> None:
-        """With an `error`, or where the others go on without this rank, what it has stays: they need it."""
+        """With an `error`, or if the others continue without this rank, its images stay: the others need them."""
         self._unwrap()
         self._steps.close()
         if error is None and not self._is_left:
-            self._leave_quiet()
+            self._leave_quiet_mode()
         for layout in (self._former, self._layout):
             if layout is None or layout.survival is None:
                 continue
@@ -117,25 +128,30 @@ class Session(Recovery):
 
     @property
     def image_bytes(self) -> int:
-        """What this rank's images take: what is updated in place, which would lie elsewhere otherwise, and a copy."""
+        """Memory of this rank's images: states updated in place, which would be elsewhere otherwise, and a copy."""
         return sum(one.directory.num_bytes for one in self._survival.images)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the copies that this rank keeps for ranks of other hosts."""
+        return self._survival.copies.kept_bytes if self._survival.copies is not None else 0
+
     def _wrap(self) -> None:
-        """Whoever calls the model calls `_forward`: `Module.__call__` asks for this first. Likewise optimizers."""
+        """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
         self._model.__dict__["_compiled_call_impl"] = self._forward
         sharded = self._sharded
         sharded.before_update = self._before_update
-        sharded.runner.let_report(Tolerant(sharded.runner, self._meet))
+        sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))
 
     def _unwrap(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)
 
-    def _meet(self, error: CommError) -> None:
-        self._met = error
+    def _note_fault(self, error: CommError) -> None:
+        self._noted_fault = error
 
-    def _see_to_it(self) -> None:
-        """If a backward has met a fault."""
-        error, self._met = self._met, None
+    def _handle_noted_fault(self) -> None:
+        """Recover, if a backward has noticed a fault."""
+        error, self._noted_fault = self._noted_fault, None
         if error is not None:
             self._recover(error)
 
@@ -145,9 +161,9 @@ class Session(Recovery):
         if torch.is_grad_enabled() and not self._is_open:
             self._begin()
         while True:
-            self._see_to_it()
+            self._handle_noted_fault()
             try:
-                if not self._is_in_quiet:
+                if not self._is_quiet:
                     return self._call(*args, **kwargs)
                 grads = torch.is_grad_enabled()
                 with torch.no_grad():
@@ -164,11 +180,11 @@ class Session(Recovery):
             self._sharded.backward(loss, weight)
         except CommError as error:
             self._recover(error)
-        self._see_to_it()
+        self._handle_noted_fault()
 
     def step(self) -> Norm | None:
-        """The norm; of a void step it is nan."""
-        self._see_to_it()
+        """The gradient norm; nan for a void step."""
+        self._handle_noted_fault()
         if self.is_void():
             if self._num_micro_batches % self._sharded.plan.accumulate:
                 return None
@@ -188,9 +204,9 @@ class Session(Recovery):
         return norm
 
     def _plain_step(self, step: Callable[[], Result], *, is_last: bool) -> Result | None:
-        """`optimizer.step()` of a loop that knows no engine; the last of several optimizers ends the iteration."""
-        self._see_to_it()
-        if not self._is_open:  # without a forward since the last step: nothing that could be taken again
+        """`optimizer.step()`, called without the engine; the last of several optimizers ends the iteration."""
+        self._handle_noted_fault()
+        if not self._is_open:  # no forward since the last step: nothing to repeat
             return step()
         result = None
         if not self.is_void():
@@ -221,20 +237,11 @@ class Session(Recovery):
         return mean_loss(losses, parts)
 
     def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """See `Engine.train_step`. A void step is taken again here, with the batch that it was given."""
-        draws = isinstance(batch, Iterator)
-        while True:
-            progress = self._sharded.progress
-            before = progress.num_void
-            now = list(islice(batch, self._sharded.plan.accumulate)) if draws else batch
-            loss = self.forward_backward(now, target, loss_fn)
-            self.step()
-            is_followed = progress.weighing.is_used  # by what reads the data, and will read that of the step again
-            if progress.num_void == before or (is_followed and not draws):
-                return loss
+        """See `Engine.train_step`. A void step is repeated with the same batch."""
+        return self._whole_steps.train(batch, target, loss_fn)
 
     def clip(self, max_norm: float, norm_type: float) -> Norm:
-        self._see_to_it()
+        self._handle_noted_fault()
         if not self.is_void():
             try:
                 return self._sharded.gradients.clip(max_norm, norm_type)
@@ -243,21 +250,23 @@ class Session(Recovery):
         return math.nan
 
     def outside(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
-        """A call in which ranks tell each other something, outside of a step; what it returns is remembered for those
-        who are cut off from it, if it `is_small`."""
-        self._see_to_it()
-        place = (self._begun, self._num_outside)
+        """Call `work`, in which ranks communicate outside a step. A result that `is_small` is kept for ranks that a
+        fault keeps from getting theirs."""
+        self._handle_noted_fault()
+        key = (self._begun, self._num_outside)
         while True:
             try:
                 result = work()
                 break
             except CommError as error:
                 self._recover(error)
-                if place in self._known:
-                    result = self._known[place]
+                if not self._is_open:
+                    self._whole_steps.take_again()
+                if key in self._known:
+                    result = self._known[key]
                     break
         self._num_outside += 1
-        self._results = [*self._results[1 - _NUM_REMEMBERED :], (*place, _encoded(result) if is_small else None)]
+        self._results = [*self._results[1 - _NUM_REMEMBERED :], (*key, _encoded(result) if is_small else None)]
         return result
 
     # -- iterations -------------------------------------------------------------------------------------
@@ -265,44 +274,54 @@ class Session(Recovery):
     def _begin(self) -> None:
         if self._must_follow and not self._host.can_leave_out():
             raise ConfigError(
-                "bad_batch: skip needs to tell what reads the data to go on behind a batch, and no loader with "
-                "samples by index follows this engine. Give sw.data.Loader(..., world=engine.data_ranks) a source that "
-                "has a length, or leave bad_batch out."
+                "bad_batch: skip needs loaders that can skip a batch, and no loader with samples by index follows this "
+                "engine. Use sw.data.Loader(..., world=engine.data_ranks) with a source that has a length, or remove "
+                "bad_batch."
             )
         self._must_follow = False
         self._begun += 1
         self._is_open = True
         self.is_arriving = self._world.is_arriving = False
-        if self._came is not None:
-            self._moment.bring(self._came.groups, self._came.schedules)
-            self._came = None
+        if self._arrival is not None:
+            self.loop_state.load(self._arrival.groups, self._arrival.schedules)
+            self._arrival = None
         self._num_outside = self._num_micro_batches = 0
-        while self._changes_wanted:  # what was read is of another dealing: the iteration is void
+        self._take_edits()
+        while self._changes_wanted:  # the batch was read for the former world: the iteration is void
             self._recover(None)
-        if self._is_in_quiet and self._begun > self._void_until:
-            self._leave_quiet()
-        if self._is_edited:
-            self._is_edited = False
-            self._survival.settle()
-            self._survival.begin(self._version)
+        if self._is_quiet and self._begun > self._void_until:
+            self._leave_quiet_mode()
         self._num_steps[self._version] = self._sharded.progress.num_steps
-        self._moment.restore_schedules()
-        self._moment.take()
+        self.loop_state.restore_settings()
+        self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
         if self.is_void():
-            self._moment.take_schedules()
+            self.loop_state.note_settings()
+
+    def _take_edits(self) -> None:
+        """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
+        if not self._is_edited:
+            return
+        try:
+            self._survival.await_copies()
+            if self._survival.copies is not None:
+                self._next_version(self._iterations[self._version])
+            self._survival.begin(self._version)
+        except CommError as error:
+            self._recover(error)
+        self._is_edited = False
 
     def _end(self) -> None:
-        """A step was taken."""
+        """End an iteration whose step is complete."""
         self._is_open = False
 
     def loaders_of_others(self) -> list[Any]:
-        """Where they stand, as they have told this rank when it came. Told once."""
-        return [] if self._came is None else self._came.told.pop("loaders", [])
+        """The positions of the others' loaders, received when this rank joined. Returned only once."""
+        return [] if self._arrival is None else self._arrival.loop.pop("loaders", [])
 
     def resumed(self, folder: Path) -> Loaded | None:
-        """What a rank that has come finds in the place of a checkpoint: its loop has to go on where those of the others
-        are, saved or not."""
-        state = None if self._came is None else self._came.told["state"]
+        """What `resume` returns on a rank that has joined: its loop continues where those of the others are, whether
+        they have saved or not."""
+        state = None if self._arrival is None else self._arrival.loop["state"]
         num_steps = self._sharded.progress.num_steps
         if state is None:
             return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
@@ -311,28 +330,35 @@ class Session(Recovery):
     def _end_void(self) -> float:
         self._sharded.zero_grad()
         if self._begun >= self._void_until:
-            self._leave_quiet()
-        self._moment.restore()
+            self._leave_quiet_mode()
+        self.loop_state.restore()
         self._is_open = False
         self._sharded.progress.num_void += 1
         return math.nan
 
     def _commit(self) -> None:
-        """See [Note: the commit]."""
-        before, self._version = self._version, self._version + 1
-        self._taken_in = {before: self._taken_in[before], self._version: self._begun}
-        self._num_steps = {
-            before: self._num_steps[before],
-            self._version: self._sharded.progress.num_steps,
-        }
+        """See [Note: the commit] and [Note: reads between steps]."""
+        gathering = self._sharded.runner.gathering
+        self._reads_params = self._reads_params or gathering.was_read
+        if self._reads_params or self._is_first_commit:
+            gathering.await_updates()
+        self._is_first_commit = False
+        self._survival.await_copies()
+        self._next_version(self._begun)
         self._survival.complete(self._version)
-        self._hear_of_changes("commit")
+        self._share_change_wishes("commit")
         self._survival.follow(self._version)
         self._membership.step = self._sharded.progress.num_steps
 
+    def _next_version(self, iteration: int) -> None:
+        """Count a new version of the state, produced by `iteration`; only the version before can be returned to."""
+        before, self._version = self._version, self._version + 1
+        self._iterations = {before: self._iterations[before], self._version: iteration}
+        self._num_steps = {before: self._num_steps[before], self._version: self._sharded.progress.num_steps}
+
 
 def _with_grads(output: Any) -> Any:
-    """So that a backward finds something: it changes nothing."""
+    """`output` with `requires_grad`, so that the loop's backward runs; it changes nothing."""
     for leaf in _pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.is_leaf:
             leaf.requires_grad_()
@@ -340,7 +366,7 @@ def _with_grads(output: Any) -> Any:
 
 
 def _encoded(result: Any) -> Any:
-    """`None` for what cannot be told."""
+    """`None` if `result` cannot be encoded."""
     try:
         return {"is": encode(result)}
     except ConfigError:

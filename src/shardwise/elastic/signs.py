@@ -1,4 +1,4 @@
-"""What the end of one rank says about its cause: words of exceptions and signals, sorted."""
+"""What the end of one rank suggests about its cause: patterns of exceptions, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Sign = Literal["memory", "gpu", "disk", "connection", "data", "fault", "exception", "crash", "kill", "asked", "exit"]
-"""memory: no more of it, on a host or a device; gpu: a device or its driver failed; disk: one is full, or fails;
-connection: a peer could not be reached; data: a source could not give a sample; fault: what a rank raises because of
-another; exception: of the script; crash: of native code; kill: SIGKILL; asked: by a signal that asks to end; exit: a
-code that the script chose."""
+"""memory: out of memory, on a host or a device; gpu: a device or its driver failed; disk: full or failing;
+connection: a peer could not be reached; data: a source could not provide a sample; fault: raised because another rank
+failed; exception: of the script; crash: of native code; kill: SIGKILL; asked: a signal that asks to end; exit: a code
+that the script chose."""
 
-# Looked for in this order, in the text of the exception, first in its last line: more telling ones come first.
-_WORDS: tuple[tuple[Sign, str], ...] = (
+# Searched in this order, the more specific ones first.
+_PATTERNS: tuple[tuple[Sign, str], ...] = (
     ("data", r"^(shardwise\.errors\.)?DataError\b"),
     (
         "memory",
@@ -42,11 +42,11 @@ _KINDS_OF_FAULT = re.compile(r"^(shardwise\.errors\.)?(FaultError|CommError|Turn
 
 @dataclass(frozen=True)
 class End:
-    """How one rank ended, as far as anybody knows.
+    """How one rank ended, as far as is known.
 
-    `exit_code` is negative for a signal. `error` is the last line of its exception, `text` all of it, or the end of its
-    log. `step` is the last one committed before, `batch` the samples that it had, in words. `ran_out` says that the
-    kernel has killed it for memory. `is_alive`: it has not ended, others could not reach it.
+    `exit_code` is negative for a signal. `error` is the last line of its exception; `text` the whole exception, or the
+    end of its log. `step` is the last committed step, `batch` describes its samples. `ran_out`: the kernel killed it
+    for lack of memory. `is_alive`: it has not ended, but others could not reach it.
     """
 
     rank: int
@@ -62,23 +62,23 @@ class End:
 
     @property
     def signature(self) -> str:
-        """What is the same wherever one mistake shows: the exception without numbers and addresses; a signal."""
+        """The same for all occurrences of one error: the exception without numbers and addresses, or the signal."""
         if self.error:
             return re.sub(r"0x[0-9a-f]+|\d+", "#", self.error)[:400]
         return _signal_name(self.exit_code) or f"exit code {self.exit_code}"
 
     @property
     def signal_name(self) -> str:
-        """Of the signal that ended it; empty if none did."""
+        """The signal that ended it; empty if none did."""
         return _signal_name(self.exit_code)
 
     @property
     def manner(self) -> str:
-        """In words."""
+        """How it ended, as a predicate of a sentence."""
         if self.is_alive:
             return "could not be reached"
         if self.ran_out:
-            return "was killed by the kernel, for memory"
+            return "was killed by the kernel, out of memory"
         if self.error:
             return f"raised {self.error[:300]}"
         name = _signal_name(self.exit_code)
@@ -86,7 +86,7 @@ class End:
 
 
 def sign_of(end: End) -> Sign:
-    """The cause of one rank's end, as it shows on that rank alone."""
+    """The cause of one rank's end, judged by that rank alone."""
     if end.is_alive:
         return "connection"
     if end.ran_out:
@@ -98,8 +98,8 @@ def sign_of(end: End) -> Sign:
         if number == signal.SIGKILL:
             return "kill"
         if number in _CRASHES:
-            words = _found(end.text)
-            return words if words in ("gpu", "memory", "disk") else "crash"
+            found = _found(end.text)
+            return found if found in ("gpu", "memory", "disk") else "crash"
         return "asked" if number in _REQUESTS else "kill"
     return "exit"
 
@@ -107,13 +107,13 @@ def sign_of(end: End) -> Sign:
 def _sign_of_error(end: End) -> Sign:
     found = _found(end.error)
     if _KINDS_OF_FAULT.match(end.error):
-        return "fault"  # whatever it repeats of another rank's words
+        return "fault"  # even if it quotes another rank's error
     return found or "exception"
 
 
 def _found(text: str) -> Sign | None:
-    for sign, words in _WORDS:
-        if re.search(words, text, re.MULTILINE):
+    for sign, pattern in _PATTERNS:
+        if re.search(pattern, text, re.MULTILINE):
             return sign
     return None
 

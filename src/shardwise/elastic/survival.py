@@ -1,44 +1,58 @@
-"""Keeps the images of one rank's state: updated in place by the optimizer, and copied behind the next step."""
+"""Keeps the images of one rank's state: updated in place by the optimizer, and copied during the next step, to another
+host too where needed."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint import encode
+from shardwise.comm import LinkError
+from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.images import BLOCK, PARAM, TORN, Cell, Image, Plot
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
 NUMBERS = "#numbers"
-"""A cell with states that are no tensors, as JSON: `{name: {key: value}}`."""
-_ROOM = 2
-"""So many times what numbers take now is kept for them."""
+"""The cell of states that are not tensors, as JSON: `{name: {key: value}}`."""
+_NUMBERS_GROWTH = 2
+"""Their cell has this many times their present size."""
 
 
 class Survival:
-    """The images of what one rank holds by one layout. `close()` it.
+    """The images of what one rank holds in one layout. `close()` it.
 
-    `folder` is where the file is to lie; without one nobody else needs what this rank holds, and its image serves only
-    to go back by. `name` is the file's, which others look for.
+    `folder` is where files are made; without one, no other rank needs this rank's state, and its image serves only to
+    undo a step. `name` is the file name that others look for. With `copies`, each step is also copied to another host.
     """
 
     def __init__(
-        self, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, folder: Path | None, name: str
+        self,
+        flats: Sequence[Flat],
+        optimizer: AdoptedOptimizer | None,
+        folder: Path | None,
+        name: str,
+        copies: Copies | None = None,
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable or flat.spec.table.param.shard]
         self._optimizer = optimizer
         self._folder, self._name = folder, name
+        self.copies = copies
         self._num_images = 0
-        self._behind = _Behind(name)
-        self._beside: list[tuple[Tensor, Tensor]] = []
-        """What is not live, and where the shadow has it."""
+        self._copier = _Background(name)
+        self._is_sending = False
+        """Whether copies to other hosts have been started and not waited for: the same on all ranks."""
+        self._outside_live: list[tuple[Tensor, Cell]] = []
+        """Changing tensors that are not in the live region, with their cells."""
+        self._shadows: list[Tensor] = []
+        """Those cells in the shadow: to make such views takes longer than to copy small tensors."""
         self._numbers: tuple[Cell, Image] | None = None
         self._num_states = 0
         self._former: Image | None = None
@@ -46,68 +60,89 @@ class Survival:
 
     @property
     def images(self) -> list[Image]:
-        """Those in which a whole state may be."""
+        """The images that may contain a whole state."""
         return [self.image] if self._former is None else [self._former, self.image]
 
     def begin(self, step: int) -> None:
-        """All of the state of `step` is here: take it down at once."""
+        """The state of `step` is complete: copy it now. With copies on other hosts all ranks call, and return when
+        those are complete; raises `CommError`."""
         self.image.live_step = step
         self._copy(step)
+        if self.copies is not None:
+            self._start(partial(self.copies.bring, step, self._outgoing()))
+            self.await_copies()
         self._let_former_go()
 
     def before_change(self) -> None:
-        """An update begins. Blocks until the shadow has the state before it."""
-        self._behind.wait()
+        """An update begins. Blocks until the state before it has been copied, here and to other hosts."""
+        self.await_copies()
         self.image.live_step = TORN
 
     def complete(self, step: int) -> None:
         """The update is done on this rank."""
+        self.await_copies()
         if self._has_new_states():
-            self._former, self._beside = self.image, []
+            self._former, self._outside_live, self._shadows = self.image, [], []
             self.image = self._make()
         self._write_numbers()
         self.image.live_step = step
 
     def follow(self, step: int) -> None:
-        """It is done on all ranks: the shadow may follow, beside what comes next."""
-        self._behind.start(lambda: self._follow(step))
+        """The update is done on all ranks: start copying it, to run during the next step."""
+        self._start(partial(self._follow, step, self._outgoing() if self.copies is not None else None))
+
+    def await_copies(self) -> None:
+        """Return once nothing is being copied. With copies on other hosts all ranks call; raises `CommError`."""
+        is_sending, self._is_sending = self._is_sending, False
+        if is_sending and self.copies is not None:
+            self.copies.await_together(self._copier)
+        else:
+            self._copier.wait()
 
     def settle(self) -> None:
-        """Return once nothing is being copied."""
-        self._behind.wait()
+        """Return once nothing is being copied, after a fault: what was being sent to other hosts may be lost."""
+        self._is_sending = False
+        self._copier.end()
 
     def bring(self, step: int) -> None:
-        """Let the shadow have the state of `step`, which either region has."""
+        """Make the shadow hold the state of `step`, which one of the regions has."""
         self.settle()
         if self._former is not None and step not in self.image.steps:
+            self.image.remove()
             self.image, self._former = self._former, None
         if self.image.shadow_step != step:
             self._copy(step)
 
     def close(self, *, removes: bool = True) -> None:
-        self._behind.close()
-        for image in self.images if removes else ():
+        self._copier.close()
+        if not removes:
+            return
+        for image in self.images:
             image.remove()
+        if self.copies is not None:
+            self.copies.remove()
 
     # -- the file -----------------------------------------------------------------------------------------
 
     def _make(self) -> Image:
-        """An image with a cell for all there is, whose live ones are from now on what the optimizer updates."""
+        """A new image of the whole state; the optimizer updates its live cells from now on."""
         plot = Plot()
         for flat in self._flats:
-            plot.add_block(*_block_of(flat), is_live=_is_movable(flat))
+            if flat.spec.trainable:
+                plot.add_block(*_block_of(flat), is_live=_is_movable(flat))
+            else:
+                for cell in _cells_of(flat):
+                    plot.add_still(*cell)
         states = list(self._states())
         for piece, key, value in states:
             is_piece = value.shape == piece.tensor.shape and piece.span.numel > 0
             plot.add(piece.name, key, value, is_live=True, is_piece=is_piece)
         numbers = self._numbers_now()
         if numbers:
-            plot.add(NUMBERS, NUMBERS, torch.zeros(len(numbers) * _ROOM, dtype=torch.uint8), is_live=True)
+            plot.add(NUMBERS, NUMBERS, torch.zeros(len(numbers) * _NUMBERS_GROWTH, dtype=torch.uint8), is_live=True)
         directory = plot.directory()
-        path = None
-        if self._folder is not None:
-            path = self._folder / f"{self._name}-{self._num_images}.image"
-            self._num_images += 1
+        path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
+        self._num_images += 1
         image = Image.create(path, directory)
         self._move_in(image, states)
         return image
@@ -119,10 +154,12 @@ class Survival:
                 self._move_flat(flat, image, cells)
             else:
                 for name, kind, tensor in _cells_of(flat):
-                    shadow = image.shadow(cells[name, kind])
+                    cell = cells[name, kind]
+                    shadow = image.shadow(cell)
                     shadow.copy_(tensor)
-                    if flat.spec.trainable:  # frozen ones never change
-                        self._beside.append((tensor, shadow))
+                    if not cell.is_still:
+                        self._outside_live.append((tensor, cell))
+                        self._shadows.append(shadow)
         for piece, key, value in states:
             place = image.live(cells[piece.name, key])
             place.copy_(value)
@@ -132,7 +169,7 @@ class Survival:
         self._numbers = (numbers, image) if numbers is not None else None
 
     def _move_flat(self, flat: Flat, image: Image, cells: dict[tuple[str, str], Cell]) -> None:
-        """Let the master weights of `flat` lie in the live region, with the pieces that the optimizer updates."""
+        """Move the master weights of `flat`, and the pieces that the optimizer updates, into the live region."""
         assert flat.master is not None
         block = image.live(cells[flat.name, BLOCK])
         if flat.spec.master_is_param:
@@ -163,10 +200,16 @@ class Survival:
         ]
 
     def _has_new_states(self) -> bool:
-        """Whether there are others than those in the image: an optimizer makes its states when it first needs them."""
-        states = self._states()
+        """Whether the optimizer has made states that are not in the image; it makes them when first needed."""
         first, last = self.image.extent
-        return len(states) != self._num_states or any(not first <= one.data_ptr() < last for _, _, one in states)
+        num_states = 0
+        for piece in self._optimizer.pieces if self._optimizer is not None else ():
+            for value in self._raw(piece).values():
+                if isinstance(value, Tensor):
+                    num_states += 1
+                    if not first <= value.data_ptr() < last:
+                        return True
+        return num_states != self._num_states
 
     def _numbers_now(self) -> bytes:
         pieces = self._optimizer.pieces if self._optimizer is not None else []
@@ -188,16 +231,32 @@ class Survival:
 
     # -- copying ------------------------------------------------------------------------------------------
 
-    def _follow(self, step: int) -> None:
+    def _follow(self, step: int, outgoing: Outgoing | None) -> None:
+        """See [Note: whose copy first] in `copies.py`."""
+        if self.copies is not None and outgoing is not None:
+            self.copies.bring(step, outgoing)
         self._copy(step)
         self._let_former_go()
+
+    def _start(self, job: Callable[[], None]) -> None:
+        self._copier.start(job)
+        self._is_sending = self.copies is not None
+
+    def _outgoing(self) -> Outgoing:
+        """The present state, which does not change until the next update."""
+        image, directory = self.image, self.image.directory
+        segments = [(cell.place, tensor.detach().reshape(-1).view(torch.uint8)) for tensor, cell in self._outside_live]
+        segments.append((0, image.region(is_live=True)))
+        segments.append((directory.changing_bytes, image.region(is_live=False)[directory.changing_bytes :]))
+        segments = sorted((one for one in segments if len(one[1])), key=lambda one: one[0])
+        return Outgoing(self._num_images, directory, segments)
 
     def _copy(self, step: int) -> None:
         image = self.image
         image.shadow_step = TORN
         image.copy_live()
-        for tensor, shadow in self._beside:
-            shadow.copy_(tensor)
+        if self._outside_live:  # all in one call, which leaves the interpreter to the computation
+            torch._foreach_copy_(self._shadows, [tensor for tensor, _ in self._outside_live])
         image.shadow_step = step
 
     def _let_former_go(self) -> None:
@@ -206,11 +265,11 @@ class Survival:
             former.remove()
 
 
-class _Behind:
-    """A thread that does one thing at a time, behind the computation."""
+class _Background:
+    """A thread that runs one job at a time, in the background of the computation."""
 
     def __init__(self, name: str) -> None:
-        self._job: Any = None
+        self._job: Callable[[], None] | None = None
         self._asked, self._done = threading.Event(), threading.Event()
         self._done.set()
         self._error: BaseException | None = None
@@ -218,15 +277,22 @@ class _Behind:
         self._is_over = False
         self._thread.start()
 
-    def start(self, job: Any) -> None:
+    def start(self, job: Callable[[], None]) -> None:
         self.wait()
         self._job = job
         self._done.clear()
         self._asked.set()
 
     def wait(self) -> None:
+        """Return once the job is done; raises what it raised."""
         self._done.wait()
         if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Return once no job is running, after a fault that may have interrupted it."""
+        self._done.wait()
+        if self._error is not None and not isinstance(self._error, LinkError):
             raise self._error
 
     def close(self) -> None:
@@ -241,9 +307,10 @@ class _Behind:
             self._asked.clear()
             if self._is_over:
                 return
+            assert self._job is not None
             try:
                 self._job()
-            except BaseException as error:  # raised by `wait`, in the thread that asks
+            except BaseException as error:  # raised by `wait`, in the thread that calls it
                 self._error = error
             finally:
                 self._job = None
@@ -251,14 +318,14 @@ class _Behind:
 
 
 def _is_movable(flat: Flat) -> bool:
-    """Whether what the optimizer updates lies in memory of this process alone, which nothing is sent from."""
+    """Whether what the optimizer updates is in memory of this process alone, from which nothing is sent."""
     if not flat.spec.trainable:
         return False
     return not flat.spec.master_is_param or not (flat.spec.resident or flat.shared is not None)
 
 
 def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:
-    """What is copied at once, and the cells in it."""
+    """Name and tensor that are copied at once, and the cells inside it."""
     whole = flat.param if not flat.spec.trainable or flat.spec.master_is_param else flat.require_master()
     return flat.name, whole, _cells_of(flat)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other when they meet anew."""
+"""What ranks report to each other when they regroup."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+IMAGES, RECOVERY = "images", "recovery"
+"""Subjects of what they exchange after regrouping."""
+
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank tells the others when they regroup."""
+class Report:
+    """What a rank reports when ranks regroup."""
 
     begun: int
     """Iterations that it has begun."""
-    taken_in: dict[int, int]
-    """By version of the state, the iteration that it came of."""
+    iterations: dict[int, int]
+    """By version of the state, the iteration that produced it."""
     label: int
-    """Its newest layout that is complete."""
+    """Its newest complete layout."""
     steps: dict[int, list[int]]
     """By layout, the versions of the state that it has."""
     results: list[tuple[int, int, Any]]
-    """What came of calls outside of a step, by iteration and number."""
+    """Results of calls outside a step: iteration, number, encoded value."""
 
     def message(self) -> bytes:
         return json.dumps(self.__dict__).encode()
 
     @classmethod
-    def of(cls, message: bytes) -> Told:
-        said = json.loads(message)
-        steps = {int(label): versions for label, versions in said.pop("steps").items()}
-        taken_in = {int(version): iteration for version, iteration in said.pop("taken_in").items()}
-        results = [(one[0], one[1], one[2]) for one in said.pop("results")]
-        return cls(steps=steps, taken_in=taken_in, results=results, **said)
+    def of(cls, message: bytes) -> Report:
+        fields = json.loads(message)
+        steps = {int(label): versions for label, versions in fields.pop("steps").items()}
+        iterations = {int(version): iteration for version, iteration in fields.pop("iterations").items()}
+        results = [(one[0], one[1], one[2]) for one in fields.pop("results")]
+        return cls(steps=steps, iterations=iterations, results=results, **fields)

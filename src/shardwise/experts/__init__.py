@@ -1,4 +1,4 @@
-"""Mixtures of experts: layers for models of one's own, and the mesh axis `ep`, along which each rank has some experts
+"""Mixture of experts: layers for your own models, and the mesh axis `ep`, along which each rank has some of the experts
 (GShard, arXiv:2006.16668)."""
 
 from shardwise.experts.dispatch import EXPERT_LOAD, loaded

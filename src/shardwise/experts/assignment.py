@@ -1,4 +1,4 @@
-"""Which tokens go to which experts: choices sorted by expert, and the way back."""
+"""Which tokens go to which experts: choices sorted by expert, and the inverse permutation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 class Assignment:
     """The choices of `num_tokens` tokens, `top_k` each, in the order of the experts.
 
-    `order`, int64, are the choices that count, as positions in `index.flatten()`: those of expert 0 first. `counts`,
-    int64 `[num_experts]`, says how many each expert has.
+    `order`, int64, has the kept choices as positions in `index.flatten()`, those of expert 0 first. `counts`, int64
+    `[num_experts]`, is the number of choices per expert.
     """
 
     order: Tensor
@@ -33,18 +33,18 @@ class Assignment:
 
     @cached_property
     def back(self) -> Tensor:
-        """Where each choice is in `order`, if it has all of them."""
+        """The inverse of `order`, if no choice was dropped."""
         return _inverse(self.order)
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """Of `hidden` `[num_tokens, width]` a row for each choice, in the order of the experts."""
+        """One row of `hidden` `[num_tokens, width]` per choice, in the order of the experts."""
         return _chosen(hidden, self) if self.is_all else hidden[self.order // self.top_k]
 
     def combine(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """For each token the sum of its choices' `rows`, times their `weights` `[num_tokens, top_k]`, if given.
+        """For each token the sum of the `rows` of its choices, weighted by `weights` `[num_tokens, top_k]` if given.
 
-        Sums are taken in the wider dtype of rows and weights, and returned in that of the rows. A choice that was
-        dropped adds nothing.
+        Sums are computed in the wider dtype of rows and weights and returned in the dtype of the rows. A dropped choice
+        adds nothing.
         """
         width = rows.shape[1]
         if self.is_all:
@@ -58,8 +58,8 @@ class Assignment:
 
 
 def permuted(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    """`rows[there]`, where `there` and `back` are permutations that undo each other. Torch's own backward would add
-    row by row, as if some came twice."""
+    """`rows[there]`, where `there` and `back` are inverse permutations. Torch's own backward would accumulate row by
+    row, as if some rows came twice."""
     made: Tensor = _Permuted.apply(rows, there, back)  # type: ignore[no-untyped-call]  # torch's own
     return made
 
@@ -76,7 +76,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def _chosen(hidden: Tensor, assignment: Assignment) -> Tensor:
-    """Each token's hidden state as often as it has choices. Backward: their sum, in the order of the choices."""
+    """Each token's hidden state once per choice. Backward: the sum over its choices, in their order."""
     made: Tensor = _Chosen.apply(hidden, assignment)  # type: ignore[no-untyped-call]  # torch's own
     return made
 
@@ -95,8 +95,9 @@ class _Chosen(torch.autograd.Function):
 
 
 def assign(index: Tensor, num_experts: int, capacity: int | None = None) -> Assignment:
-    """Sort the choices `index` `[num_tokens, top_k]`, numbers of experts. With a `capacity`, the most that an expert
-    has, it may have `num_experts` where a choice is dropped; that takes a look at the device."""
+    """Sort the choices `index` `[num_tokens, top_k]`, which are expert numbers. With a `capacity` (the most choices per
+    expert), `index` may contain `num_experts` for a dropped choice; counting the kept ones then synchronizes with the
+    device."""
     num_tokens, top_k = index.shape
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -108,28 +109,28 @@ def assign(index: Tensor, num_experts: int, capacity: int | None = None) -> Assi
 
 
 def _num_kept(counts: Tensor, num_choices: int, most: int) -> int:
-    """In a rehearsal as many as there can be, since numbers of tokens are known only when they come."""
+    """How many choices were kept; in a rehearsal the maximum, because values are unknown."""
     return min(num_choices, most) if is_rehearsed(counts) else num_choices - int(counts[-1])
 
 
 def is_rehearsed(tensor: Tensor) -> bool:
-    """Whether `tensor` has a shape and no values."""
+    """Whether `tensor` is a fake tensor, with a shape but no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def num_per_expert(index: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is in `index`: int64 `[num_experts]`."""
+    """How often each expert occurs in `index`: int64 `[num_experts]`."""
     flat = index.reshape(-1)
     return flat.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def capacity_of(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """How many choices an expert takes of this rank's tokens: at `factor` 1 as many as if all were evenly loaded."""
+    """How many choices of this rank's tokens an expert accepts: with `factor` 1, its share under an even load."""
     return max(1, math.ceil(factor * num_tokens * top_k / num_experts))
 
 
 def dropped_over(index: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """`index` with `num_experts` in place of what an expert has no room for: first choices come before second ones,
+    """`index` with `num_experts` in place of choices over an expert's capacity: first choices come before second ones,
     and earlier tokens before later ones (GShard, arXiv:2006.16668)."""
     by_choice = index.t().reshape(-1)
     order = torch.argsort(by_choice, stable=True)
@@ -141,6 +142,6 @@ def dropped_over(index: Tensor, num_experts: int, capacity: int) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Where each position is in `order`. Without `torch.arange`: over split sequences that is taken for a model that
-    numbers its tokens."""
+    """The inverse permutation. It avoids `torch.arange`, which under sequence parallelism would be taken for position
+    ids."""
     return torch.empty_like(order).scatter_(0, order, torch.ones_like(order).cumsum(0) - 1)

@@ -1,7 +1,7 @@
-"""Tokens to the ranks that have their experts, and what those make of them back again.
+"""Sends tokens to the ranks that have their experts, and the results back.
 
-[Note: who takes part] Every rank of the axis enters each all-to-all, also one that has no tokens or whose experts get
-none: its outputs depend on its parameters all the same, so that its backward meets those of the others.
+[Note: every rank takes part] Every rank of the axis enters each all-to-all, even one without tokens or whose experts
+receive none. Its output then still depends on its parameters, so that its backward joins the collectives of the others.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardwise.placement import Span
 
 Tensor = torch.Tensor
 EXPERT_LOAD = 1.5
-"""How many times an even share of the tokens a rehearsal lets a rank's experts have."""
+"""The load of a rank's experts that a rehearsal assumes, as a multiple of an even share of the tokens."""
 
 
 class DispatchedExperts:
-    """In the place of the forward of a module of experts, of which this rank has those of `deals[place]`.
+    """Replaces the forward of a module of experts, of which this rank has those in `deals[place]`.
 
-    Its own forward, that of its class, is given each row that has come for one of them, as a token with one choice.
+    The original forward of the module's class is called with each received row as a token with one choice.
     """
 
     def __init__(self, module: nn.Module, line: Line, deals: Sequence[Span]) -> None:
@@ -39,11 +39,11 @@ class DispatchedExperts:
         self._num_experts = deals[-1].stop
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RehearsedExperts:
-        """A copy of a model is a rehearsal's: a sharded model itself cannot be copied."""
+        """Copies are made for rehearsals only, because a sharded model itself cannot be copied."""
         return RehearsedExperts(copy.deepcopy(self._module, memo), copy.deepcopy(self._line, memo), self._deals)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
-        """See `Experts.forward`; numbers in `top_k_index` are those of the whole model's experts."""
+        """As `Experts.forward`; `top_k_index` numbers the experts of the whole model."""
         assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
         counts = self._counts(assignment.counts)
         sent = [int(part.sum()) for part in self._by_place(assignment.counts.cpu())]
@@ -53,7 +53,7 @@ class DispatchedExperts:
         return assignment.combine(made, top_k_weights)
 
     def _capacity(self, top_k_index: Tensor) -> int | None:
-        """The most rows that come from this rank for one expert, if there is such a number."""
+        """The most rows that this rank sends to one expert; `None` without a capacity."""
         num_tokens, top_k = top_k_index.shape
         module = self._module
         return module.capacity(num_tokens, top_k, self._num_experts) if isinstance(module, Experts) else None
@@ -62,15 +62,15 @@ class DispatchedExperts:
         return list(counts.split_with_sizes([span.numel for span in self._deals]))
 
     def _counts(self, counts: Tensor) -> list[list[int]]:
-        """Of each rank, how many rows come from it for each of this rank's experts."""
+        """For each rank, how many rows it sends to each of this rank's experts."""
         own = self._deals[self._line.place].numel
         told = self._line.deal(self._by_place(counts), [torch.Size([own])] * self._line.num_ranks)
         found: list[list[int]] = torch.stack(told).tolist()
         return found
 
     def _computed(self, rows: Tensor, counts: Sequence[Sequence[int]], weights: Tensor | None) -> Tensor:
-        """What this rank's experts make of `rows`, which lie rank by rank and then expert by expert."""
-        if not rows.shape[0] and not isinstance(self._module, Experts):  # see [Note: who takes part]
+        """The outputs of this rank's experts for `rows`, which are ordered by source rank, then by expert."""
+        if not rows.shape[0] and not isinstance(self._module, Experts):  # see [Note: every rank takes part]
             nothing = torch.stack([param.reshape(-1)[:0].sum() for param in self._module.parameters()]).sum()
             return rows + nothing.to(rows.dtype)
         experts = torch.tensor(list(range(len(counts[0]))) * len(counts))
@@ -78,7 +78,7 @@ class DispatchedExperts:
         return self._made_of(rows, experts.repeat_interleave(times).to(rows.device), weights)
 
     def _made_of(self, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
-        """What this rank's `experts`, counted from its own first one, make of `rows`, one each."""
+        """The outputs for `rows`, one of `experts` each, numbered from this rank's first expert."""
         index = experts.unsqueeze(1)
         if isinstance(self._module, Experts):
             assignment = assign(index, self._deals[self._line.place].numel)
@@ -88,9 +88,9 @@ class DispatchedExperts:
 
 
 class RehearsedExperts(DispatchedExperts):
-    """The same in a rehearsal, where nothing is sent and nobody knows how many tokens come.
+    """`DispatchedExperts` in a rehearsal, where nothing is sent and the number of received tokens is unknown.
 
-    Where an expert has a capacity as many are counted as all ranks may send; else `load` times an even share.
+    With a capacity it assumes the most that all ranks may send, otherwise `load` times an even share.
     """
 
     load = EXPERT_LOAD
@@ -115,7 +115,7 @@ class RehearsedExperts(DispatchedExperts):
         return min(num_ranks * num_choices, math.ceil(self.load * even))
 
     def _shares(self, num_sent: int, num_arriving: int) -> tuple[list[int], list[int]]:
-        """Of each place: an even share, and the same for this one's own in either, which stays here."""
+        """Rows per place for both totals: even shares, with an equal number for this rank itself in both."""
         num_ranks, here = self._line.num_ranks, self._line.place
         own = min(num_sent, num_arriving) // num_ranks
         shares = []
@@ -128,7 +128,7 @@ class RehearsedExperts(DispatchedExperts):
 
 @contextmanager
 def loaded(twin: nn.Module, load: float) -> Iterator[None]:
-    """Inside, experts of a twin of a model get so many times an even share of the tokens."""
+    """A context in which the experts of a rehearsed copy receive `load` times an even share of the tokens."""
     for module in twin.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, RehearsedExperts):
@@ -137,8 +137,8 @@ def loaded(twin: nn.Module, load: float) -> Iterator[None]:
 
 
 def swap(rows: Tensor, sent: Sequence[int], arriving: Sequence[int], line: Line) -> Tensor:
-    """Rows `[sum(sent), width]`, those for place 0 first, to where they belong; returns what has come,
-    `[sum(arriving), width]`, from place 0 first. Backward: the way back."""
+    """Differentiable all-to-all: `rows` `[sum(sent), width]`, ordered by destination place; returns the received rows
+    `[sum(arriving), width]`, ordered by source place. Backward: the all-to-all in reverse."""
     made: Tensor = _Swap.apply(rows, tuple(sent), tuple(arriving), line)  # type: ignore[no-untyped-call]
     return made
 

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with a matrix of its own."""
+"""Grouped matrix products: each group of rows has its own matrix."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shardwise.experts.assignment import is_rehearsed
 
 Tensor = torch.Tensor
 _ALIGNMENT_BYTES = 16
-"""Torch's kernel wants rows to begin at multiples of this."""
+"""Torch's kernel requires rows to begin at multiples of this."""
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """`rows @ weights[group].T` for rows that lie group after group, without padding.
+    """`rows @ weights[group].T` for rows that are ordered by group, without padding.
 
-    `rows` is `[num_rows, in]`, `weights` `[groups, out, in]`, and `counts` `[groups]` says how many rows each group
-    has, int64; together they are all rows. The output is `[num_rows, out]`. One kernel where torch has one for the
-    dtype and device, else a product for each group.
+    `rows` is `[num_rows, in]`, `weights` `[groups, out, in]`, and `counts` int64 `[groups]` has the number of rows of
+    each group, `num_rows` in total. The output is `[num_rows, out]`. It is one kernel if torch has one for the dtype
+    and device, otherwise one product per group.
     """
     if _has_kernel(rows, weights):
         ends = counts.cumsum(0).to(torch.int32)
@@ -28,13 +28,13 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _even(num_rows: int, num_groups: int) -> list[int]:
-    """What of the sizes of groups a rehearsal can know."""
+    """Sizes of groups for a rehearsal, where the real ones are unknown."""
     least, more = divmod(num_rows, num_groups)
     return [least + (group < more) for group in range(num_groups)]
 
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
-    is_wide = rows.device.type == "cpu" and not torch.compiler.is_compiling()  # torch foresees bf16 alone
+    is_wide = rows.device.type == "cpu" and not torch.compiler.is_compiling()  # torch's fake kernel accepts bf16 only
     kinds = (torch.bfloat16, torch.float32) if is_wide else (torch.bfloat16,)
     widths = (weights.shape[1], weights.shape[2])
     return (

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what keeps them evenly loaded."""
+"""Which experts each token goes to, and how their load is balanced."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from shardwise.runtime import in_backward
 Tensor = torch.Tensor
 Scores = Literal["softmax", "sigmoid"]
 Total = Callable[[Tensor], Tensor]
-"""The sum of every rank's tensor, over all ranks that differ in their tokens."""
+"""Sums a tensor over all ranks that have different tokens."""
 
 
 class Routing(NamedTuple):
-    """Of each token the numbers of its experts, int64 `[tokens, top_k]`, and their weights, likewise, at least fp32."""
+    """Per token, the numbers of its experts, int64 `[tokens, top_k]`, and their weights, of the same shape, at least
+    fp32."""
 
     experts: Tensor
     weights: Tensor
 
 
 class Router(nn.Module):
-    """Scores of experts for tokens, in at least fp32, and the best `top_k` of them.
+    """Scores experts for each token, in at least fp32, and selects the best `top_k`.
 
-    `scores`: `softmax` over the experts (arXiv:1701.06538, 2101.03961), or `sigmoid` of each (DeepSeek-V3,
+    `scores`: `softmax` over the experts (arXiv:1701.06538, 2101.03961), or a `sigmoid` for each (DeepSeek-V3,
     arXiv:2412.19437). With `normalize` the weights of a token's experts add up to 1; they are multiplied by `scale`.
 
-    Three ways to keep experts evenly loaded, each off at 0. `balance_loss` is the factor of the loss of Switch and
-    GShard, `num_experts * sum(fraction of choices * mean score)`, 1 where all is even. Where the ranks of an engine
-    share in a batch, fractions are those of all their tokens (arXiv:2501.11873), so that the mean of the losses of
-    ranks is the loss of the whole batch. `z_loss` is that of ST-MoE (arXiv:2202.08906), the mean squared logsumexp of
-    the logits. Both are for `auxiliary_loss(model)`. `bias_rate` needs no loss (arXiv:2408.15664): experts are chosen
-    by score plus a bias, a buffer, that `update_biases(model)` moves by so much after each step.
+    There are three ways to balance the load of experts, each off at 0. `balance_loss` is the factor of the loss of
+    Switch and GShard, `num_experts * sum(fraction of choices * mean score)`, which is 1 under an even load. If the
+    ranks of an engine share a batch, the fractions are those of all their tokens (arXiv:2501.11873), so that the mean
+    of the ranks' losses is the loss of the whole batch. `z_loss` is the factor of the loss of ST-MoE
+    (arXiv:2202.08906), the mean squared logsumexp of the logits. `auxiliary_loss(model)` returns both. `bias_rate`
+    needs no loss (arXiv:2408.15664): experts are chosen by score plus a bias, a buffer, which `update_biases(model)`
+    changes by this amount after each step.
     """
 
     bias: Tensor | None
@@ -56,7 +58,7 @@ class Router(nn.Module):
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
     ) -> None:
-        """Raises `ModelError` for numbers that fit no router."""
+        """Raises `ModelError` for invalid arguments."""
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ModelError(
@@ -75,19 +77,19 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
         self.loss: Tensor | None = None
-        """Of the last forward in training, until `auxiliary_loss` takes it."""
+        """The loss of the last training forward, until `auxiliary_loss` takes it."""
         self.load: Tensor | None = None
-        """Choices of each expert, int64 `[num_experts]`, on this rank in training since the last `update_biases`."""
+        """Choices per expert, int64 `[num_experts]`, on this rank in training since the last `update_biases`."""
         self.total: Total = torch.Tensor.clone
-        """Set where an engine's ranks share in a batch."""
+        """Replaced by a sum over ranks if an engine's ranks share a batch."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
 
     def forward(self, hidden: Tensor) -> Routing:
-        """`hidden` is `[tokens, hidden_size]`. In training this remembers loss and load, except where a forward is
-        computed again for its backward."""
+        """`hidden` is `[tokens, hidden_size]`. In training this records loss and load, except when a forward is
+        recomputed for its backward."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = functional.linear(hidden.to(dtype), self.weight.to(dtype))
@@ -129,8 +131,9 @@ def routers_of(model: nn.Module) -> dict[str, Router]:
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """The balance and z losses of all routers in `model` in its last forward, to be added to its loss.
 
-    A scalar in at least fp32; zero if no router has any. What was taken is forgotten. Raises `ModelError` if a router's
-    forward ran without gradients, as blocks do under reentrant checkpointing.
+    A scalar in at least fp32; zero if no router has such a loss. Each loss is returned once and then cleared. Every
+    rank calls it for its own batch, after the forward. Raises `ModelError` if a router's forward ran without gradients,
+    as blocks do under reentrant checkpointing.
     """
     losses = []
     for name, router in routers_of(model).items():
@@ -139,7 +142,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
             continue
         if torch.is_grad_enabled() and router.weight.requires_grad and not loss.requires_grad:
             raise ModelError(
-                f"{name or 'The router'} worked out its loss without gradients. Recompute its block with "
+                f"{name or 'The router'} computed its loss without gradients. Recompute its block with "
                 f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
         losses.append(loss)
@@ -152,7 +155,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 @torch.no_grad()
 def update_biases(model: nn.Module) -> None:
     """Move the bias of each router of `model` that has one: up for experts that got fewer tokens than the mean since
-    the last call, down for those that got more. Call it after each step, on all ranks (arXiv:2408.15664)."""
+    the last call, down for those that got more. All ranks must call it, after each step (arXiv:2408.15664)."""
     for router in routers_of(model).values():
         if router.bias is None:
             continue
@@ -164,17 +167,18 @@ def update_biases(model: nn.Module) -> None:
 
 
 def check_routers(model: nn.Module, *, in_stages: bool, is_compiled: bool) -> None:
-    """Raise `ModelError` for routers whose losses or loads would be wrong: those of a pipeline, of which the last stage
-    would add the losses of its own, and compiled ones, whose forwards may leave nothing beside their output."""
+    """Raise `ModelError` for routers whose losses or loads would be wrong: in a pipeline, where the last stage would
+    add only the losses of its own routers, and in compiled modules, whose forward cannot record anything beside its
+    output."""
     for name, router in routers_of(model).items():
         has_loss = bool(router.balance_loss or router.z_loss)
         if in_stages and has_loss:
             raise ModelError(
                 f"{name} has a balance_loss or z_loss, which the last stage of a pipeline would have to add, and it "
-                f"has its own routers alone. Balance with bias_rate instead, or leave pp out of the mesh."
+                f"has only its own routers. Balance with bias_rate instead, or leave pp out of the mesh."
             )
         if is_compiled and (has_loss or router.bias_rate):
             raise ModelError(
-                f"{name} has a balance_loss, z_loss or bias_rate, for which a forward leaves something beside its "
-                f"output, and a compiled one does not. Leave out compile, or set them to 0."
+                f"{name} has a balance_loss, z_loss or bias_rate, for which a forward records more than its "
+                f"output, and a compiled one cannot. Leave out compile, or set them to 0."
             )

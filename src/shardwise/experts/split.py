@@ -24,56 +24,56 @@ _ARGUMENTS = (
     ("hidden_states", "router_indices", "routing_weights"),
 )
 _STACKED = "grouped_gemm"
-"""What an `ep_plan` of transformers says of a parameter whose first dimension counts experts."""
+"""The value in an `ep_plan` of transformers for a parameter whose first dimension is the expert."""
 
 _ADAPTED = "base_layer"
-"""Where the peft library keeps a module that it wraps."""
+"""The attribute under which the peft library keeps a module that it wraps."""
 
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A module with several experts, and those of its parameters whose first dimension counts them."""
+    """A module with several experts, and its parameters whose first dimension is the expert."""
 
     path: str
     module: nn.Module
     params: tuple[nn.Parameter, ...]
     num_experts: int
     shapes: tuple[tuple[int, ...], ...]
-    """Of the parameters, with all experts."""
+    """The shapes of the parameters with all experts."""
 
     @classmethod
     def of(cls, path: str, module: nn.Module, params: Iterable[nn.Parameter], num_experts: int) -> ExpertModule:
-        """Of a model whose parameters are whole."""
+        """For a model whose parameters are whole."""
         every = tuple(params)
         return cls(path, module, every, num_experts, tuple(tuple(param.shape) for param in every))
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row that is sent."""
+        """Elements per row that is sent."""
         width = getattr(self.module, "hidden_dim", None)
         return width if isinstance(width, int) else self.shapes[-1][1]
 
     def boxes(self, own: Span, copies: int, place: int) -> dict[nn.Parameter, Box]:
-        """The parts of a rank that has the experts `own`; see `ExpertSplit.boxes`."""
+        """The boxes of a rank that has the experts `own`; see `ExpertSplit.boxes`."""
         pairs = zip(self.params, self.shapes, strict=True)
         return {param: Box.cut(shape, 0, [own], copies, place) for param, shape in pairs}
 
     def carry_out(self, line: Line, deals: Sequence[Span]) -> None:
-        """Change the module in place, whose parameters are parts already."""
+        """Change the module in place. Its parameters are already parts."""
         self.module.num_experts = deals[line.place].numel  # type: ignore[assignment]  # a module's own attribute
         self.module.__dict__["forward"] = DispatchedExperts(self.module, line, deals)
 
     def undo(self) -> None:
-        """Leave the module as it was, whose parameters will be whole again, or other parts."""
+        """Restore the module. The caller restores its parameters, or cuts them anew."""
         self.module.num_experts = self.num_experts  # type: ignore[assignment]  # likewise
         self.module.__dict__.pop("forward", None)
 
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """What becomes of a model's experts on the rank at `place`. Nothing has been changed for it yet.
+    """The experts of the rank at `place`. Constructing it changes nothing in the model.
 
-    `deals[i]` are the experts of the rank at place i, by their numbers; those of each module are dealt alike.
+    `deals[path][i]` are the numbers of the experts at place i; modules with equally many experts are split alike.
     """
 
     place: int
@@ -85,7 +85,8 @@ class ExpertSplit:
         return frozenset(param for found in self.modules for param in found.params)
 
     def boxes(self, copies: int, place: int) -> dict[nn.Parameter, Box]:
-        """This rank's parts of experts, of which `copies` ranks have the same, this one the `place`-th of them."""
+        """This rank's boxes of expert parameters, of which `copies` ranks have the same; this rank is the
+        `place`-th."""
         found: dict[nn.Parameter, Box] = {}
         for one in self.modules:
             found |= one.boxes(self.deals[one.path][self.place], copies, place)
@@ -93,21 +94,22 @@ class ExpertSplit:
 
     @property
     def whole_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """Of the parameters, with all experts."""
+        """The shapes of the parameters with all experts."""
         return {param: shape for found in self.modules for param, shape in zip(found.params, found.shapes, strict=True)}
 
     def carry_out(self, line: Line) -> None:
-        """Change the modules in place, whose parameters are parts already."""
+        """Change the modules in place. Their parameters are already parts."""
         for found in self.modules:
             found.carry_out(line, self.deals[found.path])
 
     def undo(self) -> None:
-        """Leave the modules as they were; the parameters are the caller's."""
+        """Restore the modules; the caller restores their parameters."""
         for found in self.modules:
             found.undo()
 
     def __str__(self) -> str:
-        """`ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, a line for each place and deal."""
+        """Such as `ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, one line per place and number of
+        experts."""
         lines = []
         for (num_experts, paths), _ in itertools.groupby(_alike(self.modules)):
             deals = self.deals[paths[0]]
@@ -121,10 +123,10 @@ class ExpertSplit:
 def expert_split(
     model: nn.Module, plan: Plan, mesh: Mesh, rank: int, known: ExpertSplit | None = None
 ) -> ExpertSplit | None:
-    """How `mesh` deals out the experts of `model`, as `rank` sees it; `None` if it does not. `known` is how they are
-    dealt out now, if they are.
+    """How `mesh` splits the experts of `model`, for `rank`; `None` if it does not. `known` is their current split, if
+    any.
 
-    Raises `ConfigError` or `ModelError` for a model or plan that cannot be meant so.
+    Raises `ConfigError` or `ModelError` for a model or plan that does not support it.
     """
     if not mesh.has_experts:
         return None
@@ -133,8 +135,8 @@ def expert_split(
         raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
     if plan.tensor.sequence and "tp" in mesh.model_axes:
         raise ConfigError(
-            f"tensor.sequence gives the ranks along tp other tokens, and with {AXIS} they have to send the same ones "
-            f"to experts. Leave out either."
+            f"With tensor.sequence the ranks along tp have different tokens, but with {AXIS} they must send the same "
+            f"ones to experts. Leave out either."
         )
     modules = tuple(expert_modules(model)) if known is None else known.modules
     if not modules:
@@ -144,7 +146,8 @@ def expert_split(
 
 
 def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
-    """What to say of a model in which no experts were found: of a list of modules, or of a class of somebody's own."""
+    """The error for a model without known experts: its experts are a list of modules, or a class without an
+    `ep_plan`."""
     for path, module in model.named_modules():
         classes = {type(child) for child in module.children()}
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and len(classes) == 1
@@ -153,9 +156,10 @@ def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
             owner = path.rpartition(".")[0] or type(model).__name__
             return ModelError(
                 f"{path} has {len(module)} experts as modules of their own, which {owner} calls one by one, so that no "
-                f"tokens can be sent to those of other ranks along {AXIS}. Build {owner} with "
-                f"shardwise.experts.MoE(hidden_size, intermediate_size, num_experts={len(module)}, top_k=...), or "
-                f"leave {AXIS} out of the mesh."
+                f"tokens can be sent to those of other ranks along {AXIS}. Make them one module with "
+                f"shardwise.experts.Experts.stacked(experts, gate=..., up=..., down=...) and call it with what the "
+                f"router gives, (tokens, indices, weights), or build {owner} with shardwise.experts.MoE(..., "
+                f"num_experts={len(module)}), or leave {AXIS} out of the mesh."
             )
     strange = next((path for path, one in model.named_modules() if type(one).__name__.endswith("Experts")), None)
     if strange is not None:
@@ -171,7 +175,7 @@ def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
 
 
 def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
-    """Those of `shardwise.experts`, and those that the `ep_plan` of a model of transformers names."""
+    """The modules of `shardwise.experts`, and those that the `ep_plan` of a transformers model names."""
     brought = getattr(model, "_ep_plan", None) or {}
     patterns = [pattern for pattern, style in brought.items() if style == _STACKED]
     for path, module in model.named_modules():
@@ -182,9 +186,9 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
         bare = path.replace(f".{_ADAPTED}", "")
         if bare != path and any(_fits(f"{bare}.{name}", one) for name in own for one in patterns):
             raise ModelError(
-                f"{bare} has adapters on the parameters of its experts (target_parameters of peft), which look at all "
-                f"experts at once, and along {AXIS} a rank has some. Adapt other modules (target_modules), or leave "
-                f"{AXIS} out of the mesh."
+                f"{bare} has adapters on the parameters of its experts (target_parameters of peft), which need "
+                f"all experts at once, but along {AXIS} a rank has some of them. Adapt other modules (target_modules), "
+                f"or leave {AXIS} out of the mesh."
             )
         stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
         if stacked:
@@ -209,7 +213,7 @@ def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Paramete
 
 
 def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:
-    """Neighbours go to one rank; where they do not divide, the first ranks get one more."""
+    """Contiguous experts go to one rank; if they do not divide evenly, the first ranks get one more."""
     least, more = divmod(found.num_experts, num_ranks)
     if not least:
         raise ModelError(
@@ -225,7 +229,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _alike(modules: Sequence[ExpertModule]) -> list[tuple[int, tuple[str, ...]]]:
-    """Modules with as many experts."""
+    """Paths of modules grouped by their number of experts."""
     by_number: dict[int, list[str]] = {}
     for found in modules:
         by_number.setdefault(found.num_experts, []).append(found.path)

@@ -1,6 +1,6 @@
-"""Checkpoints of others, in and out: Hugging Face, torch DCP, DeepSpeed; and what is in a checkpoint.
+"""Reads and writes checkpoints of other libraries: Hugging Face, torch DCP, DeepSpeed; and inspects checkpoints.
 
-Names are imported when first used: whoever shards a model does not wait for the formats of others.
+Names are imported on first use, so that sharding a model does not wait for these formats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From any format that can be read to any that can be written, one tensor in memory at a time."""
+"""Converts any readable format to any writable one, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tick = Callable[[Spec], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` writes, or would write: tensors by file, and what it has to say about it."""
+    """What `convert` writes, or would write: tensors by file, and notes for the user."""
 
     source: Source
     out: Path
@@ -56,16 +56,16 @@ def convert(
     max_file_bytes: int | str = MAX_FILE_BYTES,
     dry_run: bool = False,
 ) -> Conversion:
-    """Write the checkpoint at `source` (see `inspect` for what is read) as `to` into the new folder `out`.
+    """Write the checkpoint at `source` (see `inspect` for readable formats) as `to` into the new folder `out`.
 
-    `to` is `hf` (weights; `from_pretrained` loads them), `shardwise` (`engine.resume` takes it) or `dcp` (FSDP2 and
-    `torch.distributed.checkpoint` load it). `dtype` (fp32, bf16, fp16) is for floating parameters, as they are by
-    default; states of the optimizer keep theirs. `weights_only` leaves the optimizer, the
-    step and the script's own state behind. `config` is a Hugging Face folder or config.json to go along. Files are
-    split at `max_file_bytes`. With `dry_run` nothing is written.
+    `to` is `hf` (weights, for `from_pretrained`), `shardwise` (for `engine.resume`) or `dcp` (for FSDP2 and
+    `torch.distributed.checkpoint`). `dtype` (fp32, bf16, fp16) is that of floating-point parameters, unchanged by
+    default; optimizer states keep theirs. `weights_only` leaves out the optimizer, the step and the script's own state.
+    `config` is a Hugging Face folder or config.json to copy along. Files are split at `max_file_bytes`. With `dry_run`
+    nothing is written.
 
-    Called by one process, no ranks. Raises `CheckpointError` if there is something at `out`, or if `source`
-    cannot be read; nothing is left at `out` then.
+    Called by one process, without ranks. Raises `CheckpointError` if `out` is not empty or `source` cannot be read, and
+    `ConfigError` for invalid arguments; then nothing is left at `out`.
     """
     conversion = plan_conversion(
         source, out, to, dtype=dtype, weights_only=weights_only, config=config, max_file_bytes=max_file_bytes
@@ -85,7 +85,7 @@ def plan_conversion(
     config: str | Path | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
 ) -> Conversion:
-    """What `convert` would write; see there. Nothing is written."""
+    """What `convert` would write, with the same arguments. Writes nothing."""
     settings = _Settings.of(to, dtype, max_file_bytes)
     target = Path(out)
     refuse_to_overwrite(target)
@@ -101,7 +101,7 @@ def carry_out(conversion: Conversion, tick: Tick = lambda _: None) -> None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments, checked."""
+    """The checked arguments."""
 
     to: str
     dtype: torch.dtype | None
@@ -123,7 +123,7 @@ class _Settings:
 
 
 def _prepared(source: Source, settings: _Settings, weights_only: bool, config: str | Path | None) -> Source:
-    """What of `source` is to be written, in the dtypes asked for."""
+    """The part of `source` to write, in the requested dtypes."""
     if not source.weights:
         raise CheckpointError(f"{source.path} has no weights to convert.")
     if config is not None:
@@ -153,7 +153,7 @@ def _cast(source: Source, dtype: torch.dtype) -> Source:
 
 
 def _hf_specs(source: Source) -> dict[str, Spec]:
-    """The name in the file for each name of the source. Of tied weights it is the one that transformers looks for."""
+    """The name in the file for each name of the source. For tied weights it is the one that transformers looks for."""
     config = next((path.parent for path in source.kept if path.name == hf.CONFIG), None)
     names = names_of(config) if config is not None and source.form != hf.FORM else None
     if names is None:
@@ -192,12 +192,12 @@ def _write(conversion: Conversion, draft: Path, tick: Tick) -> None:
 
 
 def _dcp() -> Any:
-    """torch.distributed.checkpoint takes seconds to import, so it waits until it is needed."""
+    """torch.distributed.checkpoint takes seconds to import, so it is imported on first use."""
     return importlib.import_module("shardwise.formats.dcp_write")
 
 
 def _notes(source: Source, settings: _Settings) -> list[str]:
-    """What a person should know of it."""
+    """Notes for the user."""
     notes = [f"Left out: {words}." if not words.endswith(".") else words for words in source.left_out]
     if settings.to == "hf" and not any(path.name == hf.CONFIG for path in source.kept):
         notes.append(f"There is no {hf.CONFIG} to go along; from_pretrained needs one. Name it with --config.")

@@ -1,4 +1,4 @@
-"""Whether boxes cover a larger one exactly: every element once, nothing outside, nothing twice."""
+"""Checks that boxes cover a larger one exactly: every element once, and nothing outside."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import groupby
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 MAX_ODD = 2048
-"""Boxes that no cut separates, compared in pairs."""
+"""The most boxes that are compared in pairs if no cut separates them."""
 
 
 def why_not_covered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
-    """Half a sentence about what is wrong with `boxes` as the parts of a tensor of `shape`; empty if they are right."""
+    """Why `boxes` are not the parts of a tensor of `shape`, as half a sentence; empty if they are."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return f"a piece of it has {len(sizes)} dims instead of {len(shape)}"
@@ -27,7 +27,7 @@ def why_not_covered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
 
 
 def _overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that have elements in common. Cuts between boxes come first, so a grid of them takes n log n."""
+    """Two boxes with common elements. Groups are cut by planes first, so a grid of boxes takes n log n."""
     waiting = [(boxes, 0)]
     while waiting:
         group, tried = waiting.pop()
@@ -48,7 +48,7 @@ def _overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
 
 
 def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Groups between which a plane across `dim` lies."""
+    """Groups of boxes separated by planes across `dim`."""
     parts: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda one: one[0][dim]):
@@ -60,7 +60,7 @@ def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
 
 
 def _pair(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """As `_overlapping`, for boxes that no cut separates; of too many of them two that may overlap."""
+    """As `_overlapping`, for boxes that no plane separates; for too many of them, two that may overlap."""
     for _, same in groupby(sorted(boxes), key=lambda box: box[0]):
         if len(alike := list(same)) > 1:
             return alike[0], alike[1]

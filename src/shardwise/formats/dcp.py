@@ -1,7 +1,7 @@
-"""Torch's own distributed checkpoints (DCP), read without a process group, a tensor at a time.
+"""Reads torch's distributed checkpoints (DCP) without a process group, one tensor at a time.
 
-A folder has `.metadata`, which says which bytes of which `*.distcp` file hold which chunk of which key; every chunk is
-a `torch.save` of its own. The keys are those of FSDP2's `get_state_dict`: `model.NAME`, `optim.state.NAME.KEY`,
+A folder has a `.metadata` file, which lists the bytes of the `*.distcp` files with each chunk of each key; every chunk
+is a separate `torch.save`. The keys are those of FSDP2's `get_state_dict`: `model.NAME`, `optim.state.NAME.KEY`,
 `optim.param_groups.N.KEY`.
 """
 
@@ -40,18 +40,18 @@ def is_dcp(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Names:
-    """Where in the keys the model and the optimizer are: `app.model.`, `app.optim.`; empty for a bare state dict."""
+    """The key prefixes of the model and the optimizer: `app.model.`, `app.optim.`; empty for a bare state dict."""
 
     model: str
     optim: str | None
 
     def in_optim(self, key: str) -> str | None:
-        """What of `key` is behind the optimizer's name."""
+        """The rest of `key` after the optimizer's prefix; `None` for other keys."""
         return key.removeprefix(self.optim) if self.optim is not None and key.startswith(self.optim) else None
 
 
 def open_dcp(path: Path) -> Source:
-    """The checkpoint in `path`, whatever wrote it: FSDP2, plain `dcp.save`, torchtitan, or `write_dcp`."""
+    """The checkpoint in `path`, written by FSDP2, plain `dcp.save`, torchtitan, or `write_dcp`."""
     meta = read_metadata(path)
     store = _Store(path, meta)
     names = _find_names([*meta.tensors, *meta.objects], meta.paths)
@@ -82,7 +82,7 @@ def open_dcp(path: Path) -> Source:
 
 @dataclass
 class _States:
-    """What there is of the optimizer: all of it, or nothing where some of it is of parameters that are not there."""
+    """The optimizer's states: all of them, or none if some belong to parameters that are not in the checkpoint."""
 
     specs: set[Spec] = field(default_factory=set)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -100,7 +100,7 @@ class _States:
 
 
 def _unwrapped(user: dict[str, Any]) -> dict[str, Any]:
-    """What the script kept: the one entry "user", as `write_dcp` leaves it, or everything."""
+    """What the script saved: the single entry "user", as `write_dcp` writes it, or everything."""
     only = user.get("user") if len(user) == 1 else None
     return only if isinstance(only, dict) else user
 
@@ -108,7 +108,7 @@ def _unwrapped(user: dict[str, Any]) -> dict[str, Any]:
 def _nameless(
     homes: Mapping[Spec, str], objects: _Objects, groups: Sequence[Mapping[str, Any]], weights: set[str]
 ) -> list[str]:
-    """What the optimizer has of parameters that are none of the `weights`."""
+    """Keys of the optimizer for parameters that are not among the `weights`."""
     states = [key for spec, key in homes.items() if spec.is_state and spec.name not in weights]
     numbers = [f"state {name}" for name in objects.numbers if name not in weights]
     members = [f"parameter {name}" for group in groups for name in _strangers(group, weights)]
@@ -116,7 +116,7 @@ def _nameless(
 
 
 def _files(path: Path, meta: Metadata) -> tuple[StoredFile, ...]:
-    """Every file there is, and of those with tensors at least what the metadata says that they have."""
+    """All files, with at least the sizes that the metadata requires."""
     sizes = {file.name: file.num_bytes for file in stored_files(path)}
     places = [chunk.place for one in meta.tensors.values() for chunk in one.chunks]
     for place in (*places, *meta.objects.values()):
@@ -125,7 +125,7 @@ def _files(path: Path, meta: Metadata) -> tuple[StoredFile, ...]:
 
 
 def _ties(meta: Metadata, keys: Iterable[str], names: _Names) -> dict[str, str]:
-    """Names whose bytes are another's, as `write_dcp` leaves them. Torch itself writes tied weights once for each."""
+    """Names that share another's bytes, as `write_dcp` writes them. Torch itself writes tied weights once per name."""
     first: dict[StoredTensor, str] = {}
     ties = {}
     for key in keys:
@@ -138,7 +138,7 @@ def _ties(meta: Metadata, keys: Iterable[str], names: _Names) -> dict[str, str]:
 
 
 def _num_steps(store: _Store, homes: Mapping[Spec, str]) -> int:
-    """How often the optimizer has stepped, by its first parameter's `step`; 0 if it does not count."""
+    """The optimizer's number of steps, from the first `step` state; 0 if there is none."""
     for spec, key in homes.items():
         if spec.kind == f"{STATE}step" and spec.numel == 1:
             number = float(store.tensor(key).real)
@@ -156,7 +156,7 @@ class _Store:
     def tensor(self, key: str) -> Tensor:
         stored = self._meta.tensors[key]
         for place in {chunk.place.file: chunk.place for chunk in sorted(stored.chunks, key=_end)}.values():
-            self._open(key, place).close()  # all bytes are there before memory is taken for the whole
+            self._open(key, place).close()  # check that all bytes exist before memory is allocated
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for chunk in stored.chunks:
             piece = load_bytes(self._bytes(key, chunk.place), f"{self._path / chunk.place.file} at {key}")
@@ -176,7 +176,7 @@ class _Store:
         return content
 
     def _open(self, key: str, place: Place) -> BinaryIO:
-        """The file of `place`, which has all of it."""
+        """Open the file of `place`, after checking that it has all its bytes."""
         if place.transforms:
             raise CheckpointError(
                 f"{self._path} stores {key} transformed ({', '.join(place.transforms)}), "
@@ -197,9 +197,9 @@ def _end(chunk: Chunk) -> int:
 
 
 def _find_names(keys: Iterable[str], paths: Mapping[str, ObjectPath]) -> _Names:
-    """By the paths in the nested dict that was saved, `("model", "wte.weight")`, at most two levels down.
+    """From the paths in the nested dict that was saved, such as `("model", "wte.weight")`, at most two levels down.
 
-    A key whose path is one word was in a bare state dict: `model.wte.weight` is then all of a name.
+    A key whose path has one part was in a bare state dict: then `model.wte.weight` is the whole name.
     """
     whole = [tuple(map(str, paths.get(key, (key,)))) for key in keys]
     optim = _root(whole, OPTIM_ROOTS, lambda rest: rest.startswith(("state.", "param_groups.")))
@@ -208,7 +208,7 @@ def _find_names(keys: Iterable[str], paths: Mapping[str, ObjectPath]) -> _Names:
 
 
 def _root(paths: list[tuple[str, ...]], words: tuple[str, ...], fits: Callable[[str], bool]) -> str | None:
-    """What comes before the names, with a dot behind it; of several candidates the one that most keys have."""
+    """The prefix before the names, with a dot at its end; of several candidates the one that most keys have."""
     found = Counter(
         ".".join(path[:depth]) + "."
         for path in paths
@@ -229,8 +229,8 @@ def _spec(key: str, one: StoredTensor, names: _Names) -> Spec | None:
 
 @dataclass(frozen=True)
 class _Objects:
-    """What is no tensor: the optimizer's settings by what comes after `param_groups.`, its states that are numbers,
-    what the training script kept, nested as it was, and the names of what is not plain data."""
+    """Entries that are not tensors: the optimizer's settings by the key after `param_groups.`, its numeric states, the
+    nested data of the training script, and the names of entries that are not plain data."""
 
     settings: dict[str, Any]
     numbers: dict[str, dict[str, Any]]
@@ -259,7 +259,7 @@ class _Objects:
 
 
 def _put(inner: dict[str, Any], path: ObjectPath, value: Any) -> bool:
-    """Put `value` into nested dicts; `False` if something else is in the way."""
+    """Put `value` into nested dicts; `False` if something else is at its place."""
     for part in path[:-1]:
         found: Any = inner.setdefault(str(part), {})
         if not isinstance(found, dict):
@@ -269,13 +269,13 @@ def _put(inner: dict[str, Any], path: ObjectPath, value: Any) -> bool:
 
 
 def _strangers(group: Mapping[str, Any], weights: set[str]) -> list[Any]:
-    """What a group has for parameters that are none of the model."""
+    """Parameters of a group that are not the model's."""
     params = group.get("params", [])
     return [one for one in params if one not in weights] if isinstance(params, list) else [params]
 
 
 def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's groups, of either form that torch writes: by number, or flattened to one for each parameter."""
+    """The optimizer's groups, from either form that torch writes: by number, or flattened to one per parameter."""
     by_owner: dict[str, dict[str, Any]] = {}
     for rest, value in settings.items():
         owner, _, setting = rest.rpartition(".")

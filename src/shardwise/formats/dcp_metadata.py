@@ -1,7 +1,7 @@
-"""What the `.metadata` of a torch distributed checkpoint says, checked, and as plain data.
+"""Reads and checks the `.metadata` of a torch distributed checkpoint, as plain data.
 
-It is a pickle of torch's `Metadata` (`torch/distributed/checkpoint/metadata.py`), of which only the description is
-read: no class of torch is touched, see [Note: inert pickles] in `formats/opcodes.py`.
+It is a pickle of torch's `Metadata` (`torch/distributed/checkpoint/metadata.py`). Only its description is read, without
+using torch's classes: see [Note: inert pickles] in `formats/opcodes.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in chunks that cover it exactly; those without elements are left out."""
+    """A tensor in chunks that cover it exactly; empty chunks are left out."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """By key: tensors, and where other objects lie. `paths` says where a key was in the nested dict that was saved."""
+    """By key: tensors, and where other objects lie. `paths` has the path of a key in the nested dict that was saved."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, Place]
@@ -160,7 +160,7 @@ class _Reader:
             paths[key] = tuple(parts)
         return paths
 
-    # -- what everything is -----------------------------------------------------------------------------
+    # -- types ------------------------------------------------------------------------------------------
 
     def _field(self, made: Any, name: str, key: str) -> Any:
         if _short_name(made) != name:

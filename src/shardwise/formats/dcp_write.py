@@ -1,8 +1,8 @@
-"""Torch's own distributed checkpoints (DCP), written without a process group, a tensor at a time.
+"""Writes torch's distributed checkpoints (DCP) without a process group, one tensor at a time.
 
 [Note: why not torch's writer] `dcp.save` keeps every tensor of a file until the file is finished
-(`_write_files_from_queue` in `torch/distributed/checkpoint/filesystem.py`, 2.13), so a checkpoint as
-large as memory could not be written in one process. The layout is torch's; the tests read it with torch's loader.
+(`_write_files_from_queue` in `torch/distributed/checkpoint/filesystem.py`, 2.13), so a checkpoint as large as memory
+could not be written by one process. The layout is torch's; the tests read it with torch's loader.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ VERSION = "1.0.0"
 
 
 @dataclass
-class _Said:
-    """The metadata as it grows."""
+class _MetadataDraft:
+    """The metadata while it is being built."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
@@ -46,68 +46,68 @@ class _Said:
 
 
 class _Draft:
-    """A file that chunks go to, and with each a line of the metadata."""
+    """A file to which chunks are written, with their metadata."""
 
-    def __init__(self, file: IO[bytes], name: str, said: _Said) -> None:
+    def __init__(self, file: IO[bytes], name: str, metadata: _MetadataDraft) -> None:
         self._file = file
         self._name = name
-        self._said = said
+        self._metadata = metadata
 
     def tensor(self, path: ObjectPath, value: Tensor) -> None:
         key = self._key(path)
         origin = torch.Size([0] * value.dim())
         chunk = ChunkStorageMetadata(origin, value.size())
-        self._said.keys[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
-        self._said.places[MetadataIndex(key, origin)] = self._save(value)
+        self._metadata.keys[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
+        self._metadata.places[MetadataIndex(key, origin)] = self._save(value)
 
-    def again(self, path: ObjectPath, other: ObjectPath) -> None:
-        """The same tensor under one more key: the same bytes."""
+    def alias(self, path: ObjectPath, other: ObjectPath) -> None:
+        """Add the same tensor under another key, with the same bytes."""
         key, known = self._key(path), self._key(other)
-        self._said.keys[key] = self._said.keys[known]
-        origin = self._said.keys[known].chunks[0].offsets
-        self._said.places[MetadataIndex(key, origin)] = self._said.places[MetadataIndex(known, origin)]
+        self._metadata.keys[key] = self._metadata.keys[known]
+        origin = self._metadata.keys[known].chunks[0].offsets
+        self._metadata.places[MetadataIndex(key, origin)] = self._metadata.places[MetadataIndex(known, origin)]
 
     def object(self, path: ObjectPath, value: Any) -> None:
         key = self._key(path)
-        self._said.keys[key] = BytesStorageMetadata()
-        self._said.places[MetadataIndex(key)] = self._save(value)
+        self._metadata.keys[key] = BytesStorageMetadata()
+        self._metadata.places[MetadataIndex(key)] = self._save(value)
 
     def _key(self, path: ObjectPath) -> str:
         key = ".".join(map(str, path))
-        self._said.paths[key] = path
+        self._metadata.paths[key] = path
         return key
 
     def _save(self, value: Any) -> _StorageInfo:
         start = self._file.tell()
-        blob = io.BytesIO()  # torch.save wants a file that begins at 0
+        blob = io.BytesIO()  # torch.save needs a file that begins at 0
         torch.save(value, blob)
         self._file.write(blob.getbuffer())
         return _StorageInfo(self._name, start, self._file.tell() - start)
 
 
 def files_of(source: Source, max_bytes: int) -> dict[str, list[Spec]]:
-    """What goes into which file."""
+    """The tensors of each file."""
     runs = split_by_size(source.specs, max_bytes) or [[]]
     return {f"__0_{number}.distcp": run for number, run in enumerate(runs)}
 
 
 def write_dcp(source: Source, folder: Path, max_bytes: int, tick: Tick) -> None:
-    """`source` as FSDP2's users save it: `{"model": ..., "optim": ..., "user": ..., "step": ...}`."""
+    """Write `source` as FSDP2's users save it: `{"model": ..., "optim": ..., "user": ..., "step": ...}`."""
     aliases: dict[str, list[str]] = {}
     for alias, name in source.ties.items():
         aliases.setdefault(name, []).append(alias)
-    said = _Said()
+    metadata = _MetadataDraft()
     for number, (name, specs) in enumerate(files_of(source, max_bytes).items()):
         with (folder / name).open("wb") as file:
-            draft = _Draft(file, name, said)
+            draft = _Draft(file, name, metadata)
             for spec in specs:
                 draft.tensor(_path(spec), source.read(spec).contiguous())
                 for alias in aliases.get(spec.name, ()) if not spec.is_state else ():
-                    draft.again((MODEL, alias), _path(spec))
+                    draft.alias((MODEL, alias), _path(spec))
                 tick(spec)
             if number == 0:
                 _write_objects(draft, source)
-    whole = Metadata(said.keys, said.paths, said.places, StorageMeta(), VERSION)
+    whole = Metadata(metadata.keys, metadata.paths, metadata.places, StorageMeta(), VERSION)
     (folder / METADATA).write_bytes(pickle.dumps(whole))
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints that DeepSpeed wrote with ZeRO-1, 2 or 3: weights, master weights and Adam's states.
+"""Reads checkpoints of DeepSpeed with ZeRO-1, 2 or 3: weights, master weights and Adam's states.
 
-Formats as in DeepSpeed's own `utils/zero_to_fp32.py` and `checkpoint/ds_to_universal.py`:
-stages 1 and 2 flatten each parameter group, and say in `param_slice_mappings` which part of which parameter a rank
-has; stage 3 splits each parameter evenly over ranks, and lays the pieces out in the order of `param_shapes`.
+The formats are those of DeepSpeed's own `utils/zero_to_fp32.py` and `checkpoint/ds_to_universal.py`: stages 1 and 2
+flatten each parameter group, with a rank's parts of parameters in `param_slice_mappings`; stage 3 splits each parameter
+evenly over ranks, with the pieces in the order of `param_shapes`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OWN_KEYS = {
     *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "autoep_layers"),
 }
-"""What DeepSpeed keeps in a model file; the rest is `client_state`, besides `lr_scheduler` and `global_samples`."""
+"""DeepSpeed's own keys in a model file; the rest is `client_state`, `lr_scheduler` and `global_samples`."""
 
 
 def folder_of(path: Path) -> Path | None:
@@ -53,7 +53,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def open_deepspeed(path: Path) -> Source:
-    """The checkpoint at `path`; the newest one, if it is the folder given to `save_checkpoint`."""
+    """The checkpoint at `path`; the newest one, if `path` was given to `save_checkpoint`."""
     folder = folder_of(path)
     if folder is None:
         raise CheckpointError(f"{path} is not a DeepSpeed checkpoint: it has no {MODEL_FILES}.")
@@ -114,7 +114,7 @@ def _source(folder: Path, stage: str, models: list[Table], pieces: Pieces, group
 
 
 def _clipping(own: Table, model: Table) -> list[str]:
-    """What there is to know of the run's gradient clipping: the limit of the optimizer, else of the configuration."""
+    """A note on the run's gradient clipping, from the optimizer or the configuration."""
     said = own.values.get("clip_grad")
     config = model.values.get("ds_config")
     if said is None and isinstance(config, dict):
@@ -123,7 +123,7 @@ def _clipping(own: Table, model: Table) -> list[str]:
     if isinstance(said, int | float):
         return [f"{words} clip_grad_norm: {said}"] if said > 0 else []
     return [
-        f"{words} the checkpoint does not say at which norm. Unless it is told otherwise DeepSpeed 0.19 clips "
+        f"{words} the checkpoint does not say at which norm. By default DeepSpeed 0.19 clips "
         f"at 1.0, clip_grad_norm: 1.0, and older versions do not clip"
     ]
 
@@ -132,7 +132,7 @@ def _clipping(own: Table, model: Table) -> list[str]:
 
 
 def _in_order(folder: Path, pattern: str) -> list[Path]:
-    """By the numbers in their names: rank 10 is behind rank 9. None may be missing in between."""
+    """Sorted by the numbers in their names, so that rank 10 comes after rank 9. Raises if a rank is missing."""
     found = sorted(folder.glob(pattern), key=lambda path: [int(digits) for digits in _numbers(path)])
     ranks = [int(match[1]) for path in found if (match := re.search(r"zero_pp_rank_(\d{1,9})_", path.name))]
     if ranks and ranks != list(range(len(found))):
@@ -184,7 +184,7 @@ def _check_count(folder: Path, optim: Table, num_files: int) -> None:
         )
 
 
-# -- what every stage has -------------------------------------------------------------------------------
+# -- common to all stages -------------------------------------------------------------------------------
 
 
 def _buffers(model: Table) -> Pieces:
@@ -194,7 +194,7 @@ def _buffers(model: Table) -> Pieces:
 
 
 def _frozen(folder: Path, models: list[Table]) -> Pieces:
-    """Parameters that the optimizer does not own, where DeepSpeed lists them; in stage 3 each rank has its part."""
+    """Parameters that the optimizer does not own, if DeepSpeed lists them; in stage 3 each rank has its part."""
     pieces: Pieces = {}
     for name, shape in shapes_in(models[0].table_or_empty("frozen_param_shapes")).items():
         parts = [model.tensors("frozen_param_fragments").get(name) for model in models]

@@ -1,4 +1,4 @@
-"""Where the elements of each parameter and state lie in the files of a DeepSpeed checkpoint, for each of its stages."""
+"""Where the elements of each parameter and state are in the files of a DeepSpeed checkpoint, for each stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Parts:
-    """A tensor as ranges of flat ones, in the order of its elements; what is behind its end is padding."""
+    """A tensor as ranges of flat ones, in the order of its elements; elements after its end are padding."""
 
     parts: tuple[Tensor, ...]
 
@@ -46,7 +46,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A tensor in a file of its own, as in a universal checkpoint."""
+    """A tensor in a separate file, as in a universal checkpoint."""
 
     path: Path
 
@@ -75,14 +75,14 @@ def shape_groups(model: Table) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _hyper(group: Table, names: list[str]) -> dict[str, Any]:
-    """A parameter group as torch has it; `step`, which Apex keeps there, is a state of each parameter."""
+    """A parameter group as torch has it; `step`, which Apex keeps in groups, is a state of each parameter."""
     settings = {key: value for key, value in group.values.items() if key not in ("params", "step")}
     plain, _ = plain_items(settings)
     return {**plain, **{key: settings[key] for key in plain if isinstance(settings[key], tuple)}, "params": names}
 
 
 def _scalars(entry: Table, group: Table) -> dict[str, Tensor]:
-    """States that are one number for all parameters of a group, as tensors, which torch's optimizers have."""
+    """States that are one number for all parameters of a group, as tensors, like those of torch's optimizers."""
     found = {key: value for key, value in entry.values.items() if not isinstance(value, Tensor) or value.dim() == 0}
     if "step" not in entry and isinstance(group.values.get("step"), int | float | Tensor):
         found["step"] = group.values["step"]
@@ -111,7 +111,7 @@ def _flat(tensor: Tensor, where: str) -> Tensor:
 
 
 class _Found:
-    """Ranges of flat tensors by parameter and kind, in the order in which ranks have them."""
+    """Ranges of flat tensors by parameter and kind, in rank order."""
 
     def __init__(self, *, is_padded: bool) -> None:
         self._is_padded = is_padded
@@ -188,7 +188,7 @@ def _base_state(optim: Table, number: int, group: Table) -> Table:
 
 
 def _base_groups(optim: Table) -> list[Table]:
-    if isinstance(optim.values.get("base_optimizer_state"), list):  # an elastic checkpoint keeps no hyper-parameters
+    if isinstance(optim.values.get("base_optimizer_state"), list):  # an elastic checkpoint has no hyper-parameters
         return [Table({}, optim.where) for _ in optim.values["base_optimizer_state"]]
     base = optim.table("base_optimizer_state")
     return [Table(group, optim.where) for group in base.each("param_groups", dict)]
@@ -217,7 +217,7 @@ def stage_3(folder: Path, model: Table, optims: list[Table]) -> tuple[Pieces, Gr
 
 
 def _walk(shapes: dict[str, tuple[int, ...]], num_ranks: int) -> Iterator[tuple[str, int, int]]:
-    """Where each parameter's part begins in a rank's flat sub-group, and how long it is."""
+    """Where each parameter's part begins in a rank's flat sub-group, and its length."""
     start = 0
     for name, shape in shapes.items():
         numel = -(-math.prod(shape) // num_ranks)
@@ -230,7 +230,7 @@ def _z3_groups(optim: Table) -> list[Table]:
 
 
 def _groups_of_stage_3(model: Table, optim: Table) -> Groups:
-    """A parameter group is several sub-groups there, which it names by their numbers."""
+    """A parameter group consists of several sub-groups in stage 3, given by their numbers."""
     sub_groups = shape_groups(model)
     return [
         _hyper(

@@ -1,4 +1,4 @@
-"""A folder that appears under its name only when all of it is there."""
+"""A folder that appears under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shardwise.errors import CheckpointError
 
 
 def refuse_to_overwrite(out: Path) -> None:
-    """Raise `CheckpointError` if there is anything under the name `out`."""
+    """Raise `CheckpointError` unless `out` is free or an empty folder."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not empty. Give another folder, or remove it first.")
 
 
 @contextmanager
 def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder beside `out` to write into; it takes the name `out` on leaving, and is removed after an error.
+    """A folder beside `out` to write into; it is renamed to `out` at the end, or removed after an error.
 
-    With `overwrite` what was there under that name stays until then, and goes.
+    With `overwrite` the existing content stays until then, and is removed.
     """
     if not overwrite:
         refuse_to_overwrite(out)

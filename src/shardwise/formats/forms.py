@@ -1,4 +1,4 @@
-"""Which format a folder has, by the files that only one of them writes."""
+"""Detects the format of a folder by files that only one format has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
 
 
 def form_of(path: Path) -> str:
-    """The format of what is at `path`; `CheckpointError` names what it looks like, if it is none that can be read."""
+    """The format of what is at `path`. Raises `CheckpointError`, with a guess at what it is, if it is not readable."""
     try:
         return _form_of(path)
     except OSError as error:
@@ -44,7 +44,7 @@ def _form_of(path: Path) -> str:
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder of the checkpoint.")
     if (path / LATEST).exists():
-        open_regular(inside(path, LATEST)).close()  # which several formats have, and read
+        open_regular(inside(path, LATEST)).close()  # several formats have and read this file
     if ours.is_ours(path):
         return ours.FORM
     if dcp.is_dcp(path):
@@ -68,9 +68,9 @@ def _foreign(path: Path) -> str:
 
 
 def open_checkpoint(path: Path) -> Source:
-    """The checkpoint at `path`, whoever wrote it, without reading its tensors."""
+    """Open the checkpoint at `path`, of any format, without reading its tensors."""
     form = form_of(path)
     try:
         return OPENERS[form](path)
-    except OSError as error:  # a folder that may not be listed, a disk that fails
+    except OSError as error:  # a folder without permission, or a failing disk
         raise CheckpointError(f"{path} cannot be read: {error}") from error

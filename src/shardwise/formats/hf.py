@@ -1,7 +1,7 @@
-"""Folders of Hugging Face: `model.safetensors` or its shards, an index of them, and a configuration.
+"""Folders of Hugging Face: `model.safetensors` or its shards with an index, and a configuration.
 
-Read without the transformers library. Older folders with `pytorch_model.bin` are read too, and nothing
-in their pickles is run.
+They are read without the transformers library. Older folders with `pytorch_model.bin` are read too, without running
+anything in their pickles.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_hf(path: Path) -> Source:
 
 
 def files_to_keep(folder: Path) -> tuple[tuple[Path, ...], list[str]]:
-    """Configuration, tokenizer and whatever else lies in `folder` besides weights; and what of it is left out."""
+    """Files of `folder` that are not weights, such as configuration and tokenizer; and notes on those left out."""
     kept, left_out = [], []
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.name.endswith(WEIGHTS):
@@ -75,7 +75,7 @@ def files_to_keep(folder: Path) -> tuple[tuple[Path, ...], list[str]]:
 
 
 def _names_by_file(path: Path) -> dict[Path, list[str] | None]:
-    """What each file is there for; `None`: all that it has."""
+    """The tensors to read from each file; `None` means all."""
     for name in (SAFE, BIN):
         if (path / name).exists():
             return {inside(path, name): None}
@@ -119,7 +119,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def shards_of(specs: Sequence[Spec], max_bytes: int) -> dict[str, list[Spec]]:
-    """What goes into which file, named as transformers names them."""
+    """The tensors of each file, with the file names of transformers."""
     runs = split_by_size(specs, max_bytes)
     if len(runs) == 1:
         return {SAFE: runs[0]}
@@ -128,9 +128,9 @@ def shards_of(specs: Sequence[Spec], max_bytes: int) -> dict[str, list[Spec]]:
 
 
 class HfWriter:
-    """Weights on their way into a folder, in the order of `specs`: one file after the other is opened and filled.
+    """Writes weights into a folder in the order of `specs`, one file after the other.
 
-    Use it in a `with`; leaving it without an error demands that every tensor has come.
+    Use it in a `with`; the end of the context raises unless every tensor was written.
     """
 
     def __init__(self, folder: Path, specs: Sequence[Spec], max_bytes: int) -> None:
@@ -178,7 +178,7 @@ class HfWriter:
 
 
 def write_hf(source: Source, folder: Path, specs: Mapping[str, Spec], max_bytes: int, tick: Tick) -> None:
-    """The weights of `source` as a folder of Hugging Face. `specs` says for each of its names how it is written."""
+    """Write the weights of `source` as a Hugging Face folder. `specs` has the target of each of its names."""
     by_name = {spec.name: spec for spec in source.weights}
     with HfWriter(folder, list(specs.values()), max_bytes) as writer:
         for name, spec in specs.items():
@@ -186,11 +186,11 @@ def write_hf(source: Source, folder: Path, specs: Mapping[str, Spec], max_bytes:
             tick(spec)
     for path in source.kept:
         shutil.copy(path, folder / path.name)
-    _say_dtype(folder, list(specs.values()))
+    _set_dtype(folder, list(specs.values()))
 
 
-def _say_dtype(folder: Path, specs: Sequence[Spec]) -> None:
-    """Make the configuration name the dtype that the weights now have: `from_pretrained` goes by it."""
+def _set_dtype(folder: Path, specs: Sequence[Spec]) -> None:
+    """Set the dtype in the configuration to that of the weights, because `from_pretrained` uses it."""
     config = read_config(folder)
     dtypes = {spec.dtype for spec in specs if spec.kind == PARAM and spec.dtype.is_floating_point}
     if not config or len(dtypes) != 1:

@@ -1,8 +1,8 @@
-"""The names that a transformers model gives to its tensors, which are not always those in its files.
+"""The names that a transformers model gives to its tensors, which can differ from those in its files.
 
 The hub's GPT-2 has `wte.weight` where the model has `transformer.wte.weight`; tied weights are in the file once or
-twice; buffers look like parameters. What is true is what the model says, so it is built from its configuration, on the
-meta device: without memory, without weights, and without code from the folder.
+twice; buffers look like parameters. The model is the authority, so it is built from its configuration on the meta
+device: without memory, without weights, and without code from the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.formats.source import BUFFER, PARAM, Source, Spec
 
 @dataclass(frozen=True)
 class ModelNames:
-    """What a model has. `ties` maps further names to the first one; `saved_as` says which one a file has instead."""
+    """Names in a model. `ties` maps other names to the first one; `saved_as` has the name that files use instead."""
 
     params: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[int, ...]]
@@ -33,7 +33,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelNames:
-        """As `model` says; it may lie on the meta device, or be sharded."""
+        """The names of `model`, which may be on the meta device, or sharded."""
         first = {param: name for name, param in model.named_parameters()}
         every = list(model.named_parameters(remove_duplicate=False))
         ties = {name: first[param] for name, param in every if first[param] != name}
@@ -51,7 +51,7 @@ class ModelNames:
 
 
 def names_of(folder: Path) -> ModelNames | None:
-    """What the model of the configuration in `folder` says; `None` if nobody can be asked."""
+    """The names in the model of the configuration in `folder`; `None` if it cannot be built."""
     architectures = read_config(folder).get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or importlib.util.find_spec("transformers") is None:
@@ -59,18 +59,18 @@ def names_of(folder: Path) -> ModelNames | None:
     transformers: ModuleType = importlib.import_module("transformers")
     model_class = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        return None  # code that comes with the model is not run, nor is anything else that the library has
+        return None  # neither code from the folder nor other classes of the library are run
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return ModelNames.of(model_class(config))
-    except Exception as error:  # constructors of a library, given what a stranger wrote, may raise anything
+    except Exception as error:  # constructors may raise anything for an untrusted configuration
         said = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder / CONFIG} does not describe a {name} that could be built: {said}") from error
 
 
 def as_the_model_has_it(source: Source) -> Source:
-    """`source`, the weights of a Hugging Face folder, under the names that the model has.
+    """`source`, the weights of a Hugging Face folder, under the names of the model.
 
     Raises `CheckpointError` if the model has parameters that are not in the folder.
     """
@@ -100,7 +100,7 @@ def as_the_model_has_it(source: Source) -> Source:
 
 
 def _own_name(name: str, names: ModelNames) -> str | None:
-    """The model's first name for what a file calls `name`."""
+    """The model's first name for a tensor that is called `name` in a file."""
     dotted = f"{names.prefix}."
     for one in (name, dotted + name, name.removeprefix(dotted)):
         one = names.ties.get(one, one)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as data that a person or a program can be shown."""
+"""The content of a checkpoint as data, for printing or for programs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwise.formats.source import PARAM, STATE, Source, Spec
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found. Bytes are those of the tensors; files may be a little larger.
+    """The result of `inspect`. Bytes are those of the tensors; files may be a little larger.
 
-    `bytes_there` has for each file of `source.files` what the disk has of it; `None` if it is missing.
+    `bytes_there` has for each file of `source.files` its size on the disk; `None` if it is missing.
     """
 
     source: Source
@@ -28,7 +28,7 @@ class Inspection:
 
     @property
     def num_params(self) -> int:
-        """Elements of the parameters, each counted once (of a format that does not tell: with buffers)."""
+        """Elements of the parameters, each counted once; with buffers, if the format does not tell them apart."""
         return sum(spec.numel for spec in self.source.specs if spec.kind == PARAM)
 
     @property
@@ -73,11 +73,11 @@ def dtype_word(spec: Spec) -> str:
 
 
 def inspect(path: str | Path, *, verify: bool = False, tick: Callable[[Spec], None] = lambda _: None) -> Inspection:
-    """What is in the checkpoint at `path`: of shardwise (or its run folder), Hugging Face, DCP or DeepSpeed.
+    """The content of the checkpoint at `path`: of shardwise (or its run folder), Hugging Face, DCP or DeepSpeed.
 
-    Tensors are not read unless `verify` asks for it: then every tensor is read and, where the format has
-    checksums, compared with them. What is wrong is in `problems`; so are, in any case, files that are missing or were
-    cut. Raises `CheckpointError` if `path` cannot be read at all.
+    With `verify` every tensor is read and compared with its checksum if the format has checksums; otherwise tensors are
+    not read. `problems` lists what is wrong, including missing or truncated files in either case. Raises
+    `CheckpointError` if `path` cannot be read at all. Called by one process, without ranks.
     """
     source = open_checkpoint(Path(path))
     there = tuple(_bytes_there(source.path / file.name) for file in source.files)

@@ -1,4 +1,4 @@
-"""A sharded model as a folder of Hugging Face, while it is being trained: a unit at a time, rank 0 writes."""
+"""Writes a sharded model as a Hugging Face folder during training: unit by unit, on rank 0."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ModelError
+from shardwise.formats.as_saved import reversal_of
 from shardwise.formats.drafts import drafted
 from shardwise.formats.hf import HfWriter
 from shardwise.formats.hf_names import ModelNames
@@ -31,11 +32,11 @@ def save_pretrained(
     max_file_bytes: int,
     overwrite: bool,
 ) -> None:
-    """Write `model` into `folder`. All ranks call, and all get the error if rank 0 cannot write.
+    """Write `model` into `folder`. All ranks must call, and all get the error if rank 0 cannot write.
 
     `kept` has the sharded parameters, in the order in which `whole` yields them, as tensors without memory that have
-    the shapes and dtypes of the whole ones. Ranks meet in each step of `whole`, so every rank goes through all of it,
-    whatever happens to rank 0.
+    the shapes and dtypes of the whole ones. Each step of `whole` is a collective, so every rank must exhaust it,
+    whatever happens on rank 0.
     """
     if hasattr(model, "peft_config"):
         raise ModelError(
@@ -70,22 +71,30 @@ def _write(
     specs |= {name: _spec(BUFFER, name, names, tensor.dtype, tensor) for name, tensor in loose.items()}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     specs = {name: spec for name, spec in specs.items() if name not in ignored}
-    with HfWriter(draft, list(specs.values()), max_file_bytes) as writer:
+    metas = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs.values()}
+    reversal = reversal_of(model, metas)
+    written = list(specs.values()) if reversal is None else [_made(name, one) for name, one in reversal.made.items()]
+    with HfWriter(draft, written, max_file_bytes) as writer:
         for name, tensor in _chained(whole, loose):
-            if name in specs:
+            if name not in specs:
+                continue
+            if reversal is None:
                 writer.write(specs[name], tensor)
+                continue
+            for made, one in reversal.add(specs[name].name, tensor).items():
+                writer.write(_made(made, one), one.contiguous())
     _write_configuration(model, draft, next((spec.dtype for spec in specs.values() if spec.kind == PARAM), None))
 
 
 def _chained(whole: Iterator[tuple[str, Tensor]], loose: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Unlike `itertools.chain` this can be left half-way: `whole` goes on from there."""
+    """Unlike `itertools.chain` this can be abandoned half-way, after which `whole` continues from there."""
     while (item := next(whole, None)) is not None:
         yield item
     yield from loose.items()
 
 
 def _loose(model: nn.Module, names: ModelNames, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of the state dict is not sharded: buffers, and parameters of integers. Every rank has them."""
+    """Tensors of the state dict that are not sharded: buffers, and integer parameters. Every rank has them."""
     own = {name: param.detach() for name, param in model.named_parameters() if name not in kept}
     return own | {name: one for name, one in model.named_buffers() if name in names.buffers}
 
@@ -94,8 +103,12 @@ def _spec(kind: str, name: str, names: ModelNames, dtype: torch.dtype, like: Ten
     return Spec(kind, names.saved_as.get(name, name), tuple(like.shape), dtype)
 
 
+def _made(name: str, like: Tensor) -> Spec:
+    return Spec(PARAM, name, tuple(like.shape), like.dtype)
+
+
 def _write_configuration(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """As transformers does it; a plain module has none, and its folder is a state dict."""
+    """As transformers does; a plain module has no configuration, and its folder is a state dict."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "save_pretrained"):
         return

@@ -1,9 +1,9 @@
-"""A pickle read as data: its opcodes make numbers, text, containers and `Made`, and never touch a class.
+"""Reads a pickle as data: its opcodes make numbers, text, containers and `Made`, and never use a class.
 
-[Note: inert pickles] Python's unpickler looks up every name that a file asks for, calls what it finds, and sets
-attributes on it, even on the class itself; a list of allowed names does not help against the last. Here a name stays a
-text, an object is its name with arguments and state, and nothing else exists: a file can only describe what it
-would like to be. Opcodes that `pickle` does not write for protocols 2 to 5 are refused.
+[Note: inert pickles] Python's unpickler looks up every name that a file contains, calls what it finds, and sets
+attributes on it, even on the class itself; a list of allowed names does not help against the latter. Here a name stays
+text, an object is its name with arguments and state, and there is nothing else: a file can only describe objects.
+Opcodes that `pickle` does not write for protocols 2 to 5 are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ORDERED = ("collections.OrderedDict", "builtins.dict")
 
 
 class Name:
-    """A class or function that a file names: the text of it."""
+    """A class or function named in a file, as text."""
 
     __slots__ = ("full",)
 
@@ -29,7 +29,7 @@ class Name:
 
 
 class Made:
-    """What a file would have a class or a function make: the name of it, arguments, and what was put in afterwards."""
+    """The result of a call of a class or function in a file, unevaluated: name, arguments, and later additions."""
 
     __slots__ = ("args", "elements", "items", "name", "state")
 
@@ -41,13 +41,13 @@ class Made:
         self.elements: list[Any] = []
 
     def field(self, key: str) -> Any:
-        """An attribute that the object had; `None` if it had none of that name."""
+        """An attribute of the object's state; `None` if there is none of that name."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state.get(key) if isinstance(state, dict) else None
 
 
 class Outside:
-    """What lies outside of the pickle: in files of torch the bytes of a tensor."""
+    """A persistent id, for data outside of the pickle: in torch's files the bytes of a tensor."""
 
     __slots__ = ("key",)
 
@@ -56,11 +56,11 @@ class Outside:
 
 
 def read_pickle(content: bytes | mmap, where: str, start: int = 0) -> tuple[Any, int]:
-    """The object pickled in `content` from byte `start` on, made of plain data, and the byte after its last.
+    """The object pickled in `content` from byte `start` on, as plain data, and the offset of the byte after it.
 
-    `where` names the file for errors, which are `CheckpointError`. Time and memory are within a small factor of
-    the pickle's length. What comes out may be nested as deep as it is long, may contain itself, and may have one part
-    in many places: walk it with a limit.
+    `where` names the file in errors, which are `CheckpointError`. Time and memory are within a small factor of the
+    pickle's length. The result may be nested as deeply as it is long, may contain itself, and may share parts: walk it
+    with a limit.
     """
     machine = _Machine(content, start)
     try:
@@ -72,7 +72,7 @@ def read_pickle(content: bytes | mmap, where: str, start: int = 0) -> tuple[Any,
 
 
 class _RefusedError(Exception):
-    """Why a pickle is not read."""
+    """The reason why a pickle is refused."""
 
 
 class _Machine:
@@ -91,7 +91,7 @@ class _Machine:
             at = self._at
             code = content[at]
             self._at = at + 1
-            if code == _MEMOIZE:  # these three are two thirds of a large pickle
+            if code == _MEMOIZE:  # these three opcodes are two thirds of a large pickle
                 memo[len(memo)] = self._stack[-1]
             elif code == _GET:
                 self._stack.append(memo[content[at + 1]])
@@ -198,7 +198,7 @@ class _Machine:
         if not isinstance(target, dict) or len(items) % 2:
             raise _RefusedError("its pickle sets keys of something that is not a dict")
         for key in items[::2]:
-            if not isinstance(key, str | int | float | Made | None):  # hashing a tuple of tuples may never end
+            if not isinstance(key, str | int | float | Made | None):  # hashing nested tuples may never end
                 raise _RefusedError(f"its pickle has a {type(key).__name__} as a key")
         target.update(zip(items[::2], items[1::2], strict=True))
 
@@ -207,7 +207,7 @@ class _Machine:
     def put(self, length_bytes: int) -> None:
         self._memo[self._number(length_bytes)] = self._stack[-1]
 
-    # -- what would be objects --------------------------------------------------------------------------
+    # -- objects ----------------------------------------------------------------------------------------
 
     def name(self) -> None:
         module = self._line()
@@ -262,7 +262,7 @@ _KNOWN: dict[int, Callable[[_Machine], None]] = {
     ord("C"): lambda it: it.bytes(1),
     ord("B"): lambda it: it.bytes(4),
     0x8E: lambda it: it.bytes(8),
-    0x96: lambda it: it.bytes(8),  # of a bytearray
+    0x96: lambda it: it.bytes(8),  # a bytearray
     ord("("): _Machine.mark,
     ord(")"): lambda it: it.push(()),
     0x85: lambda it: it.tuple(1),

@@ -1,6 +1,6 @@
-"""Checkpoints of shardwise, whole tensors at a time, without an engine and without ranks.
+"""Reads and writes checkpoints of shardwise as whole tensors, without an engine or ranks.
 
-The only module here that knows how `checkpoint/` lays its files out.
+The only module here that knows the file layout of `checkpoint/`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 Tick = Callable[[Spec], None]
 FORM = "shardwise"
 HUGGING_FACE = "huggingface"
-"""A folder in a run: what a model from Hugging Face came with, for the way back."""
+"""A folder in a run with the other files of a Hugging Face model, for converting back."""
 
 
 def is_ours(path: Path) -> bool:
@@ -73,31 +73,31 @@ def open_ours(path: Path) -> Source:
 
 
 def _kept(folder: Path) -> tuple[Path, ...]:
-    """Regular files, which go along when the checkpoint is converted; a link may lead anywhere."""
+    """Regular files to copy when the checkpoint is converted; links are skipped, because they may lead anywhere."""
     found = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
     return tuple(path for path in found if path.is_file() and not path.is_symlink())
 
 
 def _specs(index: Index) -> Iterator[Spec]:
-    """Of every tensor one, however many chunks it has; what ranks remember for themselves is not one."""
+    """One spec per tensor, however many chunks it has; the ranks' own memories are not tensors."""
     firsts: dict[tuple[str, str], Chunk] = {}
     for chunk in index.chunks:
         if chunk.kind in (PARAM, BUFFER) or chunk.kind.startswith(STATE):
             firsts.setdefault((chunk.kind, chunk.name), chunk)
     for (kind, name), chunk in firsts.items():
         shape = index.shapes[name] if chunk.shape is None else chunk.shape
-        plain = firsts[PARAM, name] if chunk.is_narrow else chunk  # other formats know nothing of narrow states
+        plain = firsts[PARAM, name] if chunk.is_narrow else chunk  # other formats have no narrow states
         yield Spec(kind, name, tuple(shape), dtype_of(plain.dtype))
 
 
 def _read(reader: Reader, spec: Spec) -> Tensor:
-    """Each byte is compared with its checksum on the way. Files are open no longer than that."""
+    """Read a tensor, comparing each byte with its checksum. Files are only open meanwhile."""
     with reader:
         whole = reader.whole(spec.kind, spec.name)
         if whole is not None:
             return reader.tensor(whole)
         reads = reader.reads(spec.kind, spec.name, Span(0, spec.numel))
-        for read in reads:  # that the files are as large as the index says, before memory is asked for
+        for read in reads:  # check file sizes before memory is allocated
             reader.check_file(reader.file_of(read))
         out = torch.empty(spec.numel, dtype=spec.dtype)
         for read in reads:
@@ -106,9 +106,9 @@ def _read(reader: Reader, spec: Spec) -> Tensor:
 
 
 def _check(reader: Reader) -> Iterator[str]:
-    """A sentence for each file that is not the one that was written, and for each rank whose memories cannot be read.
+    """An error for each file that was changed since it was written, and for each rank whose memories cannot be read.
 
-    Bytes of tensors are checked as they are read.
+    Bytes of tensors are checked when they are read.
     """
     damaged = set()
     for file in reader.index.files:
@@ -128,7 +128,7 @@ def _check(reader: Reader) -> Iterator[str]:
 
 
 def shards_of(source: Source, max_bytes: int) -> dict[str, list[Spec]]:
-    """What goes into which file, in the shapes that it has there: flat, so that a rank can read a range of it."""
+    """The tensors of each file, in their shapes there: flat, so that a rank can read a range."""
     laid = [replace(spec, shape=(spec.numel,)) for spec in source.specs]
     return {f"part-{number:05d}.safetensors": run for number, run in enumerate(split_by_size(laid, max_bytes))}
 
@@ -138,7 +138,7 @@ def checkpoint_name(source: Source) -> str:
 
 
 def write_ours(source: Source, run: Path, max_bytes: int, tick: Tick) -> None:
-    """A run folder with one checkpoint in it, in as many files as `max_bytes` asks for."""
+    """Write a run folder with one checkpoint, in files of at most `max_bytes`."""
     folder = run / checkpoint_name(source)
     folder.mkdir()
     originals = {spec.key: spec for spec in source.specs}
@@ -153,7 +153,7 @@ def write_ours(source: Source, run: Path, max_bytes: int, tick: Tick) -> None:
                 tick(spec)
         files.append(_file(folder / name))
     (folder / INDEX).write_text(_index(source, shapes, files, chunks).to_json())
-    read_index(folder)  # what could not be resumed from is not to be left behind
+    read_index(folder)  # raises if the result could not be resumed from
     (run / LATEST).write_text(folder.name)
     if source.kept:
         (run / HUGGING_FACE).mkdir()
@@ -182,8 +182,8 @@ def _chunk(file: str, spec: Spec, shapes: dict[str, tuple[int, ...]], offset: in
 
 
 def _stays_whole(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether it is a state that is not made of its parameter's elements. Some are numbers even for a parameter that is
-    a single number too."""
+    """Whether it is a state that is not made of its parameter's elements. Scalar states are such even for a parameter
+    with a single element."""
     is_scalar = spec.kind.removeprefix(STATE) in SCALAR_STATES
     return spec.is_state and (is_scalar or spec.shape != shapes[spec.name])
 

@@ -1,4 +1,4 @@
-"""What others pickled, as far as it is plain data."""
+"""Plain data from foreign pickles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_DEPTH, MAX_ITEMS = 32, 10**6
 
 
 def as_plain(value: Any) -> Any:
-    """`value` as JSON can hold it; raises `TypeError` for what it cannot, or what would be too much of it."""
+    """`value` as JSON data. Raises `TypeError` if JSON cannot hold it, or if it is too large."""
     return _plain(value, MAX_DEPTH, [MAX_ITEMS])
 
 
@@ -31,7 +31,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
 
 
 def plain_items(values: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Those of `values` that JSON can hold, and the names of the others."""
+    """The items of `values` that JSON can hold, and the names of the others."""
     plain: dict[str, Any] = {}
     others: list[str] = []
     for key, value in values.items():

@@ -1,6 +1,6 @@
-"""What any checkpoint is to us, whoever wrote it: tensors that can be read one at a time, and what is known of them.
+"""A checkpoint of any format: tensors that can be read one at a time, and their metadata.
 
-A reader of a format makes a `Source`, a writer takes one; so readers and writers do not know each other.
+Readers of a format make a `Source` and writers take one, so they do not depend on each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARAM, BUFFER, STATE = "param", "buffer", "state."
 class Spec:
     """A tensor of a source: `kind` is `param`, `buffer` or `state.KEY` of the optimizer; `name` is the parameter's.
 
-    A format that does not tell buffers from parameters calls both `param`.
+    If a format does not distinguish buffers from parameters, both are `param`.
     """
 
     kind: str
@@ -58,14 +58,13 @@ class StoredFile:
 class Source:
     """A checkpoint that is open for reading.
 
-    `read` returns the whole tensor of a spec, on the CPU, in the spec's shape and dtype, and raises
-    `CheckpointError` if it is not there as promised. `groups` are the optimizer's parameter groups: hyper-parameters,
-    and under `params` names, if they are known. `ties` maps further names of a parameter to the one in `specs`.
-    `numbers` are states of the optimizer that are no tensors, by parameter and key. `user` is what the training script
-    kept, `engine` what our engine did (a loss scale), `facts` what the format says besides, for people. `optimizer` is
-    the name of its class, if the format says it. `left_out` has
-    sentences about what is in the folder and not in here. `kept` are files to go along: a model's
-    configuration, a tokenizer. `check` compares with checksums, where the format has any.
+    `read` returns the whole tensor of a spec, on the CPU, in the spec's shape and dtype, and raises `CheckpointError`
+    if that is impossible. `groups` are the optimizer's parameter groups: hyper-parameters, and names under `params` if
+    known. `ties` maps other names of a parameter to the one in `specs`. `numbers` are optimizer states that are not
+    tensors, by parameter and key. `user` is the training script's data, `engine` our engine's (a loss scale), and
+    `facts` other information of the format for people. `optimizer` is the name of its class, if known. `left_out` lists
+    content of the folder that is not in the source. `kept` are files to copy along: a model's configuration, a
+    tokenizer. `check` compares checksums, if the format has any.
     """
 
     form: str
@@ -96,12 +95,12 @@ class Source:
         return tuple(spec for spec in self.specs if spec.is_state)
 
     def without_optimizer(self) -> Source:
-        """The weights alone, as the first step of a new run."""
+        """Only the weights, as the first step of a new run."""
         nothing: dict[str, Any] = {"groups": [], "numbers": {}, "user": {}, "engine": {}, "optimizer": ""}
         return replace(self, specs=self.weights, step=0, num_steps=0, **nothing)
 
 
 def stored_files(folder: Path) -> tuple[StoredFile, ...]:
-    """Every file below `folder`, in order of name."""
+    """Every file below `folder`, sorted by name."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return tuple(StoredFile(str(path.relative_to(folder)), path.stat().st_size) for path in found)

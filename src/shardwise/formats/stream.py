@@ -1,7 +1,7 @@
-"""Safetensors files written tensor by tensor, so that a file may be larger than memory.
+"""Writes safetensors files tensor by tensor, so that a file may be larger than memory.
 
-The format (https://github.com/huggingface/safetensors#format): eight bytes that say how long the head is, the head as
-JSON, and the bytes of the tensors without gaps. Where each one begins is known before the first is written.
+The format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, the header as
+JSON, and the bytes of the tensors without gaps. All offsets are known before the first tensor is written.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:
-    """One file under way. Use it in a `with`; leaving it without an error demands that every tensor has come.
+    """One file being written. Use it in a `with`; the end of the context raises unless every tensor was written.
 
-    `tensors` maps keys to specs, whose shapes and dtypes are those of the file. They may come in any order.
+    `tensors` maps keys to specs with the shapes and dtypes of the file. They may be written in any order.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
@@ -44,7 +44,7 @@ class SafetensorsFile:
         return self._start + self._offsets[key]
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Put `tensor` where the head says; it must have the shape and dtype that were announced."""
+        """Write `tensor` at its offset; it must have the shape and dtype of its spec."""
         spec = self._missing.pop(key)
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise CheckpointError(
@@ -69,7 +69,7 @@ class SafetensorsFile:
 
 
 def _offsets(tensors: Mapping[str, Spec]) -> dict[str, int]:
-    """Wide dtypes first, so that each tensor begins at a multiple of its element's size."""
+    """Wide dtypes first, so that each tensor begins at a multiple of its element size."""
     offsets, end = {}, 0
     for key, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         offsets[key] = end
@@ -90,7 +90,7 @@ def _head(tensors: Mapping[str, Spec], offsets: Mapping[str, int], metadata: Map
 
 
 def split_by_size(specs: Sequence[Spec], max_bytes: int) -> list[list[Spec]]:
-    """`specs` in their order, in runs of at most `max_bytes`; a larger tensor has a run of its own."""
+    """`specs` in order, in runs of at most `max_bytes`; a larger tensor is a run of its own."""
     runs: list[list[Spec]] = []
     room = 0
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Dicts of foreign files, whose items are asked for with the type that they must have."""
+"""Dicts of foreign files, with checks of the types of their items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Table:
-    """A dict in the file `where`. Whatever is missing in it or of another type is a `CheckpointError` that says so."""
+    """A dict in the file `where`. Missing items and items of another type raise `CheckpointError`."""
 
     values: Mapping[Any, Any]
     where: str
@@ -35,16 +35,16 @@ class Table:
         return Table(self.get(key, dict), self.where)
 
     def table_or_empty(self, key: Any) -> Table:
-        """What is under `key`, or nothing if that is missing or `None`."""
+        """The dict under `key`; empty if it is missing or `None`."""
         return self.table(key) if key in self else Table({}, self.where)
 
     def tensors(self, key: Any) -> dict[str, Tensor]:
-        """Names and tensors under `key`, and what else is there left out; empty if nothing is."""
+        """Names and tensors under `key`, without its other entries; empty if it is missing."""
         items = self.table_or_empty(key).values.items()
         return {name: one for name, one in items if isinstance(name, str) and isinstance(one, Tensor)}
 
     def count(self, key: Any) -> int:
-        """A number that cannot be negative."""
+        """A number that is not negative."""
         number = self.get(key, int)
         if isinstance(number, bool) or number < 0:
             raise CheckpointError(f"{self.where} is damaged: its {key} is {number}.")
@@ -58,12 +58,12 @@ class Table:
         return [expected(item, kind, self.where, f"an item of {key}") for item in listed or ()]
 
     def names(self, key: Any) -> list[str]:
-        """The text in the list under `key`; empty if that is missing."""
+        """The texts in the list under `key`; empty if it is missing."""
         return self.each(key, str) if key in self else []
 
 
 def expected(value: Any, kind: type[Kind], where: str, what: str) -> Kind:
-    """`value`, if it is a `kind`; else a `CheckpointError`."""
+    """`value`, if it is a `kind`; else raises `CheckpointError`."""
     if value is None:
         raise CheckpointError(f"{where} is damaged, or was written by another program: {what} is missing.")
     if not isinstance(value, kind):
@@ -75,7 +75,7 @@ def expected(value: Any, kind: type[Kind], where: str, what: str) -> Kind:
 
 
 def at(items: list[Kind], index: int, where: str, what: str) -> Kind:
-    """`items[index]`, if there is one."""
+    """`items[index]`, if it exists; else raises `CheckpointError`."""
     if not 0 <= index < len(items):
         raise CheckpointError(f"{where} is damaged: it has {len(items)} {what}, and number {index} is needed.")
     return items[index]

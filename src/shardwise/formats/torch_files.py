@@ -1,8 +1,8 @@
-"""Files of `torch.save`, read as data: tensors, numbers and containers, and `Made` for whatever else they describe.
+"""Reads files of `torch.save` as data: tensors, numbers and containers, and `Made` for everything else.
 
-A file is a zip archive with `data.pkl`, and in it for each storage one uncompressed entry `data/KEY`; before
-torch 1.6 it was a row of pickles with the storages behind them. Tensors are views of the mapped file, so only the pages
-that are used are read. See [Note: inert pickles] in `formats/opcodes.py` for why this is not torch's own loader.
+A file is a zip archive with `data.pkl` and one uncompressed entry `data/KEY` per storage; before torch 1.6 it was a
+sequence of pickles followed by the storages. Tensors are views of the mapped file, so only the pages that are used are
+read. See [Note: inert pickles] in `formats/opcodes.py` for why torch's own loader is not used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 MAX_DEPTH = 64
 MAX_PICKLE_BYTES = 2**29
 MAX_EXPANDED = 2**24
-"""Elements of a tensor that has more of them than its storage, because some are there several times."""
+"""The most elements of a tensor with more elements than its storage, in which some repeat."""
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 LOCAL_HEAD_BYTES, LOCAL_SIGNATURE = 30, b"PK\x03\x04"
 
@@ -51,7 +51,7 @@ DTYPES = {f"torch.{name}": one for name, one in vars(torch).items() if isinstanc
 
 
 def load_file(path: Path) -> Any:
-    """The object in the `torch.save` file `path`, on the CPU, its tensors left on disk until they are used."""
+    """The object in the `torch.save` file `path`, on the CPU; its tensors stay on disk until they are used."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
@@ -64,7 +64,7 @@ def load_file(path: Path) -> Any:
 
 
 def load_bytes(content: bytearray, where: str) -> Any:
-    """The object that `torch.save` made `content` of. `where` names it for errors. Tensors are views of `content`."""
+    """The object that `torch.save` wrote to `content`. `where` names it in errors. Tensors are views of `content`."""
     if not content:
         raise CheckpointError(f"{where} is empty; it was not written completely.")
     return _load_archive(io.BytesIO(content), torch.frombuffer(content, dtype=torch.uint8), where)
@@ -98,7 +98,7 @@ def _load_archive(file: BinaryIO, raw: Tensor, where: str) -> Any:
 def _entries(file: BinaryIO, where: str) -> dict[str, zipfile.ZipInfo]:
     try:
         listed = zipfile.ZipFile(file).infolist()
-    except (  # what zipfile raises for archives that are damaged, cut, or made by hand
+    except (  # errors of zipfile for damaged, truncated or forged archives
         *(zipfile.BadZipFile, NotImplementedError, OSError, EOFError, ValueError, OverflowError),
         *(IndexError, struct.error),
     ) as error:
@@ -110,7 +110,7 @@ def _entries(file: BinaryIO, where: str) -> dict[str, zipfile.ZipInfo]:
 
 
 def _content(raw: Tensor, entry: zipfile.ZipInfo, where: str) -> Tensor:
-    """The bytes of an entry, where they lie in the archive."""
+    """The bytes of an entry, in place in the archive."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
         raise CheckpointError(f"{where} has compressed or encrypted entries, which torch does not write.")
     at = entry.header_offset
@@ -125,7 +125,7 @@ def _content(raw: Tensor, entry: zipfile.ZipInfo, where: str) -> Tensor:
 
 
 def _load_legacy(content: mmap.mmap, raw: Tensor, where: str) -> Any:
-    """As torch wrote before 1.6: magic number, protocol, machine, object, keys of storages; then their bytes."""
+    """The format before torch 1.6: magic number, protocol, machine, object, keys of storages; then their bytes."""
     at, found = 0, []
     for number in range(5):
         value, at = read_pickle(content, where, at)
@@ -160,16 +160,16 @@ def _note(sizes: dict[str, int], key: str, num_bytes: int) -> None:
 
 
 class _Reviver:
-    """Makes tensors, sizes and dtypes of what describes them, and leaves all else as it is. Each part is done once.
+    """Builds tensors, sizes and dtypes from their descriptions, and keeps everything else. Each part is done once.
 
-    `storage` gives the bytes of a storage by its key, or nothing: then its tensors are left out.
+    `storage` returns the bytes of a storage by its key, or None to leave its tensors out.
     """
 
     def __init__(self, storage: Callable[[str, int], Tensor | None], where: str) -> None:
         self._storage = storage
         self._where = where
         self._done: dict[int, Any] = {}
-        self._kept: list[Any] = []  # ids are those of objects that live
+        self._kept: list[Any] = []  # keeps objects alive, so that their ids stay valid
 
     def revive(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, Name):

@@ -1,4 +1,4 @@
-"""First values: models built without memory, models on the meta device, weights in files."""
+"""Initial values: deferred models, models on the meta device, weights in files."""
 
 from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.deferred import is_deferred

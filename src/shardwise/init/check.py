@@ -1,4 +1,4 @@
-"""Models that can be sharded, and are the same on all ranks."""
+"""Checks that a model can be sharded, and that it is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _MOST_SHOWN = 4
 
 
 def check_model(model: nn.Module) -> torch.device:
-    """The one device of all parameters, which may be the meta device, or a sentence about what is in the way."""
+    """The one device of all parameters, possibly the meta device. Raises `ModelError` if the model cannot be
+    sharded."""
     _refuse_scripts(model)
     _refuse_lazy(model)
     by_device: dict[torch.device, str] = {}
@@ -74,8 +75,8 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def check_same_everywhere(model: nn.Module, data_group: DataGroup) -> None:
-    """Raise on every rank, naming the first difference, unless all of its data-parallel group built the same
-    parameters. All ranks call."""
+    """Raise on every rank, naming the first difference, unless all ranks of the data-parallel group built the same
+    parameters. All ranks must call."""
     mine = [
         [name, list(param.shape), str(param.dtype), param.requires_grad] for name, param in model.named_parameters()
     ]
@@ -91,9 +92,9 @@ def check_same_everywhere(model: nn.Module, data_group: DataGroup) -> None:
 
 
 def check_same_settings(settings: Mapping[str, object], kind: str, world: World) -> None:
-    """Raise `ConfigError` on every rank, naming what differs, unless all have the same `settings`. All ranks call.
+    """Raise `ConfigError` on every rank, naming what differs, unless all have the same `settings`. All ranks must call.
 
-    `kind` is whose settings they are, such as "plan"; values are anything that JSON can hold.
+    `kind` names the settings, such as "plan"; values are anything that JSON can hold.
     """
     messages = world.exchange(json.dumps(settings, default=repr).encode(), kind)
     odd = next((rank for rank, message in enumerate(messages) if message != messages[0]), None)

@@ -1,7 +1,7 @@
 """Weights that transformers renames, stacks or splits while it loads them: Mixtral's experts, the layers of ViT.
 
-Since its version 5 the library has a list of such conversions for each model (`transformers.conversion_mapping`), by
-which `from_pretrained` reads and `save_pretrained` writes. The same list is applied here, to one parameter at a time.
+Since version 5 the library has a list of such conversions for each model (`transformers.conversion_mapping`), which
+`from_pretrained` and `save_pretrained` use. The same list is applied here, to one parameter at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwise.init.heads import Stored
 
 Tensor = torch.Tensor
 FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError)
-"""What the library's operations raise where the tensors of a file are not those that they expect."""
+"""Errors of the library's operations on tensors that they do not expect."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tensors of the files become one or several of the model: an operation of the transformers library.
+    """How tensors of the files become one or several tensors of the model, by an operation of transformers.
 
-    `sources` are what it takes, in its order: the pattern of a name, and a tensor of that name.
+    `sources` are its inputs in order: the pattern of a name, and the name of a tensor that matches it.
     """
 
     target: str
@@ -36,7 +36,7 @@ class Recipe:
     sources: tuple[tuple[str, str], ...]
 
     def shapes(self, model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
-        """What comes of it, by names of the model; empty if the operation does not fit these tensors."""
+        """Shapes of the results, by names of the model; empty if the operation does not fit these tensors."""
         metas = {
             name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for _, name in self.sources
         }
@@ -46,7 +46,7 @@ class Recipe:
             return {}
 
     def make(self, model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """The tensors themselves, by names of the model."""
+        """The resulting tensors, by names of the model."""
         whole = {name: tensors[name].read().view(tensors[name].shape) for _, name in self.sources}
         try:
             return self._run(model, whole)
@@ -63,16 +63,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Conversions:
-    """For names of the model, names in the files; and recipes for what is made of several of them or of parts."""
+    """For names of the model, names in the files; and recipes for tensors that are made of several or of parts."""
 
     renamed: dict[str, str]
     recipes: tuple[Recipe, ...]
 
 
 def conversions_of(model: nn.Module, stored: Sequence[str], known: set[str]) -> Conversions | None:
-    """What transformers would do with tensors of the names `stored`; `None` if it has nothing to say on this model.
+    """The conversions that transformers would apply to tensors with the names `stored`; `None` if it has none.
 
-    As in its `convert_and_load_state_dict_in_model`.
+    Follows its `convert_and_load_state_dict_in_model`.
     """
     if not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
         return None
@@ -81,7 +81,7 @@ def conversions_of(model: nn.Module, stored: Sequence[str], known: set[str]) -> 
         loading: Any = importlib.import_module("transformers.core_model_loading")
         transforms = mapping.get_model_conversion_mapping(model)
         rename = loading.rename_source_key
-    except (ImportError, AttributeError):  # before version 5 there was no such list
+    except (ImportError, AttributeError):  # versions before 5 have no such list
         return None
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
@@ -102,5 +102,5 @@ def conversions_of(model: nn.Module, stored: Sequence[str], known: set[str]) -> 
 
 
 def _natural(name: str) -> list[tuple[int, str | int]]:
-    """Expert 10 is behind expert 9."""
+    """A sort key that puts expert 10 after expert 9."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"\.", name)]

@@ -1,4 +1,4 @@
-"""A parameter whose values are still to be made: it may be looked at from outside, and not computed with."""
+"""Parameters without values yet: their metadata can be read, but they refuse to be computed with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HARMLESS = {
 
 
 class Deferred(nn.Parameter):
-    """What `deferred_init` leaves of a parameter, until `shard` makes it an `nn.Parameter` again, the same object."""
+    """A parameter from `deferred_init`, until `shard` turns the same object into an `nn.Parameter` again."""
 
     @classmethod
     def __torch_function__(
@@ -39,12 +39,12 @@ class Deferred(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"Parameter {list(self.shape)} {self.dtype}, deferred"
 
 
 def defer(param: Tensor) -> None:
-    """From here on `param`, the same object, refuses to be computed with."""
+    """Make `param`, the same object, refuse to be computed with."""
     param.__class__ = Deferred
 
 
@@ -53,7 +53,7 @@ def undefer(param: Tensor) -> None:
 
 
 def is_deferred(param: Tensor) -> bool:
-    """Whether the values of `param` are still to be made."""
+    """Whether `param` has no values yet."""
     return isinstance(param, Deferred)
 
 

@@ -1,7 +1,7 @@
-"""Weights in safetensors files: each rank reads the bytes of the elements that it keeps, and no others.
+"""Weights in safetensors files: each rank reads only the bytes of the elements that it keeps.
 
-A tensor is contiguous in its file: elements `a` to `b` of one are the bytes `a * itemsize` to `b * itemsize` of its
-range. Reading them with `pread` into place needs no mapping, whose pages would count as this process's memory.
+A tensor is contiguous in its file: elements `a` to `b` are the bytes `a * itemsize` to `b * itemsize` of its range.
+They are read in place with `pread` and not mapped, because mapped pages would count as this process's memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WeightFiles:
-    """The tensors of one safetensors file, of several, or of a folder as `save_pretrained` writes it; headers only.
+    """The tensors of one safetensors file, of several, or of a folder as `save_pretrained` writes it; reads headers
+    only.
 
     Raises `CheckpointError` for files that are missing, damaged, or of another format.
     """
@@ -48,7 +49,7 @@ class WeightFiles:
 
 
 def _files(place: Path) -> dict[Path, list[str]]:
-    """The safetensors files that `place` names, and what an index says that each has."""
+    """The safetensors files at `place`, and the tensors that an index lists for each."""
     if place.is_dir():
         return _in_folder(place)
     if not place.exists():
@@ -74,7 +75,7 @@ def _in_folder(place: Path) -> dict[Path, list[str]]:
 
 
 def read_index(index: Path) -> dict[Path, list[str]]:
-    """The files that an index of Hugging Face names, in order of their names, and the tensors that each is to have."""
+    """The files that a Hugging Face index names, sorted, each with the tensors listed for it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} is not an index of weights: it has no weight_map of tensors to files.")
@@ -99,7 +100,7 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def some(names: Iterable[str], limit: int = 5) -> str:
-    """The first few of many names, in words."""
+    """The first few of many names, as text."""
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more

@@ -1,9 +1,9 @@
-"""The first values: where each rank finds those that it keeps, and how they come to where the table says.
+"""Initial values: where each rank gets the ones that it keeps, and how they are placed according to the table.
 
-Sources, by name: weights in files; a history to replay (a deferred model, or one from the meta device whose
-initialisers were recorded); or the model's own tensors. If all ranks would make the same values, each makes its own
-and nothing is sent. Otherwise those of the first rank (of those who list the same parameters) are broadcast, a unit at
-a time. Values are always those of the unsplit model: where a model axis cuts a parameter, each rank keeps its part.
+Sources, by name: weights in files; a recorded history (of a deferred model, or of a meta model whose initialisers were
+recorded); or the model's own tensors. If all ranks would compute the same values, each computes its own and nothing is
+sent. Otherwise the first rank's values (the first of those with the same parameters) are broadcast, one unit at a time.
+Values are always those of the unsplit model: if a model axis cuts a parameter, each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the caller of `shard` said about first values."""
+    """The arguments of `shard` about initial values."""
 
     device: torch.device | None = None
     weights: Path | None = None
@@ -44,10 +44,10 @@ class Wishes:
 
 
 class FirstValues:
-    """The first values of one model on this rank: found when this is made, and put in place by `settle`."""
+    """The initial values of one model on this rank: found by the constructor, put in place by `settle`."""
 
     def __init__(self, model: nn.Module, wishes: Wishes, world: World, data_group: DataGroup) -> None:
-        """All ranks call. Raises on all of them, before anything is changed, if the files are of another model."""
+        """All ranks must call. Raises on all of them, before anything is changed, if the files are of another model."""
         self._model = model
         self._data_group = data_group
         self._wishes = wishes
@@ -63,12 +63,12 @@ class FirstValues:
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 
     def give_to_stages(self, world: World) -> None:
-        """Before ranks let go of the stages of a pipeline that they have not got: rank 0's values to all of the world.
+        """Send rank 0's values to all ranks, before they drop the pipeline stages of others.
 
-        Raises `ModelError` if ranks would make others of a model that has no values yet. All ranks call.
+        Raises `ModelError` if ranks would compute different values for a model without values. All ranks must call.
         """
         if self._is_meta or self._is_deferred or self._match is not None:
-            self._begin()  # while the model is whole: initialisers draw one after the other
+            self._begin()  # while the model is whole, because its initialisers draw in sequence
             if len(set(world.exchange(self._digest(), "first values"))) > 1:
                 raise ModelError(
                     "The ranks would make different first values, and with pipeline stages none of them makes all. "
@@ -85,10 +85,10 @@ class FirstValues:
                     copy_into(values, sent.view(values.shape))
 
     def settle(self, units: Sequence[Unit]) -> None:
-        """Put first values where the table says, and make parameters views of flat memory. All ranks call.
+        """Put initial values in place, and make parameters views of flat memory. All ranks must call.
 
-        Each flat buffer is filled before the next is begun: besides what it keeps, a rank has at most one parameter
-        that is being made or read, or one unit where rank 0's values are broadcast.
+        Flat buffers are filled one at a time: beside what it keeps, a rank has at most one parameter that is being
+        computed or read, or one unit if rank 0's values are broadcast.
         """
         self._begin()
         alone = self._can_settle_alone()
@@ -116,15 +116,15 @@ class FirstValues:
                 undefer(param)
 
     def _can_settle_alone(self) -> bool:
-        """Whether every rank of the group would make the same values by itself. All ranks call."""
+        """Whether every rank of the group would compute the same values by itself. All ranks must call."""
         if self._data_group.size == 1:
             return True
         if not self._is_meta and not self._is_deferred and self._match is None:
-            return False  # to compare whole models would cost more than to send one
+            return False  # comparing whole models would cost more than sending one
         return len(set(self._data_group.exchange(self._digest(), "first values"))) == 1
 
     def _digest(self) -> bytes:
-        """Equal where the same values would be made."""
+        """Equal on ranks that would compute the same values."""
         left = [param for name, param in self._model.named_parameters() if not self._is_stored(name)]
         digest = hashlib.sha256(digest_of(origin for param in left if (origin := origin_of(param)) is not None))
         for param in left:
@@ -158,7 +158,7 @@ class FirstValues:
         flat.settle(whole)
 
     def _part_of_first(self, flat: Flat, index: int) -> Tensor:
-        """This rank's part of the first one's values. All ranks call."""
+        """This rank's part of the first rank's values. All ranks must call."""
         slot, param = flat.slots[index], flat.params[index]
         if self._data_group.is_first:
             whole = self._values(slot.name, param, Span(0, param.numel())).to(flat.device, flat.kept_dtype, copy=True)
@@ -170,7 +170,7 @@ class FirstValues:
     # -- the rest ---------------------------------------------------------------------------------------
 
     def _settle_others(self, settled: set[nn.Parameter]) -> None:
-        """Parameters that lie in no flat buffer, because they are not of a floating dtype: whole on every rank."""
+        """Place parameters outside of flat buffers, which are not floating-point: whole on every rank."""
         for name, param in self._model.named_parameters():
             if param not in settled:
                 param.data = self._whole(name, param)
@@ -188,10 +188,10 @@ class FirstValues:
                 module._buffers[short] = moved[buffer]
 
     def _settled_buffer(self, name: str, buffer: Tensor) -> Tensor:
-        """The buffer itself with its values, on the device of the model."""
+        """The buffer with its values, on the device of the model."""
         if not is_dense(buffer):
             raise ModelError(
-                f"The buffer {name} is sparse or quantized, and such values cannot be given to all ranks. Make it a "
+                f"The buffer {name} is sparse or quantized, and such values cannot be sent to all ranks. Make it a "
                 "dense tensor, or a plain attribute of its module, which each rank has for itself."
             )
         if self._is_stored(name) or origin_of(buffer) is not None:
@@ -220,7 +220,7 @@ class FirstValues:
         if (part := read_part(tensor, origin, span)) is not None:
             return part
         if self._replayed is None or self._replayed[0] is not origin:
-            self._replayed = None  # the one before goes first
+            self._replayed = None  # free the previous one first
             self._replayed = origin, replay([origin])[origin]
         return Ref.to(tensor, origin).on(self._replayed[1]).reshape(-1)[span.start : span.stop]
 
@@ -234,7 +234,7 @@ class FirstValues:
 
 
 def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
-    """The model's names in the files of `weights`; if one rank cannot find them, all raise what the first one says."""
+    """Match the model with the files of `weights`; if any rank fails, all raise the first error."""
     if wishes.weights is None:
         return None
     found, refusal = None, ""
@@ -252,9 +252,9 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
 
 
 def _collected(flat: Flat, values: Callable[[int], Tensor] | None) -> Tensor:
-    """The parameters' first values in one buffer, in the dtype in which the optimizer keeps them.
+    """Initial values of the parameters in one buffer, in the dtype in which the optimizer keeps them.
 
-    `values(index)` is one parameter, flat; without it the buffer is there and zero, to be received into.
+    `values(index)` is one parameter, flat; without it the buffer is zero, ready to be received into.
     """
     whole = torch.zeros(flat.spec.numel, dtype=flat.kept_dtype, device=flat.device)
     if values is not None:

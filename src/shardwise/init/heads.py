@@ -1,4 +1,4 @@
-"""The head of a safetensors file: which tensor lies where, held to all that the format promises.
+"""Headers of safetensors files: which tensor lies where, with all guarantees of the format checked.
 
 The format (https://huggingface.co/docs/safetensors) is eight bytes of length, a JSON object, and the tensors, each
 contiguous, without holes or overlaps, to the end of the file.
@@ -44,7 +44,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: its file, its first byte there, and what the bytes are."""
+    """Where a tensor lies in a file: the path, its first byte, shape and dtype."""
 
     path: Path
     start: int
@@ -60,7 +60,7 @@ class Stored:
         return self.numel * self.dtype.itemsize
 
     def read(self, span: Span | None = None) -> torch.Tensor:
-        """Elements `span` (or all of them), flat, on the CPU; `CheckpointError` if they are not there any more."""
+        """Elements `span` (or all), flat, on the CPU. Raises `CheckpointError` if the file is too short by now."""
         span = span or Span(0, self.numel)
         start = self.start + span.start * self.dtype.itemsize
         with open_regular(self.path) as file:
@@ -74,7 +74,7 @@ class Stored:
 
 
 def read_head(path: Path) -> dict[str, Stored]:
-    """The tensors of `path`, by name. Raises `CheckpointError` for any file that is not as the format says."""
+    """The tensors of `path`, by name. Raises `CheckpointError` for any file that violates the format."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(read_exactly(file, 0, min(size, 8), path), "little")

@@ -1,7 +1,7 @@
-"""Weights in files as a part of histories: what is built inside `deferred_init` gets its values from there.
+"""Weights in files as a part of recorded histories, so that deferred tensors can take their values from there.
 
-A tensor that is loaded so has been written to by an operation that reads it. So it may be renamed, wrapped, tied or
-computed with before `shard`, as any other that was built there, and whoever makes its values reads them.
+Loading a tensor is recorded as an operation that writes to it. So like any deferred tensor it may be renamed, wrapped,
+tied or computed with before `shard`, and whoever replays its history reads the file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Files = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Names of the model whose values are in the files, names that the files lack, and names in the files without a
-    place in the model."""
+    """Names of the model whose values are in the files, names that the files lack, and names in the files that the
+    model lacks."""
 
     names: tuple[str, ...]
     missing: tuple[str, ...]
@@ -35,30 +35,30 @@ class Loaded:
 
 
 class Building:
-    """What `deferred_init` gives for as long as something is built inside."""
+    """The object that `with deferred_init()` returns."""
 
     def __init__(self, next_number: Callable[[], int]) -> None:
         self._next_number = next_number
         self._is_open = True
         self._buffers: list[tuple[_Read, Tensor]] = []
-        """To be filled when operations are carried out again."""
+        """Buffers with values that are filled when the context ends."""
 
     def close(self) -> None:
-        """The `with` is left."""
+        """End the context."""
         self._is_open = False
         for read, buffer in self._buffers:
             read(buffer)
 
     def load(self, model: nn.Module, weights: Files, *, strict: bool = True) -> Loaded:
-        """Let parameters and buffers of `model`, which was built inside, have the values in safetensors files.
+        """Give parameters and buffers of `model`, which was built inside, the values in safetensors files.
 
-        `weights` is a file, a list of files, or a folder as `save_pretrained` writes it. Their headers are read now,
-        and the values by `shard`: of a parameter that is not changed afterwards the elements that a rank keeps, of
-        others the whole tensor, one at a time. Without `strict` the files may have more or fewer tensors. No rank waits
-        for another.
+        `weights` is a file, a list of files, or a folder as `save_pretrained` writes it. Headers are read now, values
+        by `shard`: of a parameter that is not changed afterwards only the elements that a rank keeps, of others the
+        whole tensor, one at a time. Without `strict` the files may have more or fewer tensors. Any rank may call; there
+        is no communication.
 
         Raises `ModelError` for weights of another model, `CheckpointError` for files that cannot be read, and
-        `StateError` outside of the `with`.
+        `StateError` outside of the context.
         """
         if not self._is_open:
             raise StateError("load() was called after `with deferred_init()` was left. Call it inside.")
@@ -76,7 +76,7 @@ class Building:
         for name, origin in origins.items():
             if origin is not None:
                 self._write(found, name, Ref.to(tensors[name], origin))
-            else:  # a buffer that was made of numbers, as a counter is
+            else:  # a buffer made from Python numbers, such as a counter
                 self._buffers.append((_Read(found, name), tensors[name]))
         return Loaded(tuple(found), tuple(found.missing), tuple(found.unexpected))
 
@@ -92,7 +92,7 @@ class Building:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """An operation that fills a tensor with one from files."""
+    """A recorded operation that fills a tensor from files."""
 
     found: Match
     name: str
@@ -105,7 +105,7 @@ class _Read:
 
 
 def read_part(tensor: Tensor, origin: Origin, span: Span) -> Tensor | None:
-    """Elements `span` of `tensor`, flat, if they lie in files as they are; `None` if more was done to make them."""
+    """Elements `span` of `tensor`, flat, if they lie in files unchanged; `None` if there were other operations."""
     last = origin.writes[-1] if origin.writes else None
     if last is None or not isinstance(last.function, _Read):
         return None
@@ -116,7 +116,7 @@ def read_part(tensor: Tensor, origin: Origin, span: Span) -> Tensor | None:
 
 
 def materialize(model: nn.Module) -> None:
-    """Give parameters of `model` that wait for `shard` their values, whole, on this rank."""
+    """Compute the values of the deferred parameters of `model`, whole, on this rank."""
     for param in model.parameters():
         if isinstance(param, Deferred):
             undefer(param)

@@ -1,4 +1,4 @@
-"""Which tensor of a file is which of the model: by name, and every difference in one text."""
+"""Matches tensors of files with those of a model by name, and reports every difference in one text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 class Match:
     """Where each parameter and buffer of a model is found in files, by its first name in the model.
 
-    `note` has a sentence for the user if something of the model or of the files is left over.
+    `note` is a sentence for the user if anything of the model or of the files is left over.
     """
 
     model: nn.Module
@@ -29,9 +29,9 @@ class Match:
     stored: Mapping[str, str]
     """Names in the file."""
     made: Mapping[str, Recipe] = field(default_factory=dict)
-    """Tensors that are not in the files as the model has them, and are made of those that are."""
+    """Recipes for tensors that are not in the files as such, but are made of tensors that are."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What a recipe calls a tensor that it makes."""
+    """The names that recipes use for the tensors that they make."""
     note: str = ""
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
@@ -46,29 +46,29 @@ class Match:
     def read(self, name: str, span: Span) -> Tensor:
         """Elements `span` of the tensor, flat, on the CPU, in the file's dtype.
 
-        What is made of others is made whole, and stays until another is asked for: several may come of one recipe.
+        A recipe's tensors are made whole and kept until another recipe is needed, since one recipe may make several.
         """
         if name in self.stored:
             return self.files.read(self.stored[name], span)
         recipe = self.made[name]
         if self._last is None or self._last[0] is not recipe:
-            self._last = None  # the one before goes first
+            self._last = None  # free the previous one first
             self._last = recipe, recipe.make(self.model, self.files.tensors)
             self.files.bytes_read += sum(self.files.tensors[source].num_bytes for _, source in recipe.sources)
         return self._last[1][self.names[name]].reshape(-1)[span.start : span.stop]
 
     def let_go(self) -> None:
-        """Keep nothing that was read."""
+        """Free cached tensors."""
         self._last = None
 
 
 def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
     """Find every parameter and persistent buffer of `model` in `files`.
 
-    A tied parameter is found under any of its names. A prefix that a whole file has more or less than the model (a
-    base model's file for a model with a head, `module.`) is added or taken away. What the transformers library renames
-    or puts together while it loads is found as it would be there. Raises `ModelError` naming all that is missing,
-    unexpected or of another shape; without `strict` only the last is an error, and the rest is in `note`.
+    A tied parameter is found under any of its names. A prefix that all names of the file have or lack (a base model's
+    file for a model with a head, `module.`) is removed or added. Tensors that transformers renames or combines while
+    loading are found as there. Raises `ModelError` with everything that is missing, unexpected or of another shape;
+    without `strict` only a different shape is an error, and the rest is in `note`.
     """
     names = _names(model)
     known = {name for all_names in names.values() for name in all_names}
@@ -92,14 +92,14 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
 
 
 def _unexpected(model: nn.Module, strangers: Iterable[str], volatile: Collection[str]) -> list[str]:
-    """What the files have and the model does not, but for what it says it ignores."""
+    """Names in the files that the model lacks, except those that it declares as ignored."""
     ignored = [re.compile(pattern) for pattern in _patterns(model)]
     named = [name for name in strangers if name not in volatile]
     return [name for name in named if not any(pattern.search(name) for pattern in ignored)]
 
 
 class _Found:
-    """What of the model was found in the files: under its own names, or as transformers converts them."""
+    """The tensors of the model that were found in the files: under their own names, or by transformers' conversions."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, names: dict[str, list[str]], known: set[str]) -> None:
         self.stored: dict[str, str] = {}
@@ -140,7 +140,7 @@ def _fits(conversions: Conversions, known: set[str]) -> int:
 
 
 def _note(files: WeightFiles, missing: list[str], unexpected: list[str]) -> str:
-    """A sentence about what `strict=False` passes over; empty if there is nothing."""
+    """A sentence about what `strict=False` ignores; empty if there is nothing."""
     said = []
     if missing:
         said.append(f"the files lack {some(missing)}, which keep the values of a new model (random, mostly)")
@@ -150,7 +150,7 @@ def _note(files: WeightFiles, missing: list[str], unexpected: list[str]) -> str:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Every name that a parameter or buffer has, by its first."""
+    """All names of each parameter and buffer, by the first of them."""
     firsts: dict[Tensor, str] = {}
     names: dict[str, list[str]] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -160,7 +160,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _volatile_buffers(model: nn.Module) -> set[str]:
-    """Buffers that no file has: they are worked out when the model is built."""
+    """Non-persistent buffers, which no file has: they are computed when the model is built."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -169,12 +169,12 @@ def _volatile_buffers(model: nn.Module) -> set[str]:
 
 
 def _patterns(model: nn.Module) -> Iterable[str]:
-    """What a model of transformers says may be in its files though it has no such tensor."""
+    """The patterns of names that a transformers model ignores in its files."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def _renamed(stored: list[str], known: set[str]) -> dict[str, str]:
-    """Names in the file by the names that they have in the model: with the prefix under which most are known."""
+    """Names in the file by their names in the model, with the prefix for which most are known."""
 
     def strip(prefix: str) -> dict[str, str]:
         return {name.removeprefix(prefix): name for name in stored}
@@ -186,7 +186,7 @@ def _renamed(stored: list[str], known: set[str]) -> dict[str, str]:
     candidates = [{name: name for name in stored}]
     candidates += [strip(head) for head in sorted(heads)]
     candidates += [add(head) for head in sorted({name.partition(".")[0] + "." for name in known})]
-    whole = [one for one in candidates if len(one) == len(stored)]  # no two names fell together
+    whole = [one for one in candidates if len(one) == len(stored)]  # no two names became equal
     return max(whole, key=lambda one: sum(name in known for name in one))
 
 

@@ -1,4 +1,4 @@
-"""Models on the meta device: their initialisers are called once for every module, and written down."""
+"""Models on the meta device: their initialisers are called once for every module, and recorded."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ Init = Callable[[nn.Module], object]
 
 
 def record_init(model: nn.Module, device: torch.device, init: Init | None, filled: Collection[str]) -> None:
-    """Give what is on the meta device a history: that of its modules' own initialisers.
+    """Give the tensors on the meta device a history, recorded from the initialisers of their modules.
 
-    `filled` are names that get their values elsewhere. For every module with something that is left, in the order
-    of `nn.Module.apply` (children first): `init(module)` if there is an `init`, else `_init_weights(module)` of the
-    transformers model around it, else its `reset_parameters()`. Raises `ModelError` naming what nobody can fill.
+    `filled` are names whose values come from elsewhere. For every module with other tensors, in the order of
+    `nn.Module.apply` (children first), this calls `init(module)` if there is an `init`, else `_init_weights(module)` of
+    the transformers model around it, else its `reset_parameters()`. Raises `ModelError` naming tensors without an
+    initialiser.
     """
     wanted = dict(_on_meta(model, filled))
     modules = {path: module for path, module in _children_first(model, "") if _owns(path, module, wanted)}
     chosen = {path: init or _initialiser(model, path) for path in modules}
-    helpless = [path for path, found in chosen.items() if found is None]
-    if helpless:
-        raise _nobody_fills([name for name in wanted if name.rpartition(".")[0] in helpless])
+    unfilled = [path for path, found in chosen.items() if found is None]
+    if unfilled:
+        raise _without_values([name for name in wanted if name.rpartition(".")[0] in unfilled])
     recorder = Recorder()
-    recorder.know(model)
+    recorder.include(model)
     adopt(model, recorder, device)
     with recorder.recording():
         for path, module in modules.items():
@@ -41,13 +42,13 @@ def record_init(model: nn.Module, device: torch.device, init: Init | None, fille
                 fallback()
     left = [name for path, module in modules.items() for name in _unwritten(path, module, wanted)]
     if left:
-        raise _nobody_fills(left)
+        raise _without_values(left)
     recorder.finish(but=filled_buffers(model, filled))
 
 
 def adopt(model: nn.Module, recorder: Recorder, device: torch.device) -> None:
-    """Put a tensor without memory, on `device`, in the place of each on the meta device. Parameters stay the same
-    objects, so that an optimizer may know them already."""
+    """Replace each meta tensor by one without memory on `device`. Parameters stay the same objects, because an
+    optimizer may already have them."""
     for param in model.parameters():
         if param.is_meta:
             tensor, _ = recorder.tensor(param, device)
@@ -80,13 +81,13 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _owns(path: str, module: nn.Module, wanted: Collection[str]) -> list[str]:
-    """Names of `wanted` that are the module's own."""
+    """The names in `wanted` of the module's own tensors."""
     own = (*module._parameters, *module._buffers)
     return [name for name in (f"{path}.{short}" if path else short for short in own) if name in wanted]
 
 
 def _initialiser(model: nn.Module, path: str) -> Init | None:
-    """Who knows first values for the module at `path`: the nearest transformers model around it, or it itself."""
+    """The initialiser of the module at `path`: that of the nearest transformers model around it, or its own."""
     module = model.get_submodule(path)
     above = path
     while True:
@@ -106,7 +107,7 @@ def _initialiser(model: nn.Module, path: str) -> Init | None:
 
 
 def _unwritten(path: str, module: nn.Module, wanted: Collection[str]) -> list[str]:
-    """What is the module's own and still has no first value."""
+    """The names of the module's own tensors that still have no value."""
     tensors = {**module._parameters, **module._buffers}
     return [
         name
@@ -118,7 +119,7 @@ def _unwritten(path: str, module: nn.Module, wanted: Collection[str]) -> list[st
     ]
 
 
-def _nobody_fills(names: list[str]) -> ModelError:
+def _without_values(names: list[str]) -> ModelError:
     return ModelError(
         f"There are no initial values for {some(names)}: they are on the meta device, and no method of the modules "
         f"fills all of them (reset_parameters, or _init_weights of a transformers model). Build the model inside "

@@ -1,4 +1,4 @@
-"""Modules built without memory: constructors run, and their operations are written down instead of made.
+"""Builds modules without memory: constructors run, and their operations are recorded instead of executed.
 
 See [Note: histories] in `tape.py`.
 """
@@ -44,12 +44,12 @@ META = torch.device("meta")
 
 OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
 OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
-"""In-place operations that do not look at what was there."""
+"""In-place operations that do not read the old values."""
 
 
 @contextmanager
 def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
-    """Inside, modules are built without memory for their parameters; `shard` makes each rank's part of the values.
+    """A context in which modules are built without memory for their parameters; `shard` computes each rank's part.
 
     ```python
     with sw.deferred_init():
@@ -58,23 +58,23 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
     engine = sw.shard(model, "zero3", optimizer=optimizer)
     ```
 
-    The values are those that `build()` would have made, bit for bit, and the random generators go on from the same
-    state. Each random operation is executed once, into a tensor that is thrown away, so building takes the time that
-    it always takes and, at its peak, the memory of one tensor. On leaving, buffers and plain tensors get their
-    values; parameters (`nn.Parameter`s registered in a module) get theirs from `shard`, and refuse to be computed
-    with before, though they have a shape, a dtype and a device, may be given to an optimizer, frozen or tied.
-    What a constructor reads (`.item()`) is computed when it is read. Real tensors that it copies from are kept.
+    The values are those that `build()` would have computed, bit for bit, and the random generators end in the same
+    state. Each random operation is executed once, into a temporary tensor, so building takes as long as usual and, at
+    its peak, the memory of one tensor. When the context ends, buffers and plain tensors get their values; parameters
+    (`nn.Parameter`s registered in a module) get theirs from `shard`, and refuse to be computed with before, though they
+    have a shape, a dtype and a device, and may be given to an optimizer, frozen or tied. Values that a constructor
+    reads (`.item()`) are computed when they are read. Copies are kept of real tensors that it uses.
 
     `with sw.deferred_init() as building:` gives `building.load(model, folder)`: values from safetensors files.
 
-    A `model` that was built inside another `deferred_init` may be given, to be changed before `shard`.
+    A `model` that was built inside another `deferred_init` may be passed, to be changed before `shard`.
 
-    No rank has to wait for another. Raises `ModelError` for operations that cannot be put off.
+    Any rank may call; there is no communication. Raises `ModelError` for operations that cannot be deferred.
     """
     recorder = Recorder()
     building = Building(lambda: next(recorder.numbers))
     if model is not None:
-        recorder.go_on_with(model)
+        recorder.resume(model)
     try:
         with recorder.recording():
             yield building
@@ -87,7 +87,7 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
 
 
 class Recorder:
-    """One recording, and the storages that it has left without memory."""
+    """One recording, with the storages that it has left without memory."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
@@ -97,19 +97,19 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Put off operations of this thread, and note the modules that get parameters or parts."""
+        """Defer operations of this thread, and record the modules that get parameters or submodules."""
         operations = _Operations(self)
         noting = (register_module_parameter_registration_hook, register_module_module_registration_hook)
         handles = [register(self._note) for register in noting]
         try:
-            with _BesideDispatch(operations), operations:
+            with _MemoryReads(operations), operations:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def go_on_with(self, model: nn.Module) -> None:
-        """Parameters of `model` that wait may be computed with, until `finish`."""
+    def resume(self, model: nn.Module) -> None:
+        """Allow computing with the deferred parameters of `model` until `finish`."""
         last = -1
         for param in model.parameters():
             origin = origin_of(param)
@@ -118,10 +118,10 @@ class Recorder:
                 self._storages.append(weakref.ref(param.untyped_storage()))
                 last = max(last, origin.number, *(write.number for write in origin.writes))
         self.numbers = itertools.count(last + 1)
-        self.know(model)
+        self.include(model)
 
-    def know(self, module: nn.Module) -> None:
-        """The parameters of `module`, and of what is in it, wait: it was there before the recording."""
+    def include(self, module: nn.Module) -> None:
+        """Include the parameters of `module` and its submodules, which were built before the recording."""
         self._modules.add(module)
 
     def _note(self, module: nn.Module, _: str, part: object) -> None:
@@ -129,13 +129,13 @@ class Recorder:
             self._modules.update(found for found in (module, part) if isinstance(found, nn.Module))
 
     def _params(self) -> Iterator[Tensor]:
-        """The parameters of all modules that are known, and of what is in them: a copied module is noted as a part."""
+        """The parameters of all recorded modules and their submodules: a copied module is recorded as a submodule."""
         modules = {inner for module in self._modules for inner in module.modules()}
         for module in modules:
             yield from (param for param in module._parameters.values() if param is not None)
 
     def finish(self, but: Iterable[Tensor] = ()) -> None:
-        """Give values to all that is not a parameter, nor among `but`; let parameters wait."""
+        """Compute all values except those of parameters and of the tensors `but`; mark parameters as deferred."""
         live = [storage for reference in self._storages if (storage := reference()) is not None]
         ours = {origin: storage for storage in live if (origin := origin_of_storage(storage)) is not None}
         waiting = [param for param in self._params() if type(param) is nn.Parameter and origin_of(param) in ours]
@@ -148,7 +148,7 @@ class Recorder:
             defer(param)
 
     def tensor(self, like: Tensor, device: torch.device) -> tuple[Tensor, Origin]:
-        """A tensor of `like`'s geometry without memory, and its history, still empty."""
+        """A tensor with the geometry of `like` but without memory, and its history, still empty."""
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         storage = tensor.untyped_storage()
         origin = Origin(next(self.numbers), storage.nbytes(), tensor.device)
@@ -159,7 +159,7 @@ class Recorder:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Sees every operation below autograd, and decides: put off, look at now, or none of our business."""
+    """Sees every operation below autograd, and defers it, executes it now, or leaves it alone."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
@@ -181,17 +181,17 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if not put_off:
             if tensors or not _makes_plain_tensors(func, given):
                 return func(*args, **given)
-        elif _looks_anew(func):
+        elif _only_changes_view(func):
             with _sized(put_off):
                 return func(*args, **given)
         written = _written(func, args, given)
         if any(origin_of(tensor) is None for tensor in written) or not (written or _makes_tensors(func)):
-            return func(*_real(args), **_real(given))  # a value is asked for, or kept where we cannot follow
+            return func(*_real(args), **_real(given))  # a value is read, or is written to a tensor that is not recorded
         return self._put_off(func, args, given, written)
 
     @torch.no_grad()
     def _put_off(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
-        """Find out what `func` would make, and write it down."""
+        """Determine the shapes of the results of `func`, and record it."""
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = _generator(args, kwargs).get_state()
@@ -201,7 +201,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             try:
                 result = func(*_on_meta(args), **_on_meta({**kwargs, **_meta_device(func, kwargs)}))
             except (NotImplementedError, RuntimeError):
-                # No rule for shapes alone, or they depend on values, or the call is wrong and says so again here.
+                # There is no meta kernel, or shapes depend on values, or the call is wrong and raises again here.
                 result = func(*_real(args), **_real(kwargs))
                 if not written:
                     return result
@@ -216,7 +216,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         result: Any,
         state: Tensor | None,
     ) -> Any:
-        """Add the call to the tape; returns its result without memory, as what is to be replayed."""
+        """Append the call to the tape; returns its results without memory, to be replayed."""
         device = _device(args, kwargs)
         made: list[tuple[Tensor, Ref]] = []
 
@@ -248,8 +248,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
 
-class _BesideDispatch(TorchFunctionMode):
-    """What reads or copies memory without an operation: asked of a tensor without any, it gets the values."""
+class _MemoryReads(TorchFunctionMode):
+    """Gives values to functions that read or copy memory without dispatching an operation."""
 
     READS = (Tensor.numpy, Tensor.tolist, Tensor.__dlpack__, Tensor.__reduce_ex__)
 
@@ -269,7 +269,7 @@ class _BesideDispatch(TorchFunctionMode):
             memo[id(copied)] = copied.detach().clone(memory_format=torch.preserve_format)
             return memo[id(copied)].requires_grad_(copied.requires_grad)
         if func in self.READS and origin_of(args[0]) is not None:
-            self._operations.is_paused = True  # the values are computed in earnest
+            self._operations.is_paused = True  # the values are really computed
             try:
                 args = (values_of(args[0]), *args[1:])
             finally:
@@ -277,7 +277,7 @@ class _BesideDispatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- what a call is ---------------------------------------------------------------------------------------
+# -- properties of a call ---------------------------------------------------------------------------------
 
 
 def _name(func: Function) -> str:
@@ -289,14 +289,14 @@ def _makes_tensors(func: Function) -> bool:
 
 
 def _makes_plain_tensors(func: Function, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call without tensors makes one of a kind that we can put off."""
+    """Whether a call without tensor arguments makes a tensor that can be deferred."""
     device = torch.device(kwargs.get("device") or "cpu")
     is_plain = kwargs.get("layout") in (None, torch.strided) and not kwargs.get("pin_memory")
     return is_plain and has_generators(device) and _makes_tensors(func)
 
 
-def _looks_anew(func: Function) -> bool:
-    """Whether a call only makes or changes a view, for which no values are needed."""
+def _only_changes_view(func: Function) -> bool:
+    """Whether a call only makes or changes a view, which needs no values."""
     if torch.Tag.inplace_view in func.tags or _name(func) == "set_":
         return True
     seen = [returned.alias_info for returned in func._schema.returns]
@@ -319,7 +319,7 @@ def _bound(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _in_place_results(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments that an in-place call returns; `None` for one that makes something new."""
+    """The arguments that an in-place call returns; `None` for a call that makes new tensors."""
     returns = func._schema.returns
     if any(returned.alias_info is None or not returned.alias_info.is_write for returned in returns):
         if any(returned.alias_info is not None for returned in returns):
@@ -355,14 +355,14 @@ def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
 def _needed(
     func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], overwritten: Sequence[Origin]
 ) -> tuple[Ref, ...]:
-    """The tensors among the recorded arguments whose values the call looks at, and not at their shapes only."""
+    """The recorded arguments whose values, not only their shapes, the call reads."""
     if _name(func).endswith("_like") or _name(func).startswith("new_"):
         return ()
     refs = (leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Ref))
     return tuple(ref for ref in refs if ref.origin not in overwritten)
 
 
-# -- its arguments, otherwise -----------------------------------------------------------------------------
+# -- arguments in other forms -----------------------------------------------------------------------------
 
 
 def _ref(tensor: Tensor) -> Ref:
@@ -378,7 +378,7 @@ def _recorded(leaf: Any) -> Any:
 
 
 def _real(value: Any, scratch: bool = False) -> Any:
-    """With values in place of tensors that have none; with any values, if they are not looked at."""
+    """`value` with real tensors in place of deferred ones; with `scratch` their values are arbitrary."""
 
     def real(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or origin_of(leaf) is None:
@@ -411,7 +411,7 @@ def _meta_device(func: Function, kwargs: Mapping[str, Any]) -> dict[str, torch.d
 
 @contextmanager
 def _sized(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """For as long as a view is made its bounds are checked: storages have their size, untouched."""
+    """Give storages their size, untouched, while a view is made, because its bounds are checked."""
     storages = {origin: tensor.untyped_storage() for tensor in tensors if (origin := origin_of(tensor)) is not None}
     for origin, storage in storages.items():
         storage.resize_(origin.num_bytes)

@@ -1,11 +1,10 @@
 """Histories of tensors that have no memory yet, and their replay.
 
-[Note: histories] A tensor made inside `deferred_init` is an ordinary one whose storage is empty. Its storage
-carries an `Origin`: all operations that wrote to it, in order, with what they read, and for a random one the state
-that the generator was in. To have the values of one storage, the operations that lead to it are replayed, and no
-others: backwards from its last write to an operation that overwrites all of it, and so on for what those read. So
-a rank makes just the parameters of which it keeps something, bit for bit as the plain constructor does, whatever
-was drawn before or between.
+[Note: histories] A tensor made inside `deferred_init` is an ordinary tensor with an empty storage. The storage carries
+an `Origin`: all operations that wrote to it, in order, with their inputs, and for a random one the state of the
+generator. To compute one storage, only the operations that it depends on are replayed: backwards from its last write to
+an operation that overwrites all of it, and the same for their inputs. So a rank computes only the parameters of which
+it keeps a part, bit for bit as the plain constructor does, whatever was drawn before or in between.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from shardwise.errors import ModelError
 Tensor = torch.Tensor
 Function = torch._ops.OpOverload
 _ORIGIN = "shardwise_origin"
-"""The attribute by which a storage of ours, which lives as long as any tensor on it, keeps its history."""
+"""The attribute of a storage with its history; the storage lives as long as any tensor on it."""
 
 
 @dataclass(eq=False)
 class Origin:
-    """The history of one storage: its size in bytes, its device, and what wrote to it."""
+    """The history of one storage: its size in bytes, its device, and the operations that wrote to it."""
 
     number: int
     num_bytes: int
@@ -39,7 +38,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor on a storage that has a history: which elements of it, seen how."""
+    """A tensor on a storage with a history: shape, stride, offset and dtype."""
 
     origin: Origin
     shape: tuple[int, ...]
@@ -57,7 +56,7 @@ class Ref:
 
     @property
     def covers_all(self) -> bool:
-        """Whether these elements are the whole storage; more elements than fit in it would overlap."""
+        """Whether these elements are the whole storage. Overlapping strides of 0 do not count."""
         num_bytes = self.dtype.itemsize
         for size in self.shape:
             num_bytes *= size
@@ -69,23 +68,23 @@ class Ref:
 
 @dataclass(eq=False)
 class Operation:
-    """One call that was not made, or was made and thrown away. In its arguments tensors are `Ref`s or real values."""
+    """One call that was not made, or whose result was discarded. Tensor arguments are `Ref`s or real values."""
 
     number: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: tuple[Ref, ...]
-    """What it returns that was not there before, in order."""
+    """New tensors that it returns, in order."""
     needs: tuple[Ref, ...]
-    """What must have its values before."""
+    """Tensors whose values must be computed before."""
     overwritten: tuple[Origin, ...]
-    """Storages that it fills from end to end without a look at them."""
+    """Storages that it overwrites completely without reading them."""
     default_dtype: torch.dtype
     generator_state: Tensor | None
 
     def said(self) -> Iterator[bytes | memoryview]:
-        """What decides its result, for a digest."""
+        """Everything that determines its result, for a digest."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
         yield f"{self.function} {structure} {self.default_dtype}".encode()
         for leaf in leaves:
@@ -101,7 +100,7 @@ class Operation:
 
 
 def origin_of(tensor: Tensor) -> Origin | None:
-    """The history of a tensor's memory; `None` for a tensor like any other."""
+    """The history of a tensor's storage; `None` for an ordinary tensor."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     origin: Origin | None = getattr(tensor.untyped_storage(), _ORIGIN, None)
@@ -121,7 +120,7 @@ def origin_of_storage(storage: torch.UntypedStorage) -> Origin | None:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """A real tensor with the values that `tensor` has by its history; `tensor` itself if it has none."""
+    """A real tensor with the values that `tensor` has by its history; `tensor` itself if it has no history."""
     origin = origin_of(tensor)
     if origin is None:
         return tensor
@@ -129,7 +128,7 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
-    """Give a storage its values, and all tensors on it with it."""
+    """Compute the values of a storage, for all tensors on it."""
     values = replay([origin])[origin]
     storage.resize_(origin.num_bytes)
     storage.copy_(values, non_blocking=False)
@@ -137,7 +136,7 @@ def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
 
 
 def digest_of(origins: Iterable[Origin]) -> bytes:
-    """Equal on two ranks if they would make the same values, element for element."""
+    """Equal on two ranks if they would compute the same values, element for element."""
     digest = hashlib.sha256()
     for operation in _leading_to(origins):
         for part in operation.said():
@@ -151,7 +150,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 @torch.no_grad()
 def replay(targets: Sequence[Origin]) -> dict[Origin, torch.UntypedStorage]:
-    """The bytes of `targets`. Whatever else it takes is let go of after its last use."""
+    """Compute the storages of `targets`. Other storages are freed after their last use."""
     operations = _leading_to(targets)
     last_use = {origin: op.number for op in operations for origin in _touched(op)}
     storages: dict[Origin, torch.UntypedStorage] = {}
@@ -211,7 +210,7 @@ def _run(operation: Operation, storages: dict[Origin, torch.UntypedStorage]) -> 
 
 
 def call(function: Callable[..., Any], args: Any, kwargs: Any, generator_state: Tensor | None) -> Any:
-    """`function`, with random numbers from `generator_state` on; the user's generators stay as they are."""
+    """Call `function` with random numbers from `generator_state`; the user's generators are unchanged."""
     if generator_state is None:
         return function(*args, **kwargs)
     device = _device_of(args, kwargs)
@@ -231,12 +230,12 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, generator_state: 
 
 
 def has_generators(device: torch.device) -> bool:
-    """Whether torch draws on `device` from a generator that can be asked for, so that a draw can be put off."""
+    """Whether the default generator of `device` is accessible, so that random operations can be deferred."""
     return device.type == "cpu" or hasattr(getattr(torch, device.type, None), "default_generators")
 
 
 def common_generator(device: torch.device) -> torch.Generator:
-    """The generator from which `device` draws when a call names none."""
+    """The default generator of `device`."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -252,7 +251,7 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 
 
 def _with_generator(function: Function) -> Function | None:
-    """`function`, or its like, with a `generator` argument: `randn` has another overload for it."""
+    """`function`, or an overload of it, with a `generator` argument: `randn` has a separate overload for it."""
     names = [argument.name for argument in function._schema.arguments]
     if "generator" in names:
         return function
@@ -266,7 +265,7 @@ def _with_generator(function: Function) -> Function | None:
 
 
 def _storage(origin: Origin, storages: dict[Origin, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """Bytes for `origin`, undefined if no operation has made them: all of them will be overwritten."""
+    """Memory for `origin`, uninitialized if no operation has made it: it will be overwritten completely."""
     if origin not in storages:
         storages[origin] = torch.empty(origin.num_bytes, dtype=torch.uint8, device=origin.device).untyped_storage()
     return storages[origin]

@@ -20,6 +20,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import materialize
+from shardwise.integrations.accelerate_logging import LoggingAccelerator
 from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.batches import DealingAccelerator, copies_of_a_batch
 from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_no_stages, settled, without
@@ -34,7 +35,7 @@ from shardwise.integrations.together import Together
 from shardwise.places import place_of
 
 
-class Accelerator(SavingAccelerator, DealingAccelerator):
+class Accelerator(LoggingAccelerator, SavingAccelerator, DealingAccelerator):
     """Accelerate's `Accelerator` whose `prepare` shards models by `plan`: a preset's name, a file, a dict or a `Plan`.
 
     All ranks call `prepare`, `clip_grad_norm_`, `get_state_dict`, `save_state`, `load_state` and `free_memory`. A model
@@ -183,8 +184,8 @@ class Accelerator(SavingAccelerator, DealingAccelerator):
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             self._engines[model].give_whole_outputs()
             zero_together(model, self._engines[model])
-            if self.reads_alone:
-                model.register_forward_pre_hook(self._together.leave_before_training, prepend=True)
+            records = plan.run is not None and not self.keeps_engines
+            self._together.follow(model, reads_alone=self.reads_alone, records=records)
             if self.num_processes > 1:
                 generate_in_step(model)
             if model in self._pending:
@@ -254,10 +255,11 @@ class Accelerator(SavingAccelerator, DealingAccelerator):
 
     def release(self, *keep: nn.Module) -> None:
         """Close the engines of all models but `keep`. All ranks call. A model's parameters are no longer whole then."""
-        if not self.keeps_engines and self.num_processes > 1:
+        if not self.keeps_engines:
             self._together.meet()
         for model in [model for model in self._engines if model not in keep]:
             zero_apart(model)
+            self._together.forget(model)
             self._engines.pop(model).close()
             self._dtypes.pop(model, None)
 

@@ -26,13 +26,25 @@ _OFFLOADED = {
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 _OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
 _NEEDLESS = {
-    "compute_environment", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend", "same_network",
-    "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "main_process_ip",
+    "compute_environment", "num_machines", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend",
+    "same_network", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "main_process_ip",
     "fsdp_version", "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading",
     "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_limit_all_gathers", "fsdp_state_dict_type",
     "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
 }  # fmt: skip
 """What says how others do something, and not what is to be done."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Which of several hosts this is, on each of which the same is typed, and where their ranks meet."""
+
+    number: int
+    rank: int
+    address: str
+    port: int
+    backend: str
+    """Of torchrun's rendezvous: `static`, or `c10d`."""
 
 
 @dataclass
@@ -41,6 +53,9 @@ class AccelerateConfig:
 
     plan: dict[str, Any] = field(default_factory=dict)
     nproc: int | None = None
+    """Of this host."""
+    machines: Machines | None = None
+    """`None` for a job of this host alone."""
     port: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     names_deepspeed_config: bool = False
@@ -49,7 +64,7 @@ class AccelerateConfig:
 
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
-    """Raises `ConfigError` for a file that is none, and for a job on several hosts."""
+    """Raises `ConfigError` for a file that is none, and for one that contradicts itself."""
     return config_of(values_of(path), str(path))
 
 
@@ -65,19 +80,40 @@ def values_of(path: Path) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], where: str) -> AccelerateConfig:
-    """What the values of a file, or of a command line, come to. Raises `ConfigError` for a job on several hosts."""
+    """What the values of a file, or of a command line, come to. Raises `ConfigError` for what contradicts itself."""
     kind = str(values["distributed_type"])
     if kind not in _KINDS:
         raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
-    if values.get("num_machines", 1) not in (1, "1"):
-        raise ConfigError(
-            f"{where}: num_machines is {values['num_machines']}, and shardwise launch starts ranks of one host. Start "
-            f"torchrun -m shardwise.integrations.run --plan PLAN script on each."
-        )
     found = AccelerateConfig({"preset": "ddp"})
     for key, value in values.items():
         _take(found, str(key), value, kind)
+    if values.get("num_machines", 1) not in (None, 1, "1"):
+        found.machines = _machines(values, found, where)
+        found.nproc = (found.nproc or 0) // found.machines.number
     return found
+
+
+def _machines(values: Mapping[str, Any], found: AccelerateConfig, where: str) -> Machines:
+    number, rank = _whole(values, "num_machines", where), _whole(values, "machine_rank", where)
+    address = values.get("main_process_ip")
+    if not 0 <= rank < number:
+        raise ConfigError(f"{where}: machine_rank is {rank}, and num_machines {number}: give 0 to {number - 1}.")
+    if not address:
+        raise ConfigError(f"{where}: num_machines is {number}. Give main_process_ip, the address of machine 0, too.")
+    if not found.nproc or found.nproc % number:
+        counted = "missing" if found.nproc is None else found.nproc
+        raise ConfigError(
+            f"{where}: num_processes is {counted}. Give the number of ranks of all {number} machines, a multiple of it."
+        )
+    return Machines(number, rank, str(address), found.port or 29500, str(values.get("rdzv_backend") or "static"))
+
+
+def _whole(values: Mapping[str, Any], key: str, where: str) -> int:
+    try:
+        return int(values.get(key, ""))
+    except (TypeError, ValueError):
+        given = f"is {values[key]!r}" if values.get(key) is not None else "is missing"
+        raise ConfigError(f"{where}: {key} {given}; of a job on several machines it is a number.") from None
 
 
 def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:

@@ -36,7 +36,8 @@ _FLAGS = {
 }  # fmt: skip
 _REFUSED = {
     "tpu": "there are no TPUs here.",
-    "use_megatron_lm": "a plan with tp and pp in its mesh is in its place: shardwise launch --shardwise PLAN.",
+    "use_megatron_lm": "a plan with tp, sp or ep in its mesh is in its place: shardwise launch --shardwise PLAN. "
+    "Stages (pp) need a loop that calls engine.train_step(batch).",
     "use_parallelism_config": "the mesh of a plan is in its place: shardwise launch --shardwise PLAN.",
     "no_python": "ranks are processes of Python. Start other programs with torchrun --no-python.",
 }

@@ -19,7 +19,7 @@ _REFUSED = {
     "fsdp": "FSDP is another engine for what the plan does. Leave fsdp and fsdp_config out; full_shard is zero3, "
     "shard_grad_op zero3-kept, hybrid_shard hsdp.",
     "parallelism_config": "A ParallelismConfig makes a device mesh of torch's own. Leave it out; the plan's mesh is in "
-    "its place.",
+    "its place, and sequence_parallel_size of a DeepSpeed config in that of sp_size.",
     "auto_find_batch_size": "auto_find_batch_size tries again on the rank that ran out of memory alone. Give a batch "
     "size; engine.rehearse(batch), or shardwise explain, says what fits.",
     "bf16_full_eval": "bf16_full_eval casts the model, whose parameters lie where the plan says. Set bf16=True, or "

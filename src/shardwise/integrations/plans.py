@@ -22,7 +22,8 @@ def require_no_stages(plan: sw.Plan, library: str) -> None:
     if (plan.mesh or {}).get("pp", 1) != 1:
         raise ConfigError(
             f"The plan's mesh has pp, and {library} calls the whole model for each batch. Take a mesh without stages "
-            f"here (dp, node, local, ep, tp, sp), or a loop with engine.train_step(batch)."
+            f"here (dp, node, local, ep, tp, sp); or keep pp, and train in a loop of your own: engine = "
+            f"sw.shard(model, plan, optimizer=optimizer), then engine.train_step(batch) (docs/pipeline.md)."
         )
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.integrations.logged import Logged
 from shardwise.integrations.preparing import engine_folder
 
 Save = Callable[[], Any]
@@ -39,6 +40,8 @@ class Together:
         self.is_saving = False
         self.folder = ""
         """Where accelerate saves to."""
+        self.logged: Logged | None = None
+        """What is logged, if a plan has a `run`."""
 
     # -- see [Note: read alone] -------------------------------------------------------------------------
 
@@ -62,6 +65,19 @@ class Together:
         if torch.is_grad_enabled():
             self.leave()
 
+    def follow(self, model: nn.Module, *, reads_alone: bool, records: bool) -> None:
+        """`model` has an engine now. If that `records`, and is the first, it writes down what is logged."""
+        if records and self.logged is None:
+            self.logged = Logged(self._engines[model])
+            model.register_forward_pre_hook(self._tell_before_training, prepend=True)
+        if reads_alone:
+            model.register_forward_pre_hook(self.leave_before_training, prepend=True)
+
+    def _tell_before_training(self, _model: nn.Module, _args: object) -> None:
+        logged = self.logged
+        if logged is not None and torch.is_grad_enabled() and logged.asked_at != logged.engine.num_steps:
+            logged.ask()
+
     def _make_whole(self, inside: ExitStack) -> None:
         for engine in self._engines.values():
             if engine.table.param.shard:
@@ -79,13 +95,21 @@ class Together:
         if world is None:
             return None if save is None else save()
         while True:
-            said = world.exchange(json.dumps([save is not None, has_hooks]).encode(), "meeting")
+            has_logged = self.logged is not None and self.logged.is_waiting
+            said = world.exchange(json.dumps([save is not None, has_hooks, has_logged]).encode(), "meeting")
             wishes = [json.loads(one) for one in said]
-            if not any(wants for wants, _ in wishes):
+            if self.logged is not None:
+                self.logged.hear(has_any=any(logged for _, _, logged in wishes))
+            if not any(wants for wants, _, _ in wishes):
                 return None
-            result = self._save(world, save, is_whole=any(hooks for _, hooks in wishes))
+            result = self._save(world, save, is_whole=any(hooks for _, hooks, _ in wishes))
             if save is not None:
                 return result
+
+    def forget(self, model: nn.Module) -> None:
+        """The engine of `model` is about to be closed."""
+        if self.logged is not None and self.logged.engine is self._engines[model]:
+            self.logged = None
 
     def _save(self, world: sw.World, save: Save | None, *, is_whole: bool) -> Any:
         result, self.folder = None, ""

@@ -24,6 +24,7 @@ from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.arguments import refuse_arguments
 from shardwise.integrations.folders import STATE_FOLDER, beside
 from shardwise.integrations.hf_deepspeed import ASKED, Sections
+from shardwise.integrations.peft_saving import prompts_kept, whole_adapters
 from shardwise.integrations.plans import PlanLike, require_agreement, without
 
 _Base: Any = object
@@ -203,9 +204,10 @@ class ShardwiseTrainerMixin(_Base):
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         if hasattr(self.model, "peft_config"):
-            adapters = _adapters(self.model, engine)
-            if self.args.should_save:
-                self._save(str(folder), state_dict=adapters)
+            adapters = whole_adapters(self.model, engine)
+            with prompts_kept(self.model):
+                if self.args.should_save:
+                    self._save(str(folder), state_dict=adapters)
         else:
             with beside(folder, engine) as draft:
                 engine.save_pretrained(draft, dtype=self.accelerator.dtype_before(self.model))
@@ -272,25 +274,6 @@ def _kind_of(entries: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
         if any(name.startswith(prefix) for entry in entries for name in entry):
             return kind, _numbers(entries, prefix)
     return "log", _numbers(entries, "")
-
-
-def _adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
-    """Whole tensors of what `peft` saves: adapters, and modules that are trained beside them. All ranks call."""
-    from peft import get_peft_model_state_dict
-
-    names = list(model.state_dict(keep_vars=True))
-    marks = {name: torch.empty(0) for name in names}
-    chosen = set()
-    for adapter in model.peft_config:
-        found = get_peft_model_state_dict(model, state_dict=dict(marks), adapter_name=adapter)
-        chosen |= {id(value) for value in found.values()}
-    kept = {}
-    for name in names:
-        if id(marks[name]) in chosen:
-            value = engine.get(name)
-            if value is not None:
-                kept[name] = value.cpu()
-    return kept
 
 
 def sharded(trainer: type) -> type:

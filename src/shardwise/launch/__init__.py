@@ -1,4 +1,4 @@
-"""Where to run what: the ranks of this machine, or of others (`places/`).
+"""Starting ranks: on this machine, or elsewhere (`places/`).
 
 Names are imported when first used: a rank's bootstrap lives in this package and must not pay for
 torch before the script asks for it, and a mistyped option is answered without waiting for torch.
@@ -30,7 +30,7 @@ __all__ = [
     "supervise_elastic",
 ]
 
-_HOMES = {
+_MODULES = {
     "Attempt": "shardwise.launch.environment",
     "Job": "shardwise.launch.job",
     "StopRequest": "shardwise.launch.signals",
@@ -42,10 +42,10 @@ _HOMES = {
     "supervise_elastic": "shardwise.launch.elastic.supervise",
 }
 _NAMES = {"supervise_elastic": "supervise"}
-"""Where it is called something else at home."""
+"""Names that differ in their module."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'shardwise.launch' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), _NAMES.get(name, name))
+    return getattr(importlib.import_module(_MODULES[name]), _NAMES.get(name, name))

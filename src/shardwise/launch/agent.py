@@ -1,9 +1,9 @@
-"""Elastic's agent with our own hands: how ranks are started, watched and ended.
+"""An agent of torch elastic with its own process handling: how ranks are started, watched and ended.
 
-Elastic keeps what it is good at: the rendezvous, who has which rank, attempts and restarts. Its own
-process handling is replaced, at the point its documentation names for that (SimpleElasticAgent),
-because it sends signals to a rank's children too, answers a second Ctrl-C by waiting again, gives
-ranks 30 fixed seconds after a peer failed, and orders failures by whole seconds.
+Torch elastic does the rendezvous, assigns ranks, and counts attempts and restarts. Its process handling is replaced by
+subclassing `SimpleElasticAgent`, as its documentation describes: torch's own also signals the children of ranks, waits
+again after a second Ctrl-C, always gives ranks 30 seconds after a peer has failed, and orders failures by whole
+seconds.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from shardwise.launch.store import LauncherStore
 _LOOK_SECONDS = 0.25
 
 
-class Stopped(Exception):  # noqa: N818 nothing went wrong: somebody asked the job to end
+class Stopped(Exception):  # noqa: N818 not an error: the job was asked to end
     """The job ended because the launcher received a signal."""
 
 
 class Agent(SimpleElasticAgent):
-    """Runs a job's ranks, attempt after attempt; `outcomes` tells of the last one.
+    """Runs a job's ranks, attempt after attempt; `outcomes` are those of the last attempt.
 
-    `say` gets one line of news at a time; `on_restart` makes such a line of a failed attempt.
+    `say` is called with each status line; `on_restart` makes the line about a failed attempt.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class Agent(SimpleElasticAgent):
             self._end(signal.SIGTERM, hurry=lambda: bool(self._signals.received))
             return RunResult(state=WorkerState.FAILED)
         if any_alive:
-            self._look_at_meeting()
+            self._cancel_join_if_incomplete()
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(
             state=WorkerState.SUCCEEDED,
             return_values={worker.global_rank: None for worker in worker_group.workers},
         )
 
-    def _look_at_meeting(self) -> None:
-        """Ranks that have not met yet watch nobody; who ends before is known here alone."""
+    def _cancel_join_if_incomplete(self) -> None:
+        """If a rank ends before all have joined the world, tell those that wait; they do not watch each other yet."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             self._launcher_store.cancel_meeting(self.attempt, *self._ranks.ended_and_living())
@@ -150,7 +150,7 @@ class Agent(SimpleElasticAgent):
         self._end(number, hurry=lambda: len(self._signals.received) > 1)
 
     def _end(self, number: signal.Signals, hurry: Callable[[], bool]) -> None:
-        """Ask the ranks that live to end, kill those that do not, and note what became of all."""
+        """Ask living ranks to end, kill those that do not, and record all outcomes."""
         self._ranks.send(number)
         self._ranks.wait(self._job.grace_seconds, hurry)
         self.num_killed = self._ranks.kill()

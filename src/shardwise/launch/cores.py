@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError
 
 CORES = "SHARDWISE_CORES"
-"""The variable that tells a rank's bootstrap which cores to keep to."""
+"""The variable with the cores to which a rank binds itself at its start."""
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -18,23 +18,23 @@ _VISIBLE = {
 
 
 def share_cores(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Cores for each of `num_ranks`, of one NUMA node each where that can be: consecutive ranks on consecutive cores.
+    """Cores for each of `num_ranks`, if possible on one NUMA node per rank: consecutive ranks on consecutive cores.
 
-    `nodes` has the cores of each NUMA node. Raises `ConfigError` if there are fewer cores than ranks.
+    `nodes` are the cores of each NUMA node. Raises `ConfigError` if there are fewer cores than ranks.
     """
     cores = [core for node in nodes for core in node]
     if len(cores) < num_ranks:
         raise ConfigError(
-            f"--bind cores: {num_ranks} ranks are to run on {len(cores)} cores. Give at most {len(cores)}, or leave "
-            f"--bind out."
+            f"--bind cores: {num_ranks} ranks cannot share {len(cores)} cores. Start at most {len(cores)} ranks here, "
+            f"or remove --bind."
         )
     filled = [node for node in nodes if node]
     if num_ranks % len(filled):
         return _cut(cores, num_ranks)
-    of_each = num_ranks // len(filled)
-    if any(len(node) < of_each for node in filled):
+    per_node = num_ranks // len(filled)
+    if any(len(node) < per_node for node in filled):
         return _cut(cores, num_ranks)
-    return [share for node in filled for share in _cut(node, of_each)]
+    return [share for node in filled for share in _cut(node, per_node)]
 
 
 def numa_nodes() -> list[list[int]]:
@@ -48,7 +48,7 @@ def numa_nodes() -> list[list[int]]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """`0-2,8` in full, as the kernel writes it."""
+    """The cores in a list such as `0-2,8`, the kernel's format."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -57,20 +57,23 @@ def parse_cores(text: str) -> list[int]:
 
 
 def show_one_device(kind: str, index: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variable with which a process sees one device alone: the `index`-th of those that it would see.
+    """The variable that shows a process only the `index`-th of the devices it would see otherwise.
 
-    Raises `ConfigError` for a kind of device whose variable is not known, or if fewer are to be seen.
+    Raises `ConfigError` if that variable is not known for this kind of device, or if there are too few devices.
     """
     if kind not in _VISIBLE:
         raise ConfigError(
-            f"--devices one: which variable shows one {kind} device alone is not known. Use --devices all."
+            f"--devices one: no variable is known that shows a process only one {kind} device. Use --devices all."
         )
     name = _VISIBLE[kind]
     if not inherited.get(name):
         return {name: str(index)}
     visible = inherited[name].split(",")
     if index >= len(visible):
-        raise ConfigError(f"--devices one: {name}={inherited[name]} shows {len(visible)} devices, fewer than ranks.")
+        raise ConfigError(
+            f"--devices one: {name}={inherited[name]} shows {len(visible)} devices, fewer than ranks. Show more, or "
+            f"start fewer ranks."
+        )
     return {name: visible[index].strip()}
 
 
@@ -81,7 +84,7 @@ def bindings(
     nodes: Sequence[Sequence[int]] | None = None,
     kind: str | None = None,
 ) -> list[dict[str, str]]:
-    """Variables for each of a host's ranks: its cores, if `nodes` says which there are; its one device of a `kind`."""
+    """Variables for each of a host's ranks: its cores, if `nodes` is given; its one device, if a `kind` is given."""
     result: list[dict[str, str]] = [{} for _ in range(num_ranks)]
     if nodes is not None:
         for settings, cores in zip(result, share_cores(nodes, num_ranks), strict=True):
@@ -93,5 +96,5 @@ def bindings(
 
 
 def _cut(cores: Sequence[int], num: int) -> list[list[int]]:
-    """`cores` in `num` consecutive parts, as equal as can be."""
-    return [list(cores[place * len(cores) // num : (place + 1) * len(cores) // num]) for place in range(num)]
+    """`cores` in `num` consecutive parts, as equal as possible."""
+    return [list(cores[part * len(cores) // num : (part + 1) * len(cores) // num]) for part in range(num)]

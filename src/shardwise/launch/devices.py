@@ -1,4 +1,4 @@
-"""What this machine has for ranks to run on."""
+"""The accelerators of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shardwise.devices import TorchAccelerator
 
 
 def count_gpus() -> int:
-    """GPUs, or other accelerators, that torch sees here; asking does not create a context on any of them."""
+    """The number of GPUs or other accelerators that torch sees; creates no context on any of them."""
     found = TorchAccelerator.found()
     return found.num_devices if found is not None else 0
 

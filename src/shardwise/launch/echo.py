@@ -1,4 +1,4 @@
-"""Shows on the terminal what ranks write into their log files."""
+"""Copies the ranks' log files to the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERVAL_SECONDS = 0.1
 
 
 class Screen(Protocol):
-    """What output can be shown on."""
+    """A stream that shows output."""
 
     def write(self, block: bytes, /) -> object: ...
 
@@ -22,18 +22,18 @@ class Screen(Protocol):
 
 
 class Echo:
-    """Copies new whole lines of every rank's log to our stdout and stderr, or elsewhere, until closed.
+    """Copies new whole lines of every rank's log to this process's stdout and stderr, or elsewhere, until closed.
 
-    Ranks write into the files themselves, so that a launcher that dies breaks no rank's output.
+    Ranks write to the files themselves, so their output survives a launcher that dies.
     """
 
     def __init__(
         self, files: Iterable[RankFiles], screens: Callable[[int], tuple[Screen, Screen]] | None = None
     ) -> None:
-        """`screens` gives what takes the place of stdout and stderr for a rank, by its place in `files`."""
+        """`screens` maps the index of a rank in `files` to the streams used instead of stdout and stderr."""
         self._tails: list[_Tail] = []
-        for place, rank in enumerate(files):
-            out, err = (sys.stdout.buffer, sys.stderr.buffer) if screens is None else screens(place)
+        for index, rank in enumerate(files):
+            out, err = (sys.stdout.buffer, sys.stderr.buffer) if screens is None else screens(index)
             for path, screen in ((rank.stdout, out), (rank.stderr, err)):
                 if path is not None:
                     self._tails.append(_Tail(path.open("rb"), screen))
@@ -43,7 +43,7 @@ class Echo:
             self._thread.start()
 
     def close(self) -> None:
-        """Show what is left and stop; asking twice changes nothing."""
+        """Copy what is left and stop; may be called twice."""
         if self._closing.is_set() or not self._tails:
             return
         self._closing.set()
@@ -59,7 +59,7 @@ class Echo:
 
 
 class _Tail:
-    """One log file, read as far as we have shown it."""
+    """One log file, and the position up to which it has been copied."""
 
     def __init__(self, source: IO[bytes], screen: Screen) -> None:
         self.source = source
@@ -67,11 +67,11 @@ class _Tail:
         self._held = b""
 
     def copy(self, all_of_it: bool = False) -> None:
-        """Show what is new; an unfinished line is held back, lest ranks cut into each other's."""
+        """Copy what is new. An unfinished line is held back, so that lines of ranks do not mix."""
         new = self._held + self.source.read()
         end = len(new) if all_of_it else max(new.rfind(b"\n"), new.rfind(b"\r")) + 1
         self._held = new[end:]
         if end:
-            with contextlib.suppress(OSError):  # nobody reads on; the ranks still have to be watched and ended
+            with contextlib.suppress(OSError):  # the reader is gone; ranks must still be watched and ended
                 self._screen.write(new[:end])
                 self._screen.flush()

@@ -1,4 +1,4 @@
-"""The environment variables that a rank gets, as a pure function."""
+"""A pure function that returns a rank's environment variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MALLOC_SETTINGS = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks: where they meet, and the how-manieth it is of how many restarts."""
+    """One start of all ranks: the address of their store, and the attempt's number of how many restarts."""
 
     address: str
     port: int | str
@@ -32,12 +32,12 @@ class Attempt:
     max_restarts: int = 0
     run_id: str = "shardwise"
     token: str = ""
-    """By which ranks know each other; `""` sets none."""
+    """Authenticates ranks to each other; `""` sets none."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Which rank of how many a process is, on its host and in all."""
+    """A process's rank and the number of ranks, on its host and in total."""
 
     rank: int
     size: int
@@ -57,11 +57,11 @@ def rank_environment(
     on_cpu: bool = True,
     error_file: str = "",
 ) -> dict[str, str]:
-    """What rank `rank` of `nproc` gets on top of the `inherited` environment, all of them on one host."""
+    """Variables that `rank` of `nproc`, all on one host, gets in addition to the `inherited` environment."""
     seat = Seat(rank, nproc, rank, nproc)
     settings = seat_environment(seat, attempt, inherited, threads=threads, on_cpu=on_cpu, error_file=error_file)
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in inherited:
-        settings["GLOO_SOCKET_IFNAME"] = "lo"  # else by this host's name, where others may reach it
+        settings["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at this host's name, where others may reach it
     return settings
 
 
@@ -74,10 +74,10 @@ def seat_environment(
     on_cpu: bool = True,
     error_file: str = "",
 ) -> dict[str, str]:
-    """What the rank at `seat` gets on top of the `inherited` environment.
+    """Variables that the rank at `seat` gets in addition to the `inherited` environment.
 
-    The names and meanings are those of torchrun. What the user has set by himself stays: the thread
-    count (unless `threads` says otherwise), glibc's thresholds, the buffering of output.
+    Names and meanings are those of torchrun. What the user has set is kept: the thread count (unless `threads` is
+    given), glibc's thresholds, the buffering of output.
     """
     settings = {
         "RANK": str(seat.rank),
@@ -112,7 +112,7 @@ def seat_environment(
 
 
 def default_threads(nproc: int) -> int:
-    """Threads for each of `nproc` ranks, so that together they fill the cores we may use."""
+    """Threads for each of `nproc` ranks, so that together they use all available cores."""
     return max(1, _usable_cores() // nproc)
 
 

@@ -1,8 +1,8 @@
-"""Where the records of a job's ranks are kept: the user's log directory, or one that goes away.
+"""The folder with the records of a job's ranks: the user's log directory, or a temporary one.
 
-[Note: folders of the dead] A launcher that is killed leaves its folder behind, and the next one of the same user takes
-it away. It knows by a lock that the system lets go of with the process; a process number would not tell, where the
-temporary directory is that of several containers.
+[Note: abandoned folders] A launcher that is killed leaves its folder behind, and the next launcher of the same user
+removes it. A file lock, which the system releases with the process, tells whether a launcher is alive. A process id
+would not, since several containers may share the temporary directory.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ class Folder:
         if log_dir is not None:
             self._root = log_dir.absolute()
             return
-        clear_away()
+        remove_abandoned()
         draft = Path(tempfile.mkdtemp(prefix=".shardwise-"))
         self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._root = draft.rename(draft.with_name(draft.name[1:]))  # nobody sees it unlocked
+        self._root = draft.rename(draft.with_name(draft.name[1:]))  # never visible without its lock
 
     def files(self, attempt: int, rank: int) -> RankFiles:
         """The paths of one rank."""
-        place = self._root / f"attempt-{attempt}" / f"rank-{rank}"
-        error = place / "error.json"
+        folder = self._root / f"attempt-{attempt}" / f"rank-{rank}"
+        error = folder / "error.json"
         if not self._keep:
             return RankFiles(error)
-        return RankFiles(error, place / "stdout.log", place / "stderr.log")
+        return RankFiles(error, folder / "stdout.log", folder / "stderr.log")
 
     def place(self, attempt: int) -> Path | None:
-        """The directory that stays behind after an attempt; None when nothing stays."""
+        """The directory with an attempt's logs; None when none are kept."""
         return self._root / f"attempt-{attempt}" if self._keep else None
 
     def add_tracebacks(self, attempt: int, outcomes: list[Outcome]) -> None:
-        """Complete the logs with what a rank left to the launcher to print."""
+        """Append to the logs the tracebacks that ranks recorded and did not print."""
         for outcome in outcomes:
             log = self.files(attempt, outcome.rank).stderr
             if log is not None and outcome.traceback:
+                log.parent.mkdir(parents=True, exist_ok=True)
                 with log.open("a") as stream:
                     stream.write(outcome.traceback)
 
@@ -63,20 +64,18 @@ class Folder:
             os.close(self._lock)
 
 
-def clear_away(place: Path | None = None) -> None:
-    """Remove what launchers of this user that are dead have left; see [Note: folders of the dead].
-
-    In `place`, by default the temporary directory.
-    """
-    for folder in (place or Path(tempfile.gettempdir())).glob("shardwise-*"):
+def remove_abandoned(parent: Path | None = None) -> None:
+    """Remove folders in `parent`, by default the temporary directory, of this user's launchers that have died; see
+    [Note: abandoned folders]."""
+    for folder in (parent or Path(tempfile.gettempdir())).glob("shardwise-*"):
         try:
             lock = os.open(folder / LOCK, os.O_RDWR)
-        except OSError:  # not of a launcher, or of another user
+        except OSError:  # not a launcher's, or another user's
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            pass  # its launcher lives
+            pass  # its launcher is alive
         finally:
             os.close(lock)

@@ -1,4 +1,4 @@
-"""What to run, and on how many ranks: plain data that can be checked and printed before it runs."""
+"""What to run, and on how many ranks: plain data, checked and printable before anything runs."""
 
 from __future__ import annotations
 
@@ -19,37 +19,41 @@ from shardwise.launch.port import ADDRESS
 
 @dataclass(frozen=True)
 class Elastic:
-    """With how many ranks a job goes on, and how many processes may be started in the place of dead ones."""
+    """With how many ranks a job may continue, and how many replacements may be started."""
 
     least: int
     most: int
     retries: int = 3
     retry_seconds: float = 600
-    """Within so many seconds there are no more than `retries`."""
+    """At most `retries` replacements are started within this time."""
+    exclude_seconds: float = 600
+    """No process is started for this long on a host with faults of its own."""
+    host_timeout_seconds: float = 15
+    """A host that sends nothing for this long is lost."""
 
     @property
     def policy(self) -> Policy:
-        """What follows from faults."""
+        """How faults are judged."""
         return Policy(seconds=self.retry_seconds)
 
     def check(self, nproc: int) -> None:
-        """Refuse what no job of `nproc` ranks can keep."""
-        _at_least(1, self.least, "--elastic MIN", "somebody has to train")
-        _at_least(0, self.retries, "--retries", "0 means that nobody takes a dead rank's place")
+        """Raise `ConfigError` for bounds that are impossible, or do not include `nproc`."""
+        _at_least(1, self.least, "--elastic MIN", "a job needs at least one rank")
+        _at_least(0, self.retries, "--retries", "0 means that dead ranks are not replaced")
         if not hasattr(os, "pidfd_open"):
-            raise ConfigError("--elastic: this system does not tell when a process ends (pidfd). It needs Linux.")
+            raise ConfigError("--elastic needs Linux: this system has no pidfd, which tells when a process ends.")
         if self.most < self.least:
-            raise ConfigError(f"--elastic {self.least}:{self.most} allows for no number of ranks. Give MIN:MAX.")
+            raise ConfigError(f"--elastic {self.least}:{self.most}: MIN is more than MAX. Give MIN:MAX.")
         if not self.least <= nproc <= self.most:
             raise ConfigError(
-                f"--nproc {nproc} is not within --elastic {self.least}:{self.most}. It is the number of ranks that the "
-                f"job starts with, and grows back to."
+                f"--nproc {nproc} is not within --elastic {self.least}:{self.most}. The job starts with --nproc ranks, "
+                f"and grows back to that number."
             )
 
 
 @dataclass(frozen=True)
 class Job:
-    """One script (or module) with its arguments, to run on `nproc` ranks of this machine."""
+    """A script or module with its arguments, to run on `nproc` ranks of this machine."""
 
     command: tuple[str, ...]
     nproc: int
@@ -60,27 +64,30 @@ class Job:
     log_dir: Path | None = None
     grace_seconds: float = 10.0
     run_by: tuple[str, ...] = ()
-    """A module that runs the script, and its own arguments before it; none runs it as it is."""
+    """A module that runs the script, with its own arguments; if empty, Python runs the script directly."""
     python: str = field(default_factory=lambda: sys.executable)
     binds_cores: bool = False
-    """Whether each rank keeps to cores of its own."""
+    """Whether each rank is bound to cores of its own."""
     elastic: Elastic | None = None
-    """Between how many ranks the job goes on when some die or come."""
+    """Set if the job continues when ranks die or join."""
     shows_one_device: bool = False
-    """Whether each rank sees one device alone, rather than all of its host."""
+    """Whether each rank sees only one device, rather than all devices of its host."""
 
     def check(self) -> None:
-        """Refuse what cannot run here, with a sentence."""
+        """Raise `ConfigError` or `LaunchError` for a job that cannot run here."""
         self.check_numbers()
         self.check_script()
 
     def check_numbers(self) -> None:
-        """Refuse what cannot run anywhere."""
+        """Raise `ConfigError` for a job that cannot run anywhere."""
         _at_least(1, self.nproc, "--nproc", "a job needs at least one rank")
         _at_least(0, self.max_restarts, "--max-restarts", "0 means that a failure is final")
-        _at_least(0, self.grace_seconds, "--timeout", "it is the seconds that ranks get to end")
+        _at_least(0, self.grace_seconds, "--timeout", "it is the number of seconds that ranks get to end")
         if not math.isfinite(self.grace_seconds):
-            raise ConfigError(f"--timeout is {self.grace_seconds}: it is the seconds that ranks get to end.")
+            raise ConfigError(
+                f"--timeout is {self.grace_seconds}: it is the number of seconds that ranks get to end. Give a finite "
+                f"number."
+            )
         if self.threads is not None:
             _at_least(1, self.threads, "--threads", "a rank needs at least one thread")
         if self.elastic is not None:
@@ -91,7 +98,7 @@ class Job:
             raise ConfigError(f"--log-dir {str(self.log_dir)!r} is a file; give a directory.")
 
     def check_script(self) -> None:
-        """Refuse a script that is not in this directory, or a module that is not to be found."""
+        """Raise `LaunchError` for a script or module that does not exist."""
         if self.is_module:
             _check_module(self.command[0])
         else:
@@ -102,16 +109,16 @@ class Job:
         return [self.python, "-m", "shardwise.launch.worker", *self._run()]
 
     def script_command(self) -> list[str]:
-        """The command line of a rank that others start, and of which nobody here looks after its errors."""
+        """The command line of a rank started by another launcher, which reports its errors itself."""
         return [self.python, *self._run()]
 
     def bindings(self, kind: str | None) -> list[dict[str, str]]:
-        """For each rank of this machine the variables about its cores and its device, which is of a `kind`.
+        """For each rank of this machine, the variables for its cores and its device, which is of a `kind`.
 
         Raises `ConfigError` if there are too few.
         """
         if self.shows_one_device and kind is None:
-            raise ConfigError("--devices one: there is no GPU here. Leave it out.")
+            raise ConfigError("--devices one: there is no GPU here. Remove it.")
         return bindings(
             self.nproc,
             os.environ,
@@ -126,10 +133,7 @@ class Job:
 
 
 def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]]) -> str:
-    """The command of the ranks and the environment of each, as text: what a dry run prints.
-
-    `bound` is what `Job.bindings` says.
-    """
+    """Command and environment of the ranks, as a dry run prints them. `bound` is from `Job.bindings`."""
     first = Attempt(ADDRESS, job.port or "<a free port>", max_restarts=job.max_restarts)
     environments = [
         rank_environment(rank, job.nproc, first, os.environ, threads=job.threads, on_cpu=on_cpu, error_file="<a file>")
@@ -166,7 +170,7 @@ def _check_script(script: str) -> None:
 
 
 def _check_module(module: str) -> None:
-    # only the top package: to look deeper would import it, here, in the launcher
+    # only the top-level package: looking deeper would import it into the launcher
     top = module.partition(".")[0]
     if top in sys.builtin_module_names:
         return

@@ -1,4 +1,4 @@
-"""What became of each rank, and which of them failed first."""
+"""How each rank ended, and which one failed first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# A script that was asked to end may say so in any of these ways, whichever signal it was.
+# Exit codes of a script that ended because it was asked to, by whichever signal.
 _STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -17,11 +17,11 @@ _STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.S
 class Outcome:
     """The end of one rank.
 
-    `exit_code` is negative for a signal, as in `subprocess`. `sent` is the last signal that the
-    launcher had sent before the rank ended, `sent_at` when it sent the first. `time` (seconds since the epoch) is when
-    the exception was recorded, or else when the rank was last seen alive: see [Note: who failed first]. `last_words` is
-    what the rank was doing when it last told the others. `wanted` is the exit code of a `SystemExit` or a
-    `KeyboardInterrupt` that was recorded, and `blames` are the ranks that the exception says were at fault.
+    `exit_code` is negative for a signal, as in `subprocess`. `sent` is the last signal that the launcher had sent
+    before the rank ended, `sent_at` when it sent the first. `time` (seconds since the epoch) is when the exception was
+    recorded, or else when the rank was last seen alive: see [Note: who failed first]. `last_words` is the activity that
+    the rank last published. `wanted` is the exit code of a recorded `SystemExit` or `KeyboardInterrupt`, and `blames`
+    are the ranks at fault according to the exception.
     """
 
     rank: int
@@ -36,15 +36,19 @@ class Outcome:
     wanted: int | None = None
     blames: tuple[int, ...] = ()
     batch: str = ""
-    """Which samples a rank that raised had, in words, if it knew."""
+    """A description of the samples that a rank had when it raised, if known."""
+    lost_with: str = ""
+    """If the rank was lost with its host: how the host was lost. How the rank itself ended is not known then."""
 
     @property
     def failed(self) -> bool:
-        """Whether the rank went wrong by itself, rather than because the launcher ended it."""
+        """Whether the rank failed by itself, rather than because the launcher ended it."""
+        if self.lost_with:
+            return True
         if self.wanted is not None:
             return self.time < self.sent_at or self.wanted not in (0, *_STOPPED)
         if self.recorded:
-            # whatever we sent came later, unless the script itself answered it with sys.exit(128 + n)
+            # any signal was sent later, unless the script answered it with sys.exit(128 + n)
             return self.sent is None or self.exit_code != 128 + self.sent
         return self.exit_code != 0 and self.sent is None
 
@@ -62,16 +66,15 @@ class Outcome:
 
     @property
     def ended_early(self) -> bool:
-        """Whether its script was over, and well, before anybody asked it to end."""
+        """Whether its script ended successfully before it was asked to end."""
         return self.exit_code == 0 and self.sent is None
 
     @property
     def status(self) -> int:
         """The exit status a shell would show for the failure itself.
 
-        A rank that raised may have been ended by us on its way out, or by native code that was not
-        shut down in order (gloo's threads abort at times): Python's own 1 is what is meant. So it is with the code
-        that was given to `sys.exit`.
+        That is 1 for a rank that raised, and the code given to `sys.exit`, even if the process then ended otherwise: by
+        the launcher's signal, or by an abort of native code during shutdown (gloo's threads do that at times).
         """
         if self.wanted is not None:
             return self.wanted
@@ -81,15 +84,15 @@ class Outcome:
 
 
 # [Note: who failed first]
-# When one rank dies, its peers fail within milliseconds because their connection to it broke. A
-# rank that raises records the moment itself. One that is killed cannot: the launcher only sees it
-# dead at the next look. Taking the last look at which it was alive errs towards blaming it, which
-# is right: being killed is seldom the consequence of a peer's exception, and the reverse is common.
+# When one rank dies, its peers fail within milliseconds because their connection to it broke. A rank that raises
+# records the time itself. One that is killed cannot: the launcher notices at its next poll. Taking the last poll at
+# which it was alive errs towards blaming it. That is right, since being killed is seldom the consequence of a peer's
+# exception, and the reverse is common.
 #
-# A rank that raises our FaultError says which ranks were at fault. If one of those failed by itself too, it is the
-# first, whatever the clocks say; so it is if its script came to its end while the others needed it.
+# A rank that raises our FaultError names the ranks at fault. If one of those failed by itself too, or its script ended
+# while the others needed it, that rank is the first, whatever the clocks say.
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The rank that failed by itself before any other, or left the others without failing; None when none did."""
+    """The rank that failed by itself before any other, or ended too early without failing; None if there is none."""
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     first = min((one for one in by_rank.values() if one.failed), key=lambda one: one.time, default=None)
     if first is None or first.rank in first.blames:
@@ -127,5 +130,5 @@ def read_outcome(
             batch=str(details.get("batch", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # none, or written by something else than us: what is left is how the process ended
+        # no file, or another library's: only the process's end is known
         return Outcome(rank, exit_code, sent, last_alive, traceback=stack, sent_at=sent_at)

@@ -32,14 +32,14 @@ class _Rank:
 
 @dataclass
 class RankFiles:
-    """Where a rank's records go; `stdout` and `stderr` are None where it shares ours."""
+    """Where a rank's records go; `stdout` and `stderr` are None if it shares the launcher's."""
 
     error: Path
     stdout: Path | None = None
     stderr: Path | None = None
 
     def prepare(self) -> None:
-        """Make the directory, and remove what an earlier run left there."""
+        """Create the directory, and remove files of an earlier run."""
         self.error.parent.mkdir(parents=True, exist_ok=True)
         for stale in (self.error, Path(f"{self.error}.fault")):
             stale.unlink(missing_ok=True)
@@ -47,9 +47,9 @@ class RankFiles:
 
 @dataclass
 class Ranks:
-    """All ranks of one attempt. Not thread-safe; one loop owns it and calls `kill` at the end.
+    """All ranks of one attempt. Not thread-safe; its owner calls `kill` at the end.
 
-    Start them from a thread that outlives them: the kernel ends a rank with the thread that started it.
+    Start ranks from a thread that outlives them: the kernel kills a rank with the thread that started it.
     """
 
     _ranks: list[_Rank] = field(default_factory=list)
@@ -59,8 +59,7 @@ class Ranks:
         files.prepare()
         out, err = _open(files.stdout), _open(files.stderr)
         try:
-            # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which passes
-            # it on once
+            # a session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it on once
             process = subprocess.Popen(command, env={**environment}, stdout=out, stderr=err, start_new_session=True)
         finally:
             for stream in (out, err):
@@ -70,7 +69,7 @@ class Ranks:
         return process.pid
 
     def any_alive(self) -> bool:
-        """Look at every rank, and note the time for those that live."""
+        """Poll every rank, and note the time for those that are alive."""
         now = time.time()
         living = [rank for rank in self._ranks if rank.alive]
         for rank in living:
@@ -80,8 +79,8 @@ class Ranks:
     def any_failed(self, patience_seconds: float) -> bool:
         """Whether a rank ended with anything but 0, or recorded a failure and still has not ended.
 
-        The latter happens: an exception leaves the main thread while another one goes on, and a peer
-        would wait for both until its timeout.
+        The latter happens when the main thread has raised and another thread goes on; a peer would then wait until its
+        timeout.
         """
         if any(rank.process.returncode for rank in self._ranks):
             return True
@@ -89,7 +88,7 @@ class Ranks:
         return any(rank.alive and _recorded_before(rank.error_file, before) for rank in self._ranks)
 
     def ended_and_living(self) -> tuple[list[int], list[int]]:
-        """The ranks that have ended well, and those that live."""
+        """The ranks that have ended with 0, and those that are alive."""
         codes = {number: rank.process.poll() for number, rank in enumerate(self._ranks)}
         return [n for n, code in codes.items() if code == 0], [n for n, code in codes.items() if code is None]
 
@@ -101,39 +100,39 @@ class Ranks:
         return self._ranks[number].process.poll()
 
     def outcome(self, number: int) -> Outcome:
-        """What became of one that has ended."""
+        """The outcome of a rank that has ended."""
         rank = self._ranks[number]
         return read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
 
     def kill_one(self, number: int) -> None:
-        """End one, with all its children."""
+        """Kill one rank, with all its children."""
         rank = self._ranks[number]
         if rank.alive:
             rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
         _kill_session(rank.process.pid)
 
     def lingers(self, number: int, patience_seconds: float) -> bool:
-        """Whether one has recorded a failure and still has not ended."""
+        """Whether a rank has recorded a failure and still not ended after `patience_seconds`."""
         rank = self._ranks[number]
         return rank.alive and _recorded_before(rank.error_file, time.time() - patience_seconds)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to each living rank; not to its children, which it may need in order to end well."""
+        """Send a signal to each living rank, but not to its children, which it may need to end cleanly."""
         for rank in self._ranks:
             if rank.alive:
                 rank.sent, rank.sent_at = number, min(rank.sent_at, time.time())
                 rank.process.send_signal(number)
 
     def wait(self, seconds: float, hurry: Callable[[], bool]) -> None:
-        """Wait until all have ended, `seconds` have passed, or `hurry()` says enough."""
+        """Wait until all have ended, `seconds` have passed, or `hurry()` is true."""
         deadline = time.monotonic() + seconds
         while self.any_alive() and time.monotonic() < deadline and not hurry():
             time.sleep(POLL_SECONDS / 5)
 
     def kill(self) -> int:
-        """End whatever is left, with all children, and return how many ranks had to be killed.
+        """Kill whatever is left, with all children, and return how many ranks had to be killed.
 
-        To be called once the job is failing or over; asking again changes nothing.
+        Call it once the job is failing or over; may be called again.
         """
         living = [rank for rank in self._ranks if rank.alive]
         for rank in living:
@@ -144,13 +143,13 @@ class Ranks:
         return len(living)
 
     def kill_children(self) -> None:
-        """Kill what ranks that failed or were ended have left running; call it soon after."""
+        """Kill processes left behind by ranks that failed or were ended; call it soon after."""
         for rank in self._ranks:
             if rank.process.returncode:
                 _kill_session(rank.process.pid)
 
     def outcomes(self) -> list[Outcome]:
-        """What became of each rank; all must have ended."""
+        """The outcome of each rank; all must have ended."""
         return [self.outcome(number) for number in range(len(self._ranks))]
 
 
@@ -169,4 +168,4 @@ def _kill_session(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # nobody left in it
+        pass  # the session is empty

@@ -1,4 +1,4 @@
-"""What the launcher says about the end of a job: one report, however many ranks there were."""
+"""The launcher's one report about the end of a job, however many ranks there were."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HINTS = {
 
 
 def failure_summary(outcomes: list[Outcome], logs: Path | None = None) -> str:
-    """Which rank failed first and how, its traceback, what became of the others, and where logs are."""
+    """Which rank failed first and how, its traceback, how the others ended, and where logs are."""
     first = first_failure(outcomes)
     if first is None:
-        return "the job did not finish, and no rank says why."
+        return "the job did not finish, and no rank reported why."
     code = f", with exit code {first.status}" if first.raised else ""
     if first.ended_early:
         parts = [f"rank {first.rank} of {len(outcomes)} ended early: its script was over, and the others needed it."]
@@ -41,18 +41,19 @@ def failure_summary(outcomes: list[Outcome], logs: Path | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int) -> str:
-    """Why the last attempt ended, and which one begins."""
+def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int, used: str = "") -> str:
+    """Why the last attempt ended, and which one begins; `used` is how much of a budget that takes, if there is one."""
+    number = used or f"{attempt} of {max_restarts}"
     first = first_failure(outcomes)
     if first is None:
-        return f"the ranks failed; attempt {attempt} of {max_restarts} begins."
+        return f"the ranks failed; attempt {number} begins."
     how = "ended early, and the others needed it" if first.ended_early else manner(first)
     why = f"rank {first.rank} of {len(outcomes)} {how}"
-    return f"{why}; restart {attempt} of {max_restarts} begins."
+    return f"{why}; restart {number} begins."
 
 
 def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int) -> str:
-    """What became of the ranks after the launcher was asked to end."""
+    """How the ranks ended after the launcher was asked to end."""
     if not outcomes:
         return f"ended by {received.name} before any rank was started."
     ended = len(outcomes) - num_killed
@@ -63,7 +64,7 @@ def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int
 
 
 def report_failure(outcomes: list[Outcome], logs: Path | None) -> int:
-    """Say what happened, and return the exit status."""
+    """Print the report of a failure, and return the exit status."""
     say(failure_summary(outcomes, logs))
     return first_status(outcomes)
 
@@ -75,9 +76,8 @@ def first_status(outcomes: list[Outcome]) -> int:
 
 
 def report_stop(outcomes: list[Outcome], num_killed: int, received: signal.Signals, logs: Path | None) -> int:
-    """Say what became of ranks that were asked to end, and return the exit status."""
-    # a rank that ended by the signal takes its peers' connections with it: their exceptions are a
-    # consequence. Only when nobody did, somebody failed to end well, and that is the news.
+    """Print how ranks ended that were asked to, and return the exit status."""
+    # if any rank ended by the signal, exceptions of its peers are a consequence: their connections broke
     if first_failure(outcomes) and not num_killed and not any(outcome.obeyed for outcome in outcomes):
         return report_failure(outcomes, logs)
     say(stop_line(outcomes, received, num_killed))
@@ -86,15 +86,17 @@ def report_stop(outcomes: list[Outcome], num_killed: int, received: signal.Signa
 
 
 def say(text: str) -> None:
-    """One piece of news, on stderr."""
+    """Print a status line on stderr."""
     try:
         print(f"shardwise: {text}", file=sys.stderr, flush=True)
     except OSError:
-        pass  # the terminal is gone; the ranks still have to be ended
+        pass  # the terminal is gone; the ranks must still be ended
 
 
 def manner(outcome: Outcome) -> str:
     """How a rank failed: 'raised ValueError: ... (exit code 1)', 'was killed by SIGKILL (...)'."""
+    if outcome.lost_with:
+        return f"was lost with its host ({outcome.lost_with})"
     if outcome.raised:
         return f"raised {_headline(outcome.summary)}"
     if outcome.wanted is not None:
@@ -107,7 +109,7 @@ def manner(outcome: Outcome) -> str:
 
 
 def _fates(outcomes: list[Outcome]) -> list[str]:
-    """A line for each fate: the peers of a rank that was lost all raise the same words."""
+    """One line for all ranks that ended in the same way: the peers of a lost rank all raise the same error."""
     ranks: dict[str, list[int]] = {}
     for outcome in outcomes:
         ranks.setdefault(_fate(outcome), []).append(outcome.rank)
@@ -115,7 +117,7 @@ def _fates(outcomes: list[Outcome]) -> list[str]:
 
 
 def in_words(ranks: list[int], fate: str) -> str:
-    """Ranks in order, and what became of them: 'rank 3 was ...', 'ranks 0 to 6 were ...', 'ranks 0, 2 were ...'."""
+    """Ranks in order, and how they ended: 'rank 3 was ...', 'ranks 0 to 6 were ...', 'ranks 0, 2 were ...'."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {fate}"
     is_row = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
@@ -124,7 +126,7 @@ def in_words(ranks: list[int], fate: str) -> str:
 
 
 def _fate(outcome: Outcome) -> str:
-    """What became of a rank that was not the first to fail."""
+    """How a rank ended that was not the first to fail."""
     if outcome.failed:
         return f"then {manner(outcome)}"
     if outcome.exit_code == 0:
@@ -140,7 +142,7 @@ def _fate(outcome: Outcome) -> str:
 
 
 def _headline(summary: str) -> str:
-    """The first line of an exception's text; of a syntax error, where that has the file, the last and the place."""
+    """The first line of an exception's text; of a syntax error the last line, with file and line number."""
     lines = summary.strip().splitlines() or [""]
     if lines[0].startswith('File "') and len(lines) > 1:
         return f"{lines[-1].rstrip('.')} ({lines[0].strip()})"

@@ -1,4 +1,4 @@
-"""Signals, on both sides: a training script that ends at a good moment, a launcher that waits for it."""
+"""Signals: a training script that ends between two steps, and a launcher that waits for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 STOPS_BY_USR1 = "SHARDWISE_STOPS_BY_USR1"
-"""Set to 1 where whoever starts ranks passes SIGUSR1 on to them, and kills them soon after any other signal."""
+"""Set to 1 if the program that starts ranks passes SIGUSR1 on, and kills ranks soon after any other signal."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _Handler = Callable[[int, FrameType | None], Any]
@@ -27,10 +27,10 @@ class StopRequest:
                     save()
                     break
 
-    So does SIGUSR1 under Open MPI's `mpirun`, if `shardwise launch` has started that; it counts as SIGTERM.
-    In an elastic job a rank that alone gets SIGTERM leaves after its step, and the others go on: nothing is requested
-    then. A second signal raises KeyboardInterrupt, as an impatient Ctrl-C should. Python allows handlers in
-    the main thread only: elsewhere this object stays inert and `requested` stays False.
+    Under Open MPI's `mpirun`, started by `shardwise launch`, SIGUSR1 counts as SIGTERM. In an elastic job a single rank
+    that gets SIGTERM leaves after its step and the others continue; `requested` stays False then. A second signal
+    raises KeyboardInterrupt. Python allows handlers in the main thread only: in other threads this object does nothing,
+    and `requested` stays False.
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,18 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether somebody asked this process to end."""
+        """Whether this process was asked to end."""
         return self.signal is not None
 
     def install(self) -> StopRequest:
-        """Start to listen; asking twice changes nothing."""
+        """Install the handlers; may be called twice."""
         if not self._replaced and threading.current_thread() is threading.main_thread():
             by_usr1 = [signal.SIGUSR1] if os.environ.get(STOPS_BY_USR1) == "1" else []
             self._replaced = _replace([*_STOP_SIGNALS, *by_usr1], self._receive)
         return self
 
     def close(self) -> None:
-        """Put back the handlers that were there before; what was requested stays readable."""
+        """Restore the former handlers; `requested` and `signal` stay readable."""
         _restore(self._replaced)
 
     def __enter__(self) -> StopRequest:
@@ -69,10 +69,10 @@ class StopRequest:
 
 
 class SignalLog:
-    """The signals that a launcher received, in order; reading them is up to its loop.
+    """The signals that a launcher received, in order, for its loop to read.
 
-    The handler only takes note. An exception out of a handler could come while ranks are being
-    started or killed, and leave some of them behind.
+    The handler only records them. If it raised, this could happen while ranks are being started or killed, and leave
+    some of them behind.
     """
 
     def __init__(self) -> None:
@@ -93,12 +93,12 @@ class SignalLog:
 
 
 def _replace(numbers: Iterable[signal.Signals], handler: _Handler) -> dict[signal.Signals, Any]:
-    """Install `handler` and return what was there before."""
+    """Install `handler` and return the former handlers."""
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 def _restore(replaced: dict[signal.Signals, Any]) -> None:
-    """Put back what was there before, once."""
+    """Restore the former handlers, once."""
     while replaced:
         number, handler = replaced.popitem()
         # None: the handler was not set from Python and cannot be put back from Python

@@ -1,4 +1,4 @@
-"""The store at which ranks meet, owned by the launcher and told to elastic as a rendezvous."""
+"""The store through which ranks find each other: owned by the launcher, a rendezvous handler of torch elastic."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from shardwise.job_token import Seal, new_token
 class LauncherStore(RendezvousHandler):
     """One store for all attempts, empty at the start of each.
 
-    Elastic's static rendezvous keeps one store too, but leaves the keys of the ranks that died:
-    the next attempt's ranks read the addresses of the dead and wait for them (torch 2.13 with gloo:
-    6 of 6 restarts did not come back). Here the ranks of the last attempt are gone when the next
-    rendezvous is asked for, so their keys can go.
+    Torch elastic's static rendezvous keeps one store too, but also the keys of dead ranks: the next attempt's ranks
+    read their addresses and wait for them (torch 2.13 with gloo: 6 of 6 restarts hung). Here all ranks of the last
+    attempt are gone when the next rendezvous begins, so their keys can be deleted.
     """
 
     def __init__(self, listener: socket.socket, run_id: str, token: str = "") -> None:
-        """`token` is the job's, if somebody else has made it."""
+        """`token` is the job's, if one exists already."""
         self.token = token or new_token()
         self._address, self._port = listener.getsockname()[:2]
         self._run_id = run_id
@@ -39,7 +38,7 @@ class LauncherStore(RendezvousHandler):
 
     @property
     def port(self) -> int:
-        """Where the ranks find it."""
+        """The port of the store."""
         return int(self._port)
 
     @property
@@ -48,13 +47,13 @@ class LauncherStore(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Everybody (that is, this machine) is here: hand out the emptied store."""
+        """Return the emptied store; there is only this machine to wait for."""
         for key in self._store.list_keys():
             self._store.delete_key(key)
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._port))
 
     def last_words(self, rank: int, attempt: int) -> str:
-        """What `rank` was doing when it last told the others; `""` if it never did."""
+        """The activity that `rank` last published; `""` if it never did."""
         try:
             return last_words(self._store, rank, f"attempt-{attempt}", Seal(self.token, str(attempt)))
         except RuntimeError:
@@ -78,12 +77,12 @@ class LauncherStore(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell anybody."""
+        """There is nothing to do."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody joins a job on one machine."""
+        """Always 0: the job has only this machine."""
         return 0
 
     def shutdown(self) -> bool:
-        """Nothing outlives the launcher."""
+        """There is nothing to do: the store ends with the launcher."""
         return True

@@ -1,4 +1,4 @@
-"""Runs a job from its first rank to its last word, and returns the exit status."""
+"""Runs a job on this machine, reports its end, and returns the exit status."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardwise.launch.store import LauncherStore
 
 
 def supervise(job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[str, str]] | None = None) -> int:
-    """Run the ranks of a checked `job`, which meet at `listener`, and return the exit status.
+    """Run the ranks of a checked `job`, whose store is at `listener`, and return the exit status.
 
-    `bound` has what `Job.bindings` says; left out, no rank is bound to cores or to a device.
+    `bound` is from `Job.bindings`; without it, no rank is bound to cores or to a device.
 
-    0 if all ranks ended with 0; the status of the rank that failed first; 128 + n after signal n.
-    To be called from the main thread, which must live as long as the ranks. Closes `listener`.
+    The status is 0 if all ranks ended with 0; else that of the rank that failed first; 128 + n after signal n. Call it
+    from the main thread, which must live as long as the ranks. Closes `listener`.
     """
     _silence_elastic()
     run_id = f"{os.getpid()}-{int(time.time())}"
@@ -47,7 +47,7 @@ def supervise(job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[
 
 
 def _silence_elastic() -> None:
-    """Keep elastic's log to itself: whatever it would say there, we say in one report."""
+    """Silence torch elastic's log: our own report contains the same."""
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False

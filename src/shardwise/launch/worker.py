@@ -1,8 +1,7 @@
-"""A rank's first lines: `python -m shardwise.launch.worker [-m] script args...`.
+"""The entry point of a rank: `python -m shardwise.launch.worker [-m] script args...`.
 
-Runs the script as `python script args...` would, and leaves a record of what went wrong where the
-launcher looks for it. Only the standard library is imported here: torch comes when the script asks, but
-for ranks of an elastic job.
+Runs the script as `python script args...` would, and records errors for the launcher. Imports only the standard
+library: torch is imported when the script does, except in elastic jobs.
 """
 
 from __future__ import annotations
@@ -29,27 +28,29 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
     end_soon()
-    _end_with_the_launcher()
-    _keep_to_cores()
+    _die_with_launcher()
+    _bind_to_cores()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     _write_whole_lines()
-    _record_faults(error_file)
+    _record_crashes(error_file)
     if error_file:
-        sys.excepthook = _leave_it_to_the_launcher
+        sys.excepthook = _print_no_traceback
     try:
-        _import_before_others_wait()
+        _import_before_joining()
         _run(sys.argv[1:])
     except KeyboardInterrupt as error:
         _record(error_file, error, "", wanted=128 + signal.SIGINT)
-        raise  # asked for, by whomever; the process ends by SIGINT
+        raise  # it was asked to end; the process ends by SIGINT
     except SystemExit as error:
         code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if code:
             _record(error_file, error, "", wanted=code)
+            if "SHARDWISE_MEMBER" in os.environ:
+                sys.last_value = error  # as of other exceptions: the others are told that this rank is not through
         raise
     except BaseException as error:
         if type(error).__name__ == "TurnedAwayError" and getattr(error, "has_asked", False):
-            sys.exit(0)  # the others go on, as it was asked for
+            sys.exit(0)  # this rank was asked to leave, and the others continue
         error.__traceback__ = _users_part(error.__traceback__)
         if not _record(error_file, error, "".join(traceback.format_exception(error))):
             sys.excepthook = sys.__excepthook__
@@ -65,29 +66,29 @@ def _run(arguments: list[str]) -> None:
     script = arguments[0]
     sys.argv = arguments
     if not os.environ.get("PYTHONSAFEPATH"):
-        # "-m" had put the current directory there; a script gets its own
-        place = Path(script).resolve()
-        sys.path[0] = str(place if place.is_dir() else place.parent)
+        # "-m" had put the current directory there; a script gets the directory it is in
+        path = Path(script).resolve()
+        sys.path[0] = str(path if path.is_dir() else path.parent)
     runpy.run_path(script, run_name="__main__")
 
 
-def _import_before_others_wait() -> None:
-    """A rank that comes to others is waited for from `World.join` on: what its first optimizer would import, for
-    seconds, is imported before."""
+def _import_before_joining() -> None:
+    """In an elastic job, import what the first optimizer needs, which takes seconds, before `World.join`: from then on
+    the others wait for a rank that joins."""
     if "SHARDWISE_MEMBER" in os.environ:
         importlib.import_module("torch._dynamo")
         importlib.import_module("shardwise.elastic.session")
 
 
-def _leave_it_to_the_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The hook under which a script starts: one report from the launcher, not a traceback from each rank.
+def _print_no_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The `sys.excepthook` under which a script starts: the launcher reports errors once, instead of each rank.
 
-    A hook that the script installs is called as usual; torch's own wraps this one.
+    A hook that the script installs works as usual; torch's own wraps this one.
     """
 
 
-def _end_with_the_launcher() -> None:
-    """Have the kernel kill this rank when the launcher dies, however it dies."""
+def _die_with_launcher() -> None:
+    """Make the kernel kill this rank when the launcher dies, however it dies."""
     launcher = os.environ.pop("SHARDWISE_LAUNCHER_PID", None)
     if launcher is None or sys.platform != "linux":
         return
@@ -96,40 +97,40 @@ def _end_with_the_launcher() -> None:
         os._exit(128 + signal.SIGKILL)  # it died before we could ask
 
 
-def _keep_to_cores() -> None:
-    """Before any thread is there, so that all of them keep to these cores."""
+def _bind_to_cores() -> None:
+    """Bind this process to its cores, before it has other threads, which inherit the binding."""
     cores = os.environ.pop("SHARDWISE_CORES", "")
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def _write_whole_lines() -> None:
-    """Show each line at once, and in one piece: unbuffered, `print` writes its newline separately."""
+    """Write each line at once and in one piece: unbuffered, `print` writes its newline separately."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _record_faults(error_file: str) -> None:
-    """Let a crash in native code leave its Python stack beside the error file."""
+def _record_crashes(error_file: str) -> None:
+    """On a crash in native code, write the Python stack next to the error file."""
     if error_file:
         faulthandler.enable(open(f"{error_file}.fault", "w"), all_threads=False)  # noqa: SIM115 stays open
 
 
 def _record(error_file: str, error: BaseException, text: str, wanted: int | None = None) -> bool:
-    """Write the exception where elastic expects it, in elastic's own layout; False if it cannot be.
+    """Write the exception to the error file, in torch elastic's format; False if that is impossible.
 
-    Elastic counts whole seconds, and a peer's failure follows within milliseconds: `time` is exact. `wanted` is the
-    exit code that is to come of it; without one it is a failure, which may say itself which ranks were at fault.
+    Torch elastic's timestamp has whole seconds, and peers fail within milliseconds: `time` is exact. `wanted` is the
+    exit code that the script chose; without one this is a failure, which may name the ranks at fault.
     """
     if not error_file:
         return False
     now = time.time()
     summary = "".join(traceback.format_exception_only(error)).strip()
-    is_fault = type(error).__name__ == "FaultError"  # by name: torch would have to be imported to ask otherwise
+    is_fault = type(error).__name__ == "FaultError"  # by name, since importing the class would import torch
     blames = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
     details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "blames": blames}
-    if "shardwise.data_ranks" in sys.modules:  # else no loader has handed anything out
+    if "shardwise.data_ranks" in sys.modules:  # else no loader has provided a batch
         details["batch"] = sys.modules["shardwise.data_ranks"].HANDED_OUT.text()
     draft = Path(f"{error_file}.draft")
     try:

@@ -1,4 +1,4 @@
-"""Named axes, coordinates, groups of ranks."""
+"""Named mesh axes, coordinates and groups of ranks."""
 
 from shardwise.mesh.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
 

@@ -1,13 +1,12 @@
 """Ranks as points of a grid with named axes.
 
-Along a *data axis* ranks train the same model, each with batches of its own. Along a *model axis* they share in one
-batch, and may hold parts of the model that the others have not; its name says what kind of sharing it is. Along `sp`
-they share in the tokens of a batch and train the same parameters, so the *replica axes*, over which a plan shards or
-copies parameters and adds up gradients, are the data axes and `sp`. `ep` is a data axis, for all that is not an expert;
-of the experts each rank along it has its own.
+Along a *data axis*, ranks train the same model on different batches. Along a *model axis*, they share one batch and may
+hold different parts of the model; the axis name says how they share. Along `sp`, they share the tokens of a batch and
+train the same parameters. So the *replica axes*, over which a plan shards or copies parameters and sums gradients, are
+the data axes and `sp`. `ep` is a data axis for everything except experts, of which each rank along it has its own.
 
-Rank numbers run row-major: the last axis varies fastest, so it should be the one with the fastest
-links. `Mesh({"node": 2, "local": 4})` puts ranks 0-3 on node 0.
+Rank numbers are row-major: the last axis varies fastest, so it should be the one with the fastest links.
+`Mesh.of({"node": 2, "local": 4}, 8)` puts ranks 0-3 on node 0.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ MODEL_AXES = {
     "sp": "sequence parallelism",
     "ep": "expert parallelism",
 }
-"""What everybody takes these names for. All others, and `ep`, are data axes: along them ranks differ in batches."""
+"""Axis names with a conventional meaning. All others, and `ep`, are data axes: ranks along them read different
+batches."""
 
 SEQUENCE_AXIS = "sp"
 EXPERT_AXIS = "ep"
 SYNONYMS = {"cp": SEQUENCE_AXIS}
-"""Other names for model axes, and what is to be written."""
+"""Other names for model axes, which are refused, and the name to use instead."""
 SAME_PARAMS_AXES = ("tp",)
-"""Model axes along which ranks list the same parameters: each has its part of one that is cut, and a copy of any other.
-Along the others (stages of a pipeline) each lists its own."""
+"""Model axes along which ranks have the same list of parameters: each holds its part of one that is cut, and a copy of
+any other. Along the others (pipeline stages), each rank has its own list."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes, outermost first."""
+    """Named axes and their sizes, outermost first. Raises `ConfigError` for repeated axes, or sizes below 1."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -57,7 +57,10 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int], world_size: int) -> Mesh:
-        """A mesh over `world_size` ranks. One size may be -1 and takes what the others leave."""
+        """A mesh over `world_size` ranks. One size may be -1, and becomes what the others leave.
+
+        Raises `ConfigError` if the sizes do not multiply to `world_size`.
+        """
         unknown = [axis for axis, size in axes.items() if size == -1]
         known = math.prod(size for size in axes.values() if size != -1)
         sizes = dict(axes)
@@ -71,7 +74,7 @@ class Mesh:
             if unknown:
                 cure = f"Start a multiple of {known} ranks, or change sizes: {unknown[0]} takes what is left."
             raise ConfigError(
-                f"The mesh {_said(axes)} makes {mesh.world_size} ranks, but the world has {world_size}. {cure}"
+                f"The mesh {_describe(axes)} makes {mesh.world_size} ranks, but the world has {world_size}. {cure}"
             )
         return mesh
 
@@ -81,38 +84,40 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks differ in their batches."""
+        """The axes along which ranks read different batches."""
         return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis == EXPERT_AXIS)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes over which a plan shards or copies parameters and adds up gradients: the data axes and `sp`."""
+        """The axes over which a plan shards or copies parameters and sums gradients: the data axes and `sp`."""
         return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis in (SEQUENCE_AXIS, EXPERT_AXIS))
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """The others, of more than one rank: along them ranks hold parts of one model, or copies of what is not cut."""
+        """The other axes, of more than one rank: ranks along them hold parts of one model, or copies of what is not
+        cut."""
         return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
 
     @property
     def parted_axes(self) -> tuple[str, ...]:
-        """All axes, of more than one rank, along which ranks may hold other parts of the model: those and `ep`."""
+        """The axes, of more than one rank, along which ranks may hold different parts of the model: model axes and
+        `ep`."""
         parted = {*self.model_axes, *((EXPERT_AXIS,) if self.has_experts else ())}
         return tuple(axis for axis in self.axes if axis in parted)
 
     @property
     def same_params_axes(self) -> tuple[str, ...]:
-        """The model axes, of more than one rank, along which ranks list the same parameters."""
+        """The model axes, of more than one rank, along which ranks have the same list of parameters."""
         return tuple(axis for axis in self.model_axes if axis in SAME_PARAMS_AXES)
 
     @property
     def params_axes(self) -> tuple[str, ...]:
-        """All axes along which ranks list the same parameters."""
+        """All axes along which ranks have the same list of parameters."""
         return tuple(axis for axis in self.axes if axis in self.replica_axes or axis in self.same_params_axes)
 
     @property
     def has_experts(self) -> bool:
-        """Whether ranks along an axis have experts of their own."""
+        """Whether ranks along an axis have different experts."""
         return EXPERT_AXIS in self.axes and self.size(EXPERT_AXIS) > 1
 
     @property
@@ -121,7 +126,7 @@ class Mesh:
         return math.prod(self.size(axis) for axis in self.replica_axes)
 
     def data_place(self, rank: int) -> tuple[int, int]:
-        """Which share of a batch `rank` reads, and of how many: the same for all ranks that share in one."""
+        """Which share of a batch `rank` reads, and out of how many; the same for all ranks that share one batch."""
         place, num_shares = 0, 1
         coordinate = self.coordinate(rank)
         for axis in self.data_axes:
@@ -133,14 +138,14 @@ class Mesh:
         return self.sizes[self._index(axis)]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis."""
+        """The position of `rank` on every axis."""
         coordinate = {}
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             rank, coordinate[axis] = divmod(rank, size)
         return {axis: coordinate[axis] for axis in self.axes}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at `coordinate`; the inverse of `coordinate`."""
+        """The rank at `coordinate`; the inverse of `coordinate()`."""
         rank = 0
         for axis, size in zip(self.axes, self.sizes, strict=True):
             rank = rank * size + coordinate[axis]
@@ -153,7 +158,7 @@ class Mesh:
         return tuple(range(first, first + size * stride, stride))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Every line along `axis`, in the order of their first ranks: what all ranks must create together."""
+        """Every line along `axis`, ordered by first rank; all ranks must create these groups together."""
         size, stride = self.size(axis), self.stride(axis)
         return [
             tuple(range(first, first + size * stride, stride))
@@ -162,18 +167,19 @@ class Mesh:
         ]
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours on `axis` are. Size and stride together say which ranks are on which line."""
+        """The distance in rank number between neighbours on `axis`. Size and stride determine which ranks share a
+        line."""
         return math.prod(self.sizes[self._index(axis) + 1 :])
 
     def among(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, itself included, in rank order."""
+        """The ranks that differ from `rank` only along `axes`, including itself, in rank order."""
         here, free = self.coordinate(rank), set(axes)
         self.require(free, "This group")
         places = ((range(self.size(axis)) if axis in free else (here[axis],)) for axis in self.axes)
         return tuple(self.rank(dict(zip(self.axes, place, strict=True))) for place in itertools.product(*places))
 
     def require(self, axes: Iterable[str], what: str) -> None:
-        """Raise a sentence about `what` if it names an axis that this mesh has not."""
+        """Raise `ConfigError` if `axes` names one that this mesh does not have; `what` begins the message."""
         for axis in axes:
             self._index(axis, what)
 
@@ -183,8 +189,8 @@ class Mesh:
         return self.axes.index(axis)
 
     def __str__(self) -> str:
-        return _said(dict(zip(self.axes, self.sizes, strict=True)))
+        return _describe(dict(zip(self.axes, self.sizes, strict=True)))
 
 
-def _said(axes: Mapping[str, int]) -> str:
+def _describe(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in axes.items())

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over steps, bars, and a step's timeline. Pure text; everything said is escaped."""
+"""Charts as inline SVG: lines over steps, bars, and the timeline of a step. Pure text; all labels are escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = tuple[str, Sequence[tuple[str, float]]]
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: `(x, y)` by x."""
+    """One line of a chart: `(x, y)` sorted by x."""
 
     name: str
     points: Points
@@ -29,7 +29,7 @@ class Series:
 
 
 def line_chart(series: Sequence[Series], *, unit: str, said: Callable[[float], str] = "{:.4g}".format) -> str:
-    """Lines over steps; `unit` names what y is, and `said` writes a value of it."""
+    """Lines over steps; `unit` names the y axis, and `said` formats its values."""
     kept = [Series(one.name, thinned(one.points), one.colour, one.is_faint) for one in series if one.points]
     if not kept:
         return ""
@@ -76,7 +76,7 @@ def _steps(first: float, last: float) -> str:
 
 
 def ticks(low: float, high: float, num: int = 4) -> list[float]:
-    """Round values between two others, about `num` of them."""
+    """Round values between `low` and `high`, about `num` of them."""
     rough = (high - low) / num
     power = 10.0 ** math.floor(math.log10(rough))
     width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -84,7 +84,7 @@ def ticks(low: float, high: float, num: int = 4) -> list[float]:
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most so many points, each the mean of those that fall together."""
+    """At most `most` points, each the mean of a group of neighbours."""
     if len(points) <= most:
         return points
     edges = [len(points) * place // most for place in range(most + 1)]
@@ -93,7 +93,7 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
 
 
 def bars(rows: Sequence[Row], said: Callable[[float], str], *, stacked: bool) -> str:
-    """A row for each name with its parts, stacked behind each other or one below the other."""
+    """One row per name with its parts, stacked along the row or one below the other."""
     if not rows:
         return ""
     names = list(dict.fromkeys(part for _, parts in rows for part, _ in parts))
@@ -122,7 +122,7 @@ def bars(rows: Sequence[Row], said: Callable[[float], str], *, stacked: bool) ->
 
 
 def timeline(events: Sequence[Mapping[str, Any]]) -> str:
-    """The spans of a trace as `write_trace` makes it, a band for each rank and track."""
+    """The spans of a trace from `write_trace`, one band for each rank and track."""
     spans = sorted(_spans(events), key=lambda span: span[2] - span[3])[:MOST_SPANS]  # the longest ones
     if not spans:
         return ""
@@ -152,7 +152,7 @@ def timeline(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float, float, str]]:
-    """`(rank, track, begin, end, name)`, from whole events and from pairs of a beginning and an end."""
+    """`(rank, track, begin, end, name)`, from complete events and from pairs of begin and end events."""
     begun: dict[tuple[int, str, str], float] = {}
     spans = []
     for event in events:
@@ -183,7 +183,7 @@ def _colour(name: str) -> str:
 
 
 def legend(names: Sequence[tuple[str, str]]) -> str:
-    """What colour is what."""
+    """A legend for the colours."""
     said = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names)
     return f'<p class="legend">{said}</p>' if len(names) > 1 else ""
 

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: no network, no script, no file beside it."""
+"""A run as one self-contained HTML page: no network, no script, no other file."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ pre { background: #f9fafb; padding: .8rem; overflow-x: auto; font-size: 12px; li
 .error { color: #b91c1c; } .warning { color: #92400e; } .note { white-space: pre-wrap; margin: .3rem 0; }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser may load for the page: nothing, from nowhere."""
+"""The page's content security policy: a browser may load nothing."""
 
 
 def html_report(view: RunView) -> str:
-    """The whole page. What the files of the run say is shown as text, whatever it is."""
+    """The whole page. All content of the run's files is escaped."""
     name = escape(view.folder.resolve().name)
     parts = "".join(_parts(view))
     return (
@@ -127,7 +127,7 @@ def _curves(view: RunView) -> Iterator[tuple[str, str]]:
 
 
 def column(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
-    """`(step, value)` where there is one."""
+    """`(step, value)` of the lines that have a value."""
     return [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
 
 
@@ -185,6 +185,6 @@ def _timeline(path: Path) -> str:
 
 
 def _given(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says nothing."""
+    """The plan without empty values."""
     below = {name: _given(value) if isinstance(value, Mapping) else value for name, value in plan.items()}
     return {name: value for name, value in below.items() if value not in (None, {}, [])}

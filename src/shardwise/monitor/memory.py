@@ -1,7 +1,7 @@
-"""What the operating system says this process holds.
+"""This process's memory according to the operating system.
 
-These are whole-process figures, with Python and torch in them. What a plan promised is counted by the
-engine, tensor by tensor; here one sees what that costs in the end.
+These are whole-process figures, including Python and torch. The engine counts what a plan predicts tensor by tensor;
+these figures show the total cost.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RESET_PEAK = "5"  # proc(5): writing 5 sets VmHWM back to the present VmRSS
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Resident bytes now, and the most there have been."""
+    """Resident bytes now, and their peak."""
 
     now_bytes: int
     peak_bytes: int
 
 
 def process_memory(status: Path = STATUS) -> ProcessMemory:
-    """This process's resident memory. Where there is no /proc, the peak is only what psutil can tell."""
+    """This process's resident memory. Without /proc, the peak is only what psutil reports."""
     try:
         lines = status.read_text().splitlines()
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def process_memory(status: Path = STATUS) -> ProcessMemory:
 
 
 def trim() -> bool:
-    """Give freed heap back to the system, so that a baseline is not flattered by it. False without glibc."""
+    """Return freed heap to the system, so that a baseline does not include it. False without glibc."""
     try:
         return bool(ctypes.CDLL(None).malloc_trim(0))
     except (AttributeError, OSError, TypeError):  # musl and macOS have no malloc_trim; Windows no CDLL(None)
@@ -49,14 +49,14 @@ def trim() -> bool:
 
 
 class PeakOverBaseline:
-    """How much more than at the start this process came to hold.
+    """By how much this process's memory grew above the start of the context.
 
         with PeakOverBaseline() as memory:
             train()
         print(memory.peak_bytes)
 
-    `exact` is false where the system keeps no peak that can be reset: then a peak from before the start
-    may hide ours, and `peak_bytes` is an upper bound.
+    `exact` is false if the system has no peak that can be reset: then an earlier peak may hide the new one, and
+    `peak_bytes` is an upper bound.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class PeakOverBaseline:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes over the baseline, at most: so far, and after the `with` what it was at its end."""
+        """Peak bytes over the baseline: so far, and after the context ends, at its end."""
         if self._final_bytes is not None:
             return self._final_bytes
         return max(0, process_memory().peak_bytes - self.baseline_bytes)

@@ -1,7 +1,7 @@
-"""What ranks have to say of a run besides numbers: who is late, and what went wrong.
+"""Notes of ranks about a run besides numbers: late ranks, and errors.
 
-Each rank writes a file of its own, and only when there is something to say. So the fault that the other ranks saw is
-there even where the rank that writes the record was the one that died.
+Each rank writes a file of its own, and only when there is a note. So the fault that the other ranks saw is recorded
+even if the rank that writes the record has died.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOGGER = "shardwise"
 
 @dataclass(frozen=True)
 class Note:
-    """`time` is in seconds since the epoch; `level` is `warning` or `error`."""
+    """One note. `time` is in seconds since the epoch; `level` is `warning` or `error`."""
 
     time: float
     rank: int
@@ -27,7 +27,7 @@ class Note:
 
 
 class Notes(logging.Handler):
-    """Writes down what this rank's library logs as a warning, and what `error` is told."""
+    """Writes this rank's warnings from the library's logger, and the errors given to `error`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(logging.WARNING)
@@ -36,11 +36,11 @@ class Notes(logging.Handler):
         logging.getLogger(LOGGER).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """From the thread that logs, which is the watch's."""
+        """Called in the thread that logs, which is that of the watch."""
         self._write("warning", record.getMessage())
 
     def error(self, error: BaseException) -> None:
-        """What ended the run on this rank."""
+        """Write the error that ended the run on this rank."""
         self._write("error", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -54,11 +54,11 @@ class Notes(logging.Handler):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError:
-            pass  # a note that cannot be kept must not end the run, or hide the error that it is about
+            pass  # failing to write a note must not end the run, or hide the error in the note
 
 
 def read_notes(folder: Path) -> list[Note]:
-    """The notes of all ranks in the order of time. Lines that are torn or of somebody else are left out."""
+    """The notes of all ranks sorted by time. Torn or foreign lines are skipped."""
     found = [note for path in folder.glob("notes-rank-*.jsonl") for note in _in_file(path)]
     return sorted(found, key=lambda note: note.time)
 

@@ -1,4 +1,4 @@
-"""The loss curve of a run, as a picture."""
+"""Plots the loss curve of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMOOTHING_SHARE = 25  # a window reaches over a 25th of the run to either side
 
 
 def plot_loss(record_path: str | Path, png_path: str | Path) -> Path:
-    """Draw the loss in the record at `record_path` over tokens (over steps if none are recorded).
+    """Plot the loss of the record at `record_path` over tokens (over steps if none are recorded); returns `png_path`.
 
     Raises `ShardwiseError` if matplotlib is not installed or the record has no loss.
     """
@@ -54,7 +54,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def _curves(record: Record) -> tuple[Points, Points, str]:
-    """Training and validation loss over the same unit: tokens where every step has them, else steps."""
+    """Training and validation loss over the same unit: tokens if every step has them, else steps."""
     train, validation = record.column("loss"), record.column("loss", kind="validation")
     tokens = dict(record.column("tokens"))
     if not all(step in tokens for step, _ in (*train, *validation)):
@@ -87,7 +87,7 @@ def _draw_curves(axes: Axes, train: Points, validation: Points) -> None:
 
 
 def _dress(axes: Axes, record: Record, unit: str) -> None:
-    """Title, labels and a calm frame."""
+    """Set title, labels and frame."""
     ranks = record.header["world_size"]
     plan = record.header["plan"]
     told = [str(plan.get("preset", "")), f"{ranks} rank{'s' * (ranks != 1)}", str(plan.get("precision", ""))]

@@ -1,4 +1,4 @@
-"""One line that says how a run is doing: kept up to date on a terminal, elsewhere a new one now and then."""
+"""A progress line: kept up to date on a terminal, elsewhere printed at intervals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PACE_STEPS = 20
 
 
 class Pace:
-    """Tokens a second and seconds a step over the last few steps, so that both follow the present."""
+    """Tokens per second and seconds per step over the last few steps."""
 
     def __init__(self, clock: Callable[[], float], steps: int = PACE_STEPS) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=steps + 1)
 
     def step(self, tokens: int) -> None:
-        """One more step is done, and it took in `tokens`."""
+        """Count one more step, with `tokens`."""
         self._marks.append((self._clock(), tokens))
 
     @property
@@ -41,14 +41,14 @@ class Pace:
 
 
 class Progress:
-    """The live line of one run. Build it on one rank only, and use it in a `with`.
+    """The progress line of one run. Create it on one rank only, and use it in a `with`.
 
         with Progress(total=400, done=resumed.step) as progress:
             progress.update(step, loss=1.93, tokens=2048, memory_bytes=process_memory().now_bytes)
 
-    `total` and `done` count steps. Leaving the `with`, also by Ctrl-C, leaves the last state of the line
-    on the screen and the terminal as it was. On anything but a terminal a line is printed every
-    `every_seconds`, and for the last step. There is no thread: between two updates nothing is drawn.
+    `total` and `done` count steps. When the context ends, also by Ctrl-C, the last state of the line stays on the
+    screen and the terminal is restored. On anything but a terminal a line is printed every `every_seconds`, and for the
+    last step. There is no thread: nothing is drawn between two updates.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Progress:
         self._live = Live(console=self._console, auto_refresh=False)
 
     def update(self, step: int, *, loss: float, tokens: int, memory_bytes: int) -> None:
-        """`step` steps are done; the last one had this `loss` (nats) and took in `tokens` on all ranks."""
+        """Show that `step` steps are done; the last one had this `loss` (nats) and `tokens` tokens on all ranks."""
         self.step = step
         self._pace.step(tokens)
         self._figures = [
@@ -86,7 +86,7 @@ class Progress:
             self._show()
 
     def note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Print a line above the progress line."""
         self._console.print(Text(text), soft_wrap=True)
 
     def __enter__(self) -> Progress:

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object a line, written as things happen.
+"""The record of a run: one JSON object per line, written as things happen.
 
     {"kind": "run", "started": "...", "world_size": 2, "plan": {...}, "versions": {...}, "process": {...}}
     {"kind": "step", "step": 1, "loss": 5.54, ...}
@@ -6,9 +6,9 @@
     {"kind": "resume", "step": 50, "started": "...", "world_size": 4, ...}
     {"kind": "end", "step": 90, "status": "failed", "error": "..."}
 
-docs/seeing.md has all kinds of lines. Every line is flushed, so a killed run leaves all it did and at most one torn
-line at the end. `step` is the number of finished steps. A run that goes on from step 50 forgets what its dead
-predecessor did after step 50: those steps are taken again, and one step has one line.
+docs/seeing.md lists all kinds of lines. Every line is flushed, so a killed run leaves everything it did and at most one
+torn line at the end. `step` is the number of finished steps. A run resumed from step 50 drops what its predecessor
+recorded after step 50: those steps are taken again, and each step has one line.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """A record as read: its header, and every whole line after it."""
+    """A record that was read: its header, and every complete line after it."""
 
     header: Line
     lines: list[Line]
 
     def column(self, name: str, kind: str = "step") -> list[tuple[int, float]]:
-        """`(step, value)` of every line of `kind` that has a finite number called `name`, by step."""
+        """`(step, value)` of every line of `kind` that has a finite number called `name`, sorted by step."""
         points = [(line["step"], line[name]) for line in self.lines if line["kind"] == kind and _number(line.get(name))]
         return sorted(points)
 
 
 class RunRecord:
-    """Appends lines to one record. One rank writes it; `close()` it, or use it in a `with`."""
+    """Appends lines to one record. Only one rank writes it; `close()` it, or use it in a `with`."""
 
     def __init__(self, path: Path, lines: list[Line]) -> None:
-        """Replace whatever is at `path` by `lines`, in one move, and append from there on."""
+        """Replace whatever is at `path` by `lines`, atomically, and append to it."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(path.name + ".new")
@@ -62,15 +62,15 @@ class RunRecord:
 
     @classmethod
     def start(cls, path: str | Path, *, plan: Mapping[str, Any], world_size: int, **more: object) -> RunRecord:
-        """A new record; one that is there already is replaced. `more` stands in the header too."""
+        """Begin a new record, replacing an existing one. `more` is added to the header."""
         return cls(Path(path), [{**_header("run", plan, world_size), **more}])
 
     @classmethod
     def resume(
         cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int, **more: object
     ) -> RunRecord:
-        """Go on after `step`: later lines of the dead run are dropped, but for those that say what it died of. A record
-        that is missing is begun."""
+        """Continue after `step`: later lines of the old run are dropped, except its faults. A missing record is
+        begun."""
         path = Path(path)
         if not path.exists():
             return cls.start(path, plan=plan, world_size=world_size, **more)
@@ -79,13 +79,14 @@ class RunRecord:
         return cls(path, [old.header, *kept, {**_header("resume", plan, world_size), **more, "step": step}])
 
     def write(self, kind: str, *, step: int, **values: object) -> None:
-        """One line, on disk for readers when this returns. Numbers that are not finite become null. From any thread."""
+        """Write one line, visible to readers on return. Numbers that are not finite become null. Any thread may
+        call."""
         with self._writing:
             self._file.write(_text({"kind": kind, "step": step, **values}))
             self._file.flush()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         self._file.close()
 
     def __enter__(self) -> RunRecord:
@@ -96,13 +97,14 @@ class RunRecord:
 
 
 def read_record(path: str | Path) -> Record:
-    """Read a record, also while it is being written or after a crash: a torn last line is left out."""
+    """Read a record, also while it is being written or after a crash: a torn last line is skipped. Raises
+    `ShardwiseError`."""
     path = Path(path)
     try:
         texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         raise ShardwiseError(f"There is no run record at {path}. Give the record.jsonl of a run.") from None
-    whole = texts[:-1]  # after the last line break: nothing, or a line whose writer died or is not done
+    whole = texts[:-1]  # after the last line break: nothing, or an incomplete line
     lines = [_parse(path, number, text) for number, text in enumerate(whole, start=1)]
     if not lines or lines[0].get("kind") != "run":
         raise ShardwiseError(f'{path} is not a run record: its first line should say "kind": "run".')
@@ -127,7 +129,7 @@ def _header(kind: str, plan: Mapping[str, Any], world_size: int) -> Line:
 
 
 def _this_process() -> dict[str, Any]:
-    """By what a reader knows whether the writer still lives: process numbers are used again."""
+    """Identifies the writer, so that a reader can tell whether it is alive: process ids are reused."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
 
 
@@ -136,7 +138,7 @@ def _text(line: Line) -> str:
 
 
 def _finite(value: object) -> object:
-    """`value`, with null in the place of every number that JSON does not have."""
+    """`value` with null for every number that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a reader makes of the files of a run: how far it is, whether it lives, who is slow. Reads files only."""
+"""The state of a run according to its files: how far it is, whether it is alive, which rank is slow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardwise.monitor.slowness import Verdict, judge
 
 RECORD = "record.jsonl"
 SILENT_SECONDS = 60.0
-"""On another host nobody can be asked whether the process lives: after so long, and ten steps, it is called silent."""
+"""A process on another host cannot be checked; after this long, and ten steps, without a line it is called silent."""
 NUM_PACE = 20
 Status = Literal["running", "ended", "failed", "crashed", "silent"]
 
 
 @dataclass
 class RunView:
-    """A run as its files say. `now` is when they were read, in seconds since the epoch."""
+    """A run according to its files. `now` is when they were read, in seconds since the epoch."""
 
     folder: Path
     header: Line
@@ -42,7 +42,7 @@ class RunView:
 
     @property
     def lines_of_start(self) -> list[Line]:
-        """What was written since."""
+        """The lines written since that header."""
         places = [place for place, line in enumerate(self.lines) if line["kind"] == "resume"]
         return self.lines[places[-1] + 1 :] if places else self.lines
 
@@ -59,12 +59,12 @@ class RunView:
 
     @property
     def end(self) -> Line | None:
-        """How the process that wrote last ended, if it said so."""
+        """The `end` line of the process that wrote last, if there is one."""
         return next((line for line in self.lines_of_start if line["kind"] == "end"), None)
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last line that has a time."""
+        """Seconds since the last line with a time."""
         told = [line["time"] for line in self.lines_of_start if isinstance(line.get("time"), int | float)]
         return max(0.0, self.now - told[-1]) if told else 0.0
 
@@ -79,7 +79,7 @@ class RunView:
         return "running" if lives else "crashed"
 
     def _process_lives(self) -> bool | None:
-        """Whether the process of rank 0 is there; `None` where that cannot be known from here."""
+        """Whether the process of rank 0 exists; `None` if it is on another host."""
         process = self.last_start.get("process")
         if not isinstance(process, dict) or process.get("host") != self.host:
             return None
@@ -90,7 +90,7 @@ class RunView:
 
     @property
     def said(self) -> str:
-        """The status in a sentence."""
+        """The status as a sentence."""
         step = self.steps[-1]["step"] if self.steps else 0
         if self.status == "running":
             late = self.seconds_per_step and self.silent_seconds > max(10.0, 10 * self.seconds_per_step)
@@ -109,7 +109,7 @@ class RunView:
         return sum(seconds) / len(seconds) if seconds else 0.0
 
     def throughput(self) -> tuple[float, str] | None:
-        """Over the last few steps, and of what: tokens, else samples, else steps."""
+        """The rate over the last few steps, and its unit: tokens, else samples, else steps."""
         recent = self.steps[-NUM_PACE:]
         for unit in ("tokens", "samples"):
             found = [line for line in recent if line.get(f"{unit}_per_second") and line.get("seconds")]
@@ -119,7 +119,7 @@ class RunView:
         return (1 / self.seconds_per_step, "steps") if self.seconds_per_step else None
 
     def ranks(self) -> list[dict[str, Any]]:
-        """How each rank spent its steps lately, rank by rank; empty if nobody said."""
+        """How each rank spent its latest steps, by rank; empty if not recorded."""
         line = self.latest("ranks")
         return list(line["ranks"]) if line is not None else []
 
@@ -128,13 +128,13 @@ class RunView:
         return judge(rows, self.mesh) if rows else []
 
     def memory(self) -> list[dict[str, Any]]:
-        """Bytes promised, measured and if replicated, by tier and kind, rank by rank."""
+        """Bytes promised, measured and if replicated, by tier and kind, for each rank."""
         line = self.latest("memory")
         return list(line["ranks"]) if line is not None else []
 
 
 def read_run(run: str | Path) -> RunView:
-    """What is in the folder of a run, or around its record. Raises `ShardwiseError` if there is no record."""
+    """Read the run in a folder, or that of a record. Raises `ShardwiseError` if there is no record."""
     path = Path(run)
     path = path / RECORD if path.is_dir() else path
     if not path.exists():
@@ -146,7 +146,7 @@ def read_run(run: str | Path) -> RunView:
 
 
 def as_json(view: RunView) -> str:
-    """The state of a run for programs."""
+    """The state of a run as JSON, for programs."""
     rate = view.throughput()
     last = view.steps[-1] if view.steps else {}
     state = {
@@ -166,7 +166,7 @@ def as_json(view: RunView) -> str:
 
 
 def most_of_all_ranks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int]]:
-    """`(tier, kind, promised, measured)`, each at most over all ranks, where there is something."""
+    """`(tier, kind, promised, measured)`, each the maximum over all ranks, without empty rows."""
     found: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         for place, name in enumerate(("promised", "measured")):

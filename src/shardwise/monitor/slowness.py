@@ -1,4 +1,4 @@
-"""Which rank is slow, why, and who waits for it: from how each spent its steps."""
+"""Which rank is slow, why, and who waits for it, from how each rank spent its steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 SLOW = 1.1
-"""A rank is slow if it is busy for so many times the median."""
+"""A rank is slow if it is busy for this many times the median."""
 MUCH_WAITING = 0.1
-"""Of a step: what is worth a word."""
+"""The share of a step from which waiting is reported."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one rank: whether the others wait for it, and a few words on what it does."""
+    """The verdict on one rank: whether the others wait for it, and a short description of what it does."""
 
     rank: int
     is_slow: bool
@@ -24,11 +24,11 @@ class Verdict:
 
 
 def judge(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], factor: float = SLOW) -> list[Verdict]:
-    """Rank by rank, from the rows of a `ranks` line and the axes of the mesh with their sizes, outermost first.
+    """One verdict per rank, from the rows of a `ranks` line and the axes of the mesh with their sizes, outermost first.
 
-    Ranks that are early wait for those that are late, so the slow one is who waits least: it is busy for longer than
-    the median, with its model or with what lies between steps (data, logging, checkpoints). What even the slowest waits
-    is the messages themselves. `factor` times the median is slow.
+    Early ranks wait for late ones, so the slow rank is the one that waits least: it is busy for longer than the median,
+    with its model or with what happens between steps (data, logging, checkpoints). The wait that even the slowest rank
+    has is the communication itself. A rank is slow if it is busy for more than `factor` times the median.
     """
     busy = [row["computing"] + row["idle"] for row in rows]
     median = statistics.median(busy)
@@ -43,17 +43,17 @@ def judge(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], factor: fl
 
 @dataclass(frozen=True)
 class Finding:
-    """What was slow over a window: a rank, or with `rank` None the links along an axis."""
+    """What was slow over a window: a rank, or if `rank` is None the links along an axis."""
 
     rank: int | None
     words: str
 
 
 class SlowWindow:
-    """Finds out, while a job runs, who is slow: over at least `seconds`, by at least `factor`.
+    """Finds slow ranks while a job runs: over at least `seconds`, by at least `factor`.
 
-    All ranks are told the same, so all find the same, and nothing is sent for it. Ranks that have more samples than
-    others may take longer in proportion.
+    All ranks get the same input, so all find the same without communication. Ranks with more samples than others may
+    take longer in proportion.
     """
 
     def __init__(self, factor: float, seconds: float, mesh: Mapping[str, int]) -> None:
@@ -65,8 +65,8 @@ class SlowWindow:
         self._least_waited: dict[str, float] = {}
 
     def add(self, rows: Sequence[Mapping[str, Any]], weights: Sequence[float], num_steps: int) -> list[Finding]:
-        """How each rank has spent the last `num_steps`, in seconds: `seconds`, `computing`, `idle`, `waited` by axis.
-        What was found, if a window ends here."""
+        """Add how each rank has spent the last `num_steps`, in seconds: `seconds`, `computing`, `idle`, `waited` by
+        axis. Returns the findings if a window ends here."""
         if len(rows) != len(self._rows):
             self._begin(len(rows))
         self._num_steps += num_steps
@@ -92,7 +92,7 @@ class SlowWindow:
         self._num_steps = 0
 
     def _slow_links(self, rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-        """Where even the rank that waits least waits for longer than it did in the best window so far."""
+        """Axes on which even the rank that waits least waits for longer than in the best window so far."""
         found = []
         for axis in sorted({axis for row in rows for axis in row["waited"]}):
             waited = min(row["waited"].get(axis, 0.0) for row in rows)
@@ -105,7 +105,7 @@ class SlowWindow:
 
 
 def _each(row: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Of one step, on the mean."""
+    """The means per step."""
     steps = max(1, num_steps)
     waited = {axis: seconds / steps for axis, seconds in row["waited"].items()}
     one = {name: row[name] / steps for name in ("seconds", "computing", "idle")}
@@ -113,7 +113,7 @@ def _each(row: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 
 
 def _reason(rank: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of a slow rank: in what it differs most from the others."""
+    """For a slow rank: the activity in which it differs most from the others."""
     row = rows[rank]
     others = [other for number, other in enumerate(rows) if number != rank]
     excess = {name: row[name] - statistics.median(other[name] for other in others) for name in ("computing", "idle")}
@@ -139,7 +139,7 @@ def _waits(rank: int, rows: Sequence[Mapping[str, Any]], busy: Sequence[float], 
 
 
 def _along(rank: int, axis: str, mesh: Mapping[str, int], num_ranks: int) -> list[int]:
-    """The ranks on the line along `axis` through `rank`; all, for what all ranks of the world do."""
+    """The ranks on the line along `axis` through `rank`; all ranks for an axis outside of the mesh."""
     sizes = list(mesh.values())
     if axis not in mesh or math.prod(sizes) != num_ranks:
         return list(range(num_ranks))

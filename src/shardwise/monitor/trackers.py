@@ -1,8 +1,8 @@
-"""Who is told what a run logs, besides its record: a CSV file, TensorBoard, Weights & Biases, MLflow, Comet,
-trackio.
+"""Trackers, which receive the metrics of a run besides its record: a CSV file, TensorBoard, Weights & Biases, MLflow,
+Comet, trackio.
 
-Each is imported where it is used, by rank 0 alone. None of them sends anything unless its options say so: W&B and Comet
-write offline, MLflow and trackio into the folder of the run.
+Each library is imported on first use, by rank 0 alone. None of them sends anything unless its options say so: W&B and
+Comet write offline, MLflow and trackio into the folder of the run.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ PACKAGES = {
     "comet": "comet_ml",
     "trackio": "trackio",
 }
-"""What each needs to be installed, as it is imported."""
+"""The package that each tracker imports."""
 PROJECT = "shardwise"
 _STEP = "step"
-_OF_START = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
-"""Options of `comet_ml.start` itself."""
+_START_OPTIONS = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+"""The options of `comet_ml.start` itself."""
 
 
 class Tracker(Protocol):
-    """Is told numbers by name, step by step. `close` may be called twice."""
+    """Receives numbers by name, step by step. `close` may be called twice."""
 
     def begin(self, step: int) -> None:
-        """What is logged next comes after `step`: 0 in a new run, and where a resumed one goes on."""
+        """Announce that later logs come after `step`: 0 in a new run, else the step at which a run resumes."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -47,19 +47,19 @@ class Tracker(Protocol):
 
 
 def check_trackers(trackers: Mapping[str, Options], folder: str | None) -> None:
-    """Raise `ConfigError` for trackers that cannot be opened here. Nothing is imported."""
+    """Raise `ConfigError` for trackers that cannot be opened here. Imports nothing."""
     if trackers and folder is None:
         raise ConfigError(f"trackers {', '.join(trackers)} need a folder to write to; give it as run, such as runs/1.")
     require_packages(trackers, "trackers names")
     if "api_key" in trackers.get("comet", {}):
         raise ConfigError(
-            "trackers: comet: an api_key in the plan would be written down with it, in the record of the run. Set "
+            "trackers: comet: an api_key in the plan would be stored with it in the record of the run. Set "
             "COMET_API_KEY in the environment instead."
         )
 
 
 def require_packages(names: Iterable[str], asking: str) -> None:
-    """Raise `ConfigError` for a tracker whose package is not installed; `asking` are the words for who wants it."""
+    """Raise `ConfigError` for a tracker whose package is not installed; `asking` begins the error message."""
     for name in names:
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
@@ -70,7 +70,7 @@ def require_packages(names: Iterable[str], asking: str) -> None:
 
 
 def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Options) -> Tracker:
-    """`config` is what the run is described by there: the plan, and what else the header of the record says.
+    """Open the tracker `name`. `config` describes the run: the plan, and the rest of the record's header.
 
     Raises `ConfigError` for options that the tracker does not take.
     """
@@ -84,8 +84,8 @@ def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Op
 class CSV(Tracker):
     """One table in `metrics.csv` of the run: a row for each `log`, a column for each name. Options: `file`.
 
-    Like the record it goes on where a run is resumed, without the rows of later steps, and a new run replaces it. A
-    name that is new becomes the last column, empty in the rows before it.
+    As in the record, a resumed run continues the table without the rows of later steps, and a new run replaces it. A
+    new name becomes the last column, empty in earlier rows.
     """
 
     def __init__(self, folder: Path, _config: Mapping[str, Any], options: Options) -> None:
@@ -106,7 +106,7 @@ class CSV(Tracker):
             self._rewrite([_STEP], -math.inf)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        columns = self._columns()  # read anew, since two engines of one process may write to one table
+        columns = self._columns()  # read again, because two engines of one process may write to one table
         new = [name for name in values if name not in columns]
         if new or not self._path.exists():
             columns = [*columns, *new]
@@ -116,21 +116,21 @@ class CSV(Tracker):
             csv.writer(file, lineterminator="\n").writerow([row.get(name, "") for name in columns])
 
     def close(self, *, failed: bool) -> None:
-        """Nothing is open between rows."""
+        """Nothing to do, because no file is open between rows."""
 
     def _columns(self) -> list[str]:
         with closing(self._rows()) as rows:
             return next(rows, [_STEP])
 
     def _rows(self) -> Generator[list[str]]:
-        """Of the file as it is; a last line without its end is left out, whose writer died."""
+        """The rows of the file; a last line without a line break is skipped, because its writer died."""
         if not self._path.exists():
             return
         with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
             yield from csv.reader(line for line in file if line.endswith("\n"))
 
     def _rewrite(self, columns: list[str], last_step: float = math.inf) -> None:
-        """In one move: the same table up to `last_step`, with more `columns` at the end."""
+        """Atomically rewrite the table up to `last_step`, with more `columns` at the end."""
         fresh = self._path.with_name(self._path.name + ".new")
         with fresh.open("w", encoding="utf-8", newline="") as file, closing(self._rows()) as old:
             writer = csv.writer(file, lineterminator="\n")
@@ -152,7 +152,7 @@ class TensorBoard(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # so that a crash takes nothing along
+        self._writer.flush()  # so that a crash loses nothing
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002
         self._writer.close()
@@ -185,7 +185,7 @@ class MLflow(Tracker):
             raise TypeError(f"it has {', '.join(sorted(known))}")
         uri = str(options.get("tracking_uri", (folder / "mlruns").absolute().as_uri()))
         if uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones refuse folders else
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise newer versions refuse folders
         self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
         experiment = str(options.get("experiment", PROJECT))
         known_one = self._client.get_experiment_by_name(experiment)
@@ -214,7 +214,7 @@ class Comet(Tracker):
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
         module = importlib.import_module("comet_ml")
         chosen = {"project": PROJECT, "online": False, **options}
-        started = {name: chosen.pop(name) for name in _OF_START if name in chosen}
+        started = {name: chosen.pop(name) for name in _START_OPTIONS if name in chosen}
         known = {"name": folder.name, "offline_directory": str(folder / "comet"), "display_summary_level": 0}
         self._experiment = module.start(**started, experiment_config=module.ExperimentConfig(**{**known, **chosen}))
         self._experiment.log_parameters(_flat(config))
@@ -259,7 +259,7 @@ _KINDS: dict[str, Callable[[Path, Mapping[str, Any], Options], Tracker]] = {
 
 
 def _step(cell: str) -> float:
-    """What a first cell says; one that is no number comes after all steps."""
+    """The step in a first cell; text that is not a number sorts after all steps."""
     try:
         return float(cell)
     except ValueError:

@@ -9,7 +9,7 @@ from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, hidden_matrices
 from shardwise.optim.piece import Piece
-from shardwise.optim.probe import state_keys, vet
+from shardwise.optim.probe import StateForm, state_keys, vet
 from shardwise.optim.rank_peers import RankPeers
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Peers",
     "Piece",
     "RankPeers",
+    "StateForm",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",

@@ -1,11 +1,11 @@
-"""AdamW whose two states may be narrower than the parameter: bf16, or 8 bits a number.
+"""AdamW whose two states may be narrower than the parameter: bf16, or 8 bits per number.
 
 [Note: narrow states] With beta2 = 0.999 the second moment moves by a thousandth of its distance in a step, which is
-less than half of bf16's last place (2^-9): rounded to the nearest it would stop moving, and never decay. So it is
-rounded stochastically, up with the probability of what is cut off, which is right on average and takes no memory;
-Kahan summation would take two more bytes a parameter (both: arXiv:2010.06192). The first moment, with beta1 = 0.9,
-is rounded to the nearest. The random bits are a hash of parameter, element and step, so that copies of a state stay
-equal, a resumed run goes on alike, and a sharded run rounds as a plain one. 8-bit states: see `quantize.py`.
+less than half of bf16's last place (2^-9): rounded to nearest it would stop moving, and never decay. So it is rounded
+stochastically, up with a probability equal to the fraction that is cut off, which is right on average and takes no
+memory; Kahan summation would take two more bytes per parameter (both: arXiv:2010.06192). The first moment, with beta1 =
+0.9, is rounded to nearest. The random bits are a hash of parameter, element and step, so that copies of a state stay
+equal, a resumed run continues identically, and a sharded run rounds like a plain one. 8-bit states: see `quantize.py`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Tensor = torch.Tensor
 StateDtype = Literal["fp32", "bf16", "int8"]
 MOMENTS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 CACHE_NUMEL, DEVICE_NUMEL = 2**18, 2**24
-"""Elements that are widened at a time, multiples of the block: on a CPU few enough for a cache; elsewhere enough to
-keep the device busy, and few enough to need no memory to speak of."""
+"""Elements that are widened at a time, multiples of the block: on a CPU few enough for the cache; elsewhere enough to
+keep the device busy, and few enough to take hardly any memory."""
 FUSED_DEVICES = ("cpu", "cuda", "xpu")
-"""Where torch has one kernel for a whole update."""
+"""Devices for which torch has one kernel for a whole update."""
 
 
 class AdamW(Cooperative):
     """AdamW (arXiv:1711.05101) with the arguments of `torch.optim.AdamW` and a dtype for its states.
 
-    `state_dtype` may also be set by group. `fp32` (which here means the parameters' own dtype) keeps 8 bytes a
-    parameter, `bf16` 4, `int8` 2.03. `state_dict()` holds states in fp32 under the names that `torch.optim.AdamW`
-    uses, so that either loads the other's.
+    `state_dtype` may also be set per group. `fp32` (which here means the parameters' own dtype) takes 8 bytes per
+    parameter, `bf16` 4, `int8` 2.03. `state_dict()` has the states in fp32 under the names that `torch.optim.AdamW`
+    uses, so that each loads the other's. Raises `ConfigError` for another `state_dtype`.
     """
 
     own_settings = frozenset({"state_dtype"})
@@ -64,9 +64,9 @@ class AdamW(Cooperative):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Parameters whose states are as wide as they are go in one call for each group; others slice by slice."""
+        """One update. Parameters with full-width states are updated in one call per group, others slice by slice."""
         loss = evaluated(closure)
-        together = Together()
+        batched = BatchedUpdate()
         for number, param, group in self.members():
             if param.grad is None:
                 continue
@@ -74,14 +74,14 @@ class AdamW(Cooperative):
             kind = self._kind(param, group)
             is_alike = state["exp_avg"].dtype == param.dtype == param.grad.dtype and param.is_contiguous()
             if kind == "fp32" and is_alike:
-                together.add(param, param.grad, state, group)
+                batched.add(param, param.grad, state, group)
             else:
                 self._update_slices(number, param, param.grad, kind, group)
-        together.update()
+        batched.update()
         return loss
 
     def _stepped(self, param: nn.Parameter) -> dict[str, Any]:
-        """The state of `param`, of one more step than before."""
+        """The state of `param`, with its step count incremented."""
         if not self.state[param]:
             self.accept_state(param, {"step": torch.tensor(0.0), **dict.fromkeys(MOMENTS)})
         state: dict[str, Any] = self.state[param]
@@ -92,7 +92,7 @@ class AdamW(Cooperative):
         self, number: int, param: nn.Parameter, grads: Tensor, kind: StateDtype, group: Mapping[str, Any]
     ) -> None:
         step = int(self.state[param]["step"])
-        kept = _Kept(self.state[param], kind, self.peers.start_of(param), seed=number * 0x9E3779B1 + step)
+        kept = _MomentStates(self.state[param], kind, self.peers.start_of(param), seed=number * 0x9E3779B1 + step)
         flat, grad = param.detach().reshape(-1), grads.detach().reshape(-1)
         for start, stop in kept.slices(flat.numel()):
             wide = flat[start:stop].to(kept.dtype)
@@ -103,11 +103,11 @@ class AdamW(Cooperative):
                 kept.write(name, start, stop, value)
             if wide.dtype != flat.dtype:
                 flat[start:stop] = wide
-        if not param.is_contiguous():  # then what was updated is a copy
+        if not param.is_contiguous():  # what was updated is a copy then
             param.copy_(flat.view(param.shape))
 
     def _kind(self, param: nn.Parameter, group: Mapping[str, Any]) -> StateDtype:
-        """How the states of `param` are kept: small parameters keep 8-bit ones wide."""
+        """The dtype of the states of `param`: small parameters keep full-width states instead of 8-bit ones."""
         kind: StateDtype = group["state_dtype"]
         is_small = kind == "int8" and torch.Size(self.peers.shape_of(param)).numel() < SMALL_NUMEL
         return "fp32" if is_small else kind
@@ -116,7 +116,7 @@ class AdamW(Cooperative):
         state = self.state.get(param, {})
         if not state:
             return {}
-        kept = _Kept(state, self._kind(param, self._group_of(param)), self.peers.start_of(param))
+        kept = _MomentStates(state, self._kind(param, self._group_of(param)), self.peers.start_of(param))
         wide = {name: kept.read(name, 0, param.numel()).view(param.shape) for name in MOMENTS}
         return {"step": state["step"], **wide}
 
@@ -128,27 +128,28 @@ class AdamW(Cooperative):
         return frozenset(MOMENTS) if self._kind(param, self._group_of(param)) == "bf16" else frozenset()
 
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """States in fp32, flat or shaped; `None` for zeros."""
+        """Load states in fp32, flat or shaped; `None` for zeros."""
         if not state:
             self.state[param] = {}
             return
         own: dict[str, Any] = {"step": torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone()}
-        kept = _Kept(own, self._kind(param, self._group_of(param)), self.peers.start_of(param))
-        kept.raise_for(param)
+        kept = _MomentStates(own, self._kind(param, self._group_of(param)), self.peers.start_of(param))
+        kept.allocate_zeros(param)
         for name in MOMENTS:
             if state[name] is not None:
                 kept.write(name, 0, param.numel(), state[name].reshape(-1).to(param.device), exact=True)
         self.state[param] = own
 
     def state_dict(self) -> dict[str, Any]:
-        """States in fp32, as `torch.optim.AdamW` writes them. Of a sharded model they are whole, and all ranks call."""
+        """States in fp32, as `torch.optim.AdamW` writes them. For a sharded model they are whole, and all ranks
+        call."""
         if not isinstance(self.peers, Alone):
-            return super().state_dict()  # for which the engine answers, in fp32
+            return super().state_dict()  # answered by the engine, in fp32
         states = {number: self.dense_state(param) for number, param, _ in self.members()}
         return {**super().state_dict(), "state": {number: state for number, state in states.items() if state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over states in fp32, and keep them as `state_dtype` says."""
+        """Load states in fp32, and store them in `state_dtype`."""
         super().load_state_dict(state_dict)
         for _, param, _ in self.members():
             self.accept_state(param, self.state.get(param, {}))
@@ -157,7 +158,7 @@ class AdamW(Cooperative):
         return next(group for group in self.param_groups if any(param is other for other in group["params"]))
 
 
-class Together:
+class BatchedUpdate:
     """Parameters that one call of AdamW updates: alike in group, step, dtype and device."""
 
     def __init__(self) -> None:
@@ -165,9 +166,9 @@ class Together:
         self._groups: dict[int, Mapping[str, Any]] = {}
 
     def add(self, param: Tensor, grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        """`state` has the moments, in memory as `param` is, and the number of the step that is taken."""
+        """`state` has the moments, laid out like `param`, and the number of this step."""
         self._groups[id(group)] = group
-        if grad.stride() != param.stride():  # torch's kernel goes through memory, and asks nobody
+        if grad.stride() != param.stride():  # torch's kernel walks through memory without checking strides
             grad = torch.empty_like(param).copy_(grad)
         key = (id(group), int(state["step"]), param.dtype, param.device)
         self._alike.setdefault(key, []).append((param, grad, state["exp_avg"], state["exp_avg_sq"]))
@@ -186,9 +187,10 @@ def update_adamw(
     step: int,
     group: Mapping[str, Any],
 ) -> None:
-    """One AdamW update in place of tensors of one dtype and device, by torch's own function; `step` counts from 1.
+    """One in-place AdamW update of tensors of one dtype and device, by torch's own function; `step` counts from 1.
 
-    Torch reads steps where its kernel runs. They are made there, since a copy from the host would wait for the device.
+    Torch reads step counts on the device of its kernel. They are created there, because a copy from the host would wait
+    for the device.
     """
     beta1, beta2 = group["betas"]
     device = params[0].device
@@ -213,8 +215,8 @@ def update_adamw(
     )
 
 
-class _Kept:
-    """The states of one parameter as they are kept: read and written in fp32, in slices that cut no block."""
+class _MomentStates:
+    """The states of one parameter in their storage dtype: read and written in fp32, in slices that cut no block."""
 
     def __init__(self, state: dict[str, Any], kind: StateDtype, start: int, seed: int = 0) -> None:
         self._state = state
@@ -224,11 +226,11 @@ class _Kept:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the update is worked out: fp32, or the parameter's own, where states are kept in it."""
+        """The dtype in which the update is computed: fp32, or the parameter's own if states have it."""
         own: torch.dtype = self._state["exp_avg"].dtype
         return own if self._kind == "fp32" else torch.float32
 
-    def raise_for(self, param: Tensor) -> None:
+    def allocate_zeros(self, param: Tensor) -> None:
         """Zeros for every state of `param`."""
         for name in MOMENTS:
             dtype = {"fp32": param.dtype, "bf16": torch.bfloat16, "int8": torch.uint8}[self._kind]
@@ -238,7 +240,7 @@ class _Kept:
                 self._state[f"{name}_scale"] = torch.zeros(num_blocks, device=param.device)
 
     def slices(self, numel: int) -> list[tuple[int, int]]:
-        """Ranges of this rank's elements. Those of a state that is not narrow are not cut."""
+        """Ranges of this rank's elements. States that are not narrow are not sliced."""
         if self._kind == "fp32":
             return [(0, numel)]
         lead = self._start % BLOCK
@@ -273,10 +275,10 @@ class _Kept:
 
 
 def round_stochastically(values: Tensor, start: int, seed: int) -> Tensor:
-    """fp32 to bf16, each up or down with the probability that makes it right on average.
+    """fp32 to bf16, each element up or down with the probability that makes it right on average.
 
-    The bits that decide are a hash (the finalizer of MurmurHash3) of `seed` and of each element's number,
-    counted from `start`.
+    The random bits are a hash (the finalizer of MurmurHash3) of `seed` and of each element's number, counted from
+    `start`.
     """
     bits = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     bits.add_(_signed(start)).mul_(_signed(0x9E3779B1)).add_(_signed(seed * 0x85EBCA77))
@@ -289,5 +291,5 @@ def round_stochastically(values: Tensor, start: int, seed: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The lowest 32 bits of `word`, as int32 reads them."""
+    """The lowest 32 bits of `word`, read as int32."""
     return (word + 2**31) % 2**32 - 2**31

@@ -1,8 +1,8 @@
-"""The user's own optimizer object, given our pieces to update instead of the model's parameters.
+"""The user's own optimizer object, which updates our pieces instead of the model's parameters.
 
-Its groups, hyper-parameters, schedulers and hooks stay as they are, and its groups keep their order. While it takes a
-step, entry i of a group is this rank's piece (perhaps empty) of the parameter that is entry i between steps: whatever
-a loop does with `optimizer.param_groups` means the model's own parameters. `optimizer.step()` works as always.
+Its groups, hyper-parameters, schedulers and hooks stay as they are, and its groups keep their order. During a step,
+entry i of a group is this rank's piece (perhaps empty) of the parameter that is entry i between steps, so whatever a
+loop does with `optimizer.param_groups` refers to the model's own parameters. `optimizer.step()` works as always.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardwise.placement import Tier
 from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
-INSTEAD = ("zero_grad", "add_param_group", "state_dict", "load_state_dict", "register_step_pre_hook")
-"""Methods of an adopted optimizer that are its class's own again when it is released."""
+REPLACED_METHODS = ("zero_grad", "add_param_group", "state_dict", "load_state_dict", "register_step_pre_hook")
+"""Methods of an adopted optimizer that are replaced until it is released."""
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""Those of torch's optimizers that are one number, whatever the parameter's shape: also for one that is a number."""
+"""States of torch's optimizers that are a single number for any parameter, even for a parameter that is a number."""
 
 
 class AdoptedOptimizer:
-    """Ties one or several optimizers, vetted before, to the trainable flat buffers of one model.
+    """Connects one or several vetted optimizers to the trainable flat buffers of one model.
 
-    `before` and `after` are called around every step with the optimizer that takes it, whoever asks for it:
-    `engine.step()` or `optimizer.step()`. `forget(pieces, set_to_none)` is what `zero_grad` of the optimizer that has
-    these `pieces` means; with `None` of all. `whole` is its `state_dict()`; `peers` answer a cooperative one.
+    `before` and `after` are called around every step with the optimizer that takes it, whether by `engine.step()` or by
+    `optimizer.step()`. `forget(pieces, set_to_none)` implements `zero_grad` of the optimizer with these `pieces`;
+    `None` means all. `whole` implements `state_dict()`; `peers` serve cooperative optimizers.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AdoptedOptimizer:
             )
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
-        """Cut the states that there are."""
+        """Cut existing states into pieces."""
         by_param: dict[Tensor, Piece] = {piece.param: piece for piece in pieces}
         kept = {param: _dense(member, param) for param in by_param if member.state.get(param)}
         member.state.clear()
@@ -94,7 +94,8 @@ class AdoptedOptimizer:
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Between our hooks there is nothing but the step itself: hooks of others see the model's parameters."""
+        """Make ours the last hook before the step and the first after it, so that other hooks see the model's
+        parameters."""
         first = member.register_step_pre_hook(partial(_before_step, partial(before, member)))
         last = member.register_step_post_hook(lambda member, *_: after(member))
         hooks_after = member._optimizer_step_post_hooks
@@ -135,11 +136,12 @@ class AdoptedOptimizer:
 
     @property
     def group_owners(self) -> list[torch.optim.Optimizer]:
-        """Whose each of `groups` is."""
+        """The optimizer of each of `groups`."""
         return [member for member in self.members for _ in member.param_groups]
 
     def state_dict_groups(self, member: torch.optim.Optimizer | None = None) -> list[dict[str, Any]]:
-        """What the plain `state_dict()` of `member` has under `param_groups`; of all, parameters count through them."""
+        """The `param_groups` of the plain `state_dict()` of `member`; for all, parameters are numbered
+        consecutively."""
         groups, start = [], 0
         for group in self.groups if member is None else member.param_groups:
             stop = start + len(group["params"])
@@ -148,7 +150,8 @@ class AdoptedOptimizer:
         return groups
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what the plain optimizers say in `state_dict()`: of several in the form of `state_dict_groups`."""
+        """Load what the plain optimizers return from `state_dict()`; for several, in the form of
+        `state_dict_groups`."""
         start, first = 0, 0
         if len(state["param_groups"]) != len(self.groups):
             raise ModelError(
@@ -167,7 +170,7 @@ class AdoptedOptimizer:
 
     @property
     def takes_states_as_they_are(self) -> bool:
-        """Whether `put_state` keeps the tensors it is given; a cooperative optimizer may give them another form."""
+        """Whether `put_state` keeps the tensors it is given; a cooperative optimizer may convert them."""
         return not any(isinstance(member, Cooperative) for member in self.members)
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
@@ -177,12 +180,12 @@ class AdoptedOptimizer:
             return _dense(member, piece.tensor) if member.state.get(piece.tensor) else {}
 
     def raw_state_of(self, piece: Piece) -> dict[str, Any]:
-        """The dict itself in which the optimizer keeps it, empty where it has none."""
+        """The dict in which the optimizer keeps the state; empty if it has none."""
         kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
         return dict.get(kept, piece.tensor) or {}
 
     def kept_state_of(self, piece: Piece) -> dict[str, Any]:
-        """The same with `narrow_keys_of` it as they are kept, for whoever only copies it."""
+        """`state_of` with `narrow_keys_of` it in their storage dtype, for code that only copies it."""
         member = self._member_of[piece.tensor]
         with self._groups[member].listed():
             if isinstance(member, Cooperative) and member.state.get(piece.tensor):
@@ -196,7 +199,7 @@ class AdoptedOptimizer:
             return member.narrow_keys(piece.tensor) if isinstance(member, Cooperative) else frozenset()
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
+        """Load what `state_of` returns. Tensors of the whole parameter's shape are cut to the piece."""
         cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         member = self._member_of[piece.tensor]
         with self._groups[member].listed():
@@ -207,7 +210,8 @@ class AdoptedOptimizer:
         self.rows.find(piece, moves=True)
 
     def numbered(self, member: torch.optim.Optimizer | None = None) -> Iterator[tuple[int, Piece]]:
-        """Each piece with its number in the `state_dict()` of `member`, or of all: they count through the groups."""
+        """Each piece with its number in the `state_dict()` of `member`, or of all optimizers: numbers count through the
+        groups."""
         members = self.members if member is None else (member,)
         entries = (piece for one in members for group in self._groups[one].entries for piece in group)
         for number, piece in enumerate(entries):
@@ -215,7 +219,7 @@ class AdoptedOptimizer:
                 yield number, piece
 
     def _cut_state_dict(self, member: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
+        """The part of a plain optimizer's whole state, or of this rank's own, that `load_state_dict` loads."""
         pieces = dict(self.numbered(member))
         kept = {
             number: {key: _own(_cut(key, value, pieces[number]), value) for key, value in entry.items()}
@@ -225,20 +229,20 @@ class AdoptedOptimizer:
         return {**state, "state": kept}
 
     def piece_of(self, flat: Flat, index: int) -> Piece | None:
-        """The piece of parameter `index` of `flat`; `None` if the optimizer has not got it."""
+        """The piece of parameter `index` of `flat`; `None` if no optimizer has it."""
         return next((piece for piece in self.pieces if piece.flat is flat and piece.index == index), None)
 
     def state_piece(self, flat: Flat, index: int, key: str) -> Tensor | None:
         """This rank's elements of state `key` of a parameter; `None` if there is no such state here.
 
-        To change it, give it to `write_state`.
+        Change it through `write_state`.
         """
         piece = self.piece_of(flat, index)
         value = self.state_of(piece).get(key) if piece is not None else None
         return value if piece is not None and isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
 
     def write_state(self, flat: Flat, index: int, key: str, value: Tensor) -> None:
-        """Replace this rank's elements of state `key`, which is there."""
+        """Replace this rank's elements of the existing state `key`."""
         piece = self.piece_of(flat, index)
         assert piece is not None
         state = self.state_of(piece)
@@ -257,7 +261,7 @@ class AdoptedOptimizer:
         )
 
     def release(self) -> None:
-        """Unhook. The states of the pieces stay where they are, and are not to be had from the optimizer any more."""
+        """Unhook. The states of the pieces are kept, but no longer accessible through the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -265,11 +269,11 @@ class AdoptedOptimizer:
         for member in self.members:
             if isinstance(member, Cooperative):
                 member.peers = Alone()
-            for name in INSTEAD:
+            for name in REPLACED_METHODS:
                 member.__dict__.pop(name, None)
 
     def give_back(self) -> None:
-        """Unhook, and leave the optimizers to others; their states are gone from them."""
+        """Unhook, and leave the optimizers to others, without their states."""
         self.release()
         for member in self.members:
             member.state = defaultdict(dict)
@@ -282,7 +286,7 @@ def _zero_grad(forget: Callable[[bool], None], set_to_none: bool = True) -> None
 def _before_step(
     before: Callable[[], None], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A closure is called here, before gradients are offered: it is what makes them. The step gets its loss again."""
+    """Call a closure here, before gradients are offered, because it computes them. The step gets its loss again."""
     bound = dict(zip(("self", "closure"), args, strict=False)) | kwargs
     closure = bound.get("closure")
     if closure is None:
@@ -299,8 +303,8 @@ def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
 
 
 def _cut(key: str, value: Any, piece: Piece) -> Any:
-    """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is, but where a
-    piece is on the host: what belongs to it is there too."""
+    """This rank's elements, copied, of a state with the whole parameter's shape; anything else unchanged, except that
+    it is moved to the host if the piece is there."""
     if not isinstance(value, Tensor):
         return value
     device = piece.tensor.device
@@ -317,18 +321,18 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
 
 
 def _own(cut: Any, value: Any) -> Any:
-    """`cut`, which must not share its memory with `value`, the caller's."""
+    """`cut`, copied if it shares its memory with the caller's `value`."""
     return cut.clone() if isinstance(cut, Tensor) and cut is value else cut
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
     raise ModelError(
-        f"A parameter group with {_said(param_group)} was added to an optimizer whose model is sharded already: how "
-        f"each parameter is updated is part of the program. Add all groups before shard(), those that come in later "
-        f"with lr=0."
+        f"A parameter group with {_describe(param_group)} was added to an optimizer whose model is sharded already, "
+        f"but how each parameter is updated is part of the program. Add all groups before shard(), those that come in "
+        f"later with lr=0."
     )
 
 
-def _said(group: Mapping[str, Any]) -> str:
+def _describe(group: Mapping[str, Any]) -> str:
     settings = [f"{key}={value}" for key, value in group.items() if key != "params"]
     return ", ".join(settings) or "the default settings"

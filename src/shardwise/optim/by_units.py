@@ -1,11 +1,11 @@
 """Steps of a user's optimizer over some of its pieces, where units are updated one after the other.
 
-[Note: steps by units] Whose states are on the host is updated there, a unit at a time, so that parameters go back to
+[Note: steps by units] Units whose states are on the host are updated there, one at a time, so that parameters return to
 the device while the next unit is updated. Each such update is the optimizer's own `step`, without its hooks, with
-gradients on the pieces of that unit alone: any optimizer passes over a parameter whose gradient is `None`. All of them
-come before the step that the loop asked for, in which those pieces have no gradient any more. So hooks, schedulers and
-closures see one step. What an optimizer keeps in its groups, such as a count of steps, is put back before each of them:
-whatever it counts there, it counts once.
+gradients only on the pieces of that unit: every optimizer skips parameters whose gradient is `None`. All of them come
+before the step that the loop asked for, in which those pieces no longer have gradients. So hooks, schedulers and
+closures see one step. Values that an optimizer keeps in its groups, such as a step count, are restored before each of
+them, so that it counts once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 Settings = list[dict[str, Any]]
-"""What the groups of an optimizer say, parameters aside."""
+"""The settings of an optimizer's groups, without the parameters."""
 
 
 class StepsByUnits:
-    """The steps over single units that come before one step of `member`."""
+    """The steps over single units that precede one step of `member`."""
 
     def __init__(self, member: torch.optim.Optimizer) -> None:
         self._member = member
@@ -40,12 +40,12 @@ class StepsByUnits:
         self._after = _settings_of(self._member)
 
     def hand_over(self) -> None:
-        """The step that was asked for begins, from where all others began."""
+        """Restore the settings for the step that was asked for, which starts from the same ones as all others."""
         if self._before is not None:
             _put(self._member, self._before)
 
     def end(self) -> None:
-        """It is over. Where it had nothing to do, and counted nothing, what the others have counted holds."""
+        """The step is over. If it had nothing to do, and counted nothing, keep what the others counted."""
         before, after = self._before, self._after
         self._before = self._after = None
         if before is not None and after is not None and _are_same(before, _settings_of(self._member)):
@@ -53,7 +53,7 @@ class StepsByUnits:
 
 
 def _bare_step(member: torch.optim.Optimizer) -> None:
-    """Without the profiler's entry and the hooks for all optimizers, which torch wraps around it."""
+    """The step without the profiler entry and the global hooks that torch wraps around it."""
     step = type(member).step
     bare = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     bare(member)
@@ -61,7 +61,7 @@ def _bare_step(member: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _without_hooks(member: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, a step calls none; one that calls its base class's would."""
+    """Inside, a step calls no hooks, even one that calls its base class's step."""
     kept = member._optimizer_step_pre_hooks, member._optimizer_step_post_hooks
     member._optimizer_step_pre_hooks, member._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:

@@ -1,8 +1,8 @@
-"""Optimizers that are not elementwise, and what they ask of whoever holds the rest of a parameter.
+"""Optimizers that are not elementwise, and the interface through which they reach the rest of a parameter.
 
-[Note: pieces] A cooperative optimizer is an ordinary `torch.optim.Optimizer`: on a plain model it sees whole
-parameters and asks `Alone`, which has every answer itself. On a sharded one its groups hold flat pieces, perhaps empty,
-and the same questions go to the other ranks (`peers.py`). The arithmetic is the same code either way.
+[Note: pieces] A cooperative optimizer is an ordinary `torch.optim.Optimizer`. On a plain model it has whole parameters
+and asks `Alone`, which answers everything locally. On a sharded one its groups hold flat pieces, perhaps empty, and the
+same calls go to the other ranks (`rank_peers.py`). The arithmetic is the same code either way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardwise.program import Update
 
 Tensor = torch.Tensor
 Params = Any
-"""Parameters, named parameters, or dicts of them: what every torch optimizer takes."""
+"""Parameters, named parameters, or dicts of them, as for every torch optimizer."""
 
 Make = Callable[[nn.Parameter], Tensor]
-"""What this rank's elements of a parameter add to its matrix, flat, in the dtype of the iteration."""
+"""This rank's contribution to a parameter's matrix: its elements, flat, in the dtype of the iteration."""
 Compute = Callable[[nn.Parameter, Tensor], Tensor]
 """From a whole matrix of the parameter to another of its shape. May overwrite the first."""
 Apply = Callable[[nn.Parameter, Tensor], None]
@@ -31,24 +31,25 @@ class Peers(Protocol):
     """What an optimizer may ask about parameters of which it holds pieces."""
 
     def shape_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        """The whole parameter's."""
+        """The shape of the whole parameter."""
         ...
 
     def start_of(self, param: nn.Parameter) -> int:
-        """The first element of the whole, flattened parameter that lies here."""
+        """The index of this rank's first element in the whole, flattened parameter."""
         ...
 
     def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:
-        """`squares`, a row of sums over the local elements for each parameter, summed over all. All ranks call."""
+        """`squares`, one row per parameter of sums over the local elements, summed over all ranks. All ranks call."""
         ...
 
     def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:
-        """For each of `params` with a gradient: make pieces, work on the whole, apply to pieces. All ranks call."""
+        """For each of `params` with a gradient: make pieces, compute on the whole matrix, apply to pieces. All ranks
+        call."""
         ...
 
 
 class Alone:
-    """Every parameter is whole and here."""
+    """`Peers` for parameters that are whole on this rank."""
 
     def shape_of(self, param: nn.Parameter) -> tuple[int, ...]:
         return tuple(param.shape)
@@ -66,14 +67,14 @@ class Alone:
 
 
 class Cooperative(torch.optim.Optimizer):
-    """Base of optimizers that say what they need instead of being asked whether they are elementwise."""
+    """Base of optimizers that declare what they need instead of being probed for elementwise updates."""
 
     peers: Peers = Alone()
     own_settings: frozenset[str] = frozenset()
-    """Settings of a group that say how this run keeps its states, and do not come back from a checkpoint."""
+    """Group settings that determine how this run stores its states, and are not restored from a checkpoint."""
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
-        """What updating the whole `param` with the settings of `group` keeps and needs."""
+        """What updating the whole `param` with the settings of `group` stores and requires."""
         raise NotImplementedError
 
     def dense_state(self, param: nn.Parameter) -> dict[str, Any]:
@@ -81,15 +82,15 @@ class Cooperative(torch.optim.Optimizer):
         return dict(self.state.get(param, {}))
 
     def kept_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """What `dense_state` returns, but for `narrow_keys` as they are kept: nothing is widened to be looked at."""
+        """`dense_state` with `narrow_keys` in their storage dtype, so that nothing is widened just to be read."""
         return self.dense_state(param)
 
     def narrow_keys(self, param: nn.Parameter) -> frozenset[str]:  # noqa: ARG002
-        """States of `param` that are kept narrower than the plain optimizer has them, each element by itself."""
+        """States of `param` that are stored narrower than in the plain optimizer, element by element."""
         return frozenset()
 
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over what `dense_state` returns."""
+        """Load what `dense_state` returns."""
         self.state[param] = dict(state)
 
     def members(self) -> Iterator[tuple[int, nn.Parameter, dict[str, Any]]]:

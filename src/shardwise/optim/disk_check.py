@@ -1,4 +1,4 @@
-"""Whether an optimizer's states can lie on a disk."""
+"""Checks whether an optimizer's states can lie on a disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.storage import torch_dtype
 def require_states_for_disk(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tables: Mapping[nn.Parameter, Table]
 ) -> None:
-    """Raise `ModelError` if states of a parameter whose row is on a disk could not lie there."""
+    """Raise `ModelError` if states of a parameter whose row is on a disk cannot lie there."""
     names = {param: name for name, param in model.named_parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -39,10 +39,10 @@ def state_dtypes(
 ) -> dict[str, torch.dtype]:
     """The states that `optimizer` keeps in the shape of a parameter of `dtype`, by name.
 
-    Raises `ModelError` for one that keeps others, or looks at more than each element.
+    Raises `ModelError` for one with other states, or one that looks at more than each element.
     """
     name = type(optimizer).__name__
-    param = nn.Parameter(torch.linspace(-1, 1, 2 * SMALL_NUMEL, dtype=dtype))  # enough to be kept narrow, if any is
+    param = nn.Parameter(torch.linspace(-1, 1, 2 * SMALL_NUMEL, dtype=dtype))  # large enough for narrow states
     if isinstance(optimizer, Cooperative):
         update = optimizer.update_of(param, group)
         if update.needs_norm or update.matrix:

@@ -1,8 +1,8 @@
 """Master weights and optimizer states on a disk: updated slice by slice, never whole in memory.
 
-Any elementwise optimizer goes this way: a twin of it, with the same class and settings, takes a step for each slice,
-and finds the slice's states in its `state`. What is a number for all elements (Adam's count of steps) is the same for
-each slice, and kept in memory. How slices lie and come: [Note: slices on a disk] in `tiers/sliced_file.py`.
+This works for any elementwise optimizer: a twin of it, with the same class and settings, takes a step for each slice,
+and finds the slice's states in its `state`. A number for all elements (Adam's step count) is the same for each slice,
+and stays in memory. How slices are laid out and read: [Note: slices on a disk] in `tiers/sliced_file.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shardwise.tiers.sliced_file import SLICE_NUMEL
 
 Tensor = torch.Tensor
 PARAM = "param"
-"""The name of the masters beside those of the states."""
+"""The name of the master weights beside those of the states."""
 TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class DiskStates:
-    """Masters and states of one flat buffer, on a disk, and the optimizer's step over them. `close()` it.
+    """Master weights and states of one flat buffer, on a disk, and the optimizer's step over them. `close()` it.
 
     `optimizer` is any elementwise one, which is only read: its class, and the settings of `group` at each step. The
-    numbers are those that it computes on the whole buffer; torch's Adam and AdamW go through `adam` if it is given, and
-    then have the bits of `fused=True`.
+    numbers are those that it computes on the whole buffer; torch's Adam and AdamW use `adam` if it is given, and then
+    have the bits of `fused=True`.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class DiskStates:
         *,
         slice_numel: int = SLICE_NUMEL,
     ) -> None:
-        """`master`, flat and in fp32, is written to the disk, and is the caller's again.
+        """`master`, flat and in fp32, is written to the disk; the caller may reuse it.
 
-        On the meta device it only says how long it is: `put` it part by part, where it is never whole.
+        On the meta device it only gives the length: `put` the values part by part if they are never whole.
 
-        Raises `ModelError` for an optimizer whose states are not of the parameter's shape and dtype.
+        Raises `ModelError` for an optimizer whose states do not have the parameter's shape and dtype.
         """
         self._optimizer = optimizer
         dtypes = {PARAM: master.dtype} | state_dtypes(optimizer, group, master.dtype)
@@ -71,7 +71,7 @@ class DiskStates:
 
     @property
     def buffer_bytes(self) -> int:
-        """What each of a pool's buffers has to hold, of which a step takes three."""
+        """The size needed for each buffer of a pool; a step takes three."""
         return self.file.stride_bytes
 
     @torch.no_grad()
@@ -86,7 +86,8 @@ class DiskStates:
         adam: HostAdam | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """One step with `grad`, flat, in host memory and of any dtype, times `scale`; `out` is given the parameters.
+        """One step with `grad`, flat, in host memory and of any dtype, times `scale`. The updated parameters are copied
+        to `out`.
 
         If a disk fails in the middle (`TierError`), some slices are updated and others not: go on from a checkpoint.
         """
@@ -107,11 +108,11 @@ class DiskStates:
         self.has_states = True
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements of the masters or of a state, copied into memory."""
+        """Elements of the master weights or of a state, copied into memory."""
         return self.file.get(key, start, stop)
 
     def put(self, key: str, value: Tensor, start: int = 0) -> None:
-        """Replace elements from `start` on. What is put before the first step is what that begins with."""
+        """Replace elements from `start` on. What is put before the first step is its initial state."""
         self.file.put(key, value, start)
         self.has_states |= key != PARAM
 

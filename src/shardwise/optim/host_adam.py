@@ -1,11 +1,11 @@
-"""Adam on the host: each element goes through memory once, by several threads and torch's own fused kernel.
+"""Adam on the host: each element goes through memory once, on several threads, by torch's own fused kernel.
 
-[Note: one pass] Torch's kernel wants gradients in the dtype of the parameters, so a bf16 gradient costs an fp32 copy,
-and a bf16 parameter another pass. In slices that stay in a processor's cache both are free of memory traffic: a slice
-of the gradient is widened (and scaled) there, updated with, and the parameter is narrowed while it still lies there.
-With bf16 gradients and parameters that is 28 bytes an element: 2 + 12 read, 12 + 2 written. Slices are taken by threads
-of ours rather than by torch's own: those wait for each other, spinning, at the end of every operation, and all of a
-slice stays with the core that has it.
+[Note: one pass] Torch's kernel requires gradients in the dtype of the parameters, so a bf16 gradient costs an fp32
+copy, and a bf16 parameter another pass. In slices that stay in a processor's cache both cost no memory traffic: a slice
+of the gradient is widened (and scaled) there and used for the update, and the parameter is narrowed while it is still
+cached. With bf16 gradients and parameters that is 28 bytes per element: 2 + 12 read, 12 + 2 written. Slices are taken
+by our own threads instead of torch's: those wait for each other, spinning, at the end of every operation, whereas ours
+keep all of a slice on one core.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Tensor = torch.Tensor
 Kernel = Callable[..., None]
 LANES = 64
 """Elements in a cache line or vector at most, for the narrowest dtype. Cuts between slices are multiples of it, so that
-every element is worked out by the same instructions as in one call for the whole."""
+every element is computed by the same instructions as in one call for the whole."""
 
 
 UNCUT = 8
-"""Slices that one may be as long as where nothing is widened or narrowed: each byte is then touched once anyway."""
+"""A slice may be this many times longer if nothing is widened or narrowed: each byte is then touched once anyway."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class AdamTensors:
     """What one update reads and writes: flat, contiguous tensors on the host, of one length.
 
     `param`, `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq`, for amsgrad) have one dtype, fp32 or fp64, and are updated
-    in place. `grad` has any floating dtype and is left as it is. `out`, if there is one, is given the updated
-    parameter, in its own dtype.
+    in place. `grad` has any floating dtype and is not changed. `out`, if given, receives the updated parameter, in its
+    own dtype. Raises `ModelError` for other tensors.
     """
 
     param: Tensor
@@ -63,12 +63,12 @@ class AdamTensors:
                 or tensor.dtype != alike
             ):
                 raise ModelError(
-                    f"{name} is {_said(tensor)}, the parameter {_said(self.param)}. An update on the host needs flat, "
-                    f"contiguous CPU tensors of one length, the states in the parameter's dtype."
+                    f"{name} is {_describe(tensor)}, the parameter {_describe(self.param)}. Host updates need "
+                    f"flat, contiguous CPU tensors of one length, the states in the parameter's dtype."
                 )
         if self.param.dtype not in (torch.float32, torch.float64):
             raise ModelError(
-                f"The parameter is {_said(self.param)}; an update on the host keeps masters in fp32 or fp64."
+                f"The parameter is {_describe(self.param)}; an update on the host keeps masters in fp32 or fp64."
             )
 
     def narrow(self, start: int, stop: int) -> AdamTensors:
@@ -104,10 +104,11 @@ class HostAdam:
     def start(
         self, every: Iterable[AdamTensors], group: Mapping[str, Any], *, step: int, scale: float = 1.0
     ) -> Pending:
-        """Begin one update of `every`. Until `wait` the tensors are not to be touched.
+        """Start one update of `every`. The tensors must not be touched until `wait`.
 
         `group` has the settings: an entry of `param_groups` of torch's Adam or AdamW. `step` counts from 1. Gradients
-        are multiplied by `scale` in the dtype of the parameter: one over the loss scale, a factor of clipping, or both.
+        are multiplied by `scale` in the dtype of the parameter: the reciprocal of the loss scale, a clipping factor, or
+        both.
         """
         every = list(every)
         kernel = _kernel(group, every)
@@ -131,7 +132,7 @@ class HostAdam:
         self.start(every, group, step=step, scale=scale).wait()
 
     def close(self) -> None:
-        """Let the threads go. May be called twice; another update makes new ones."""
+        """End the threads. May be called twice; another update starts new ones."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
@@ -147,7 +148,7 @@ class HostAdam:
                 one.out.copy_(one.param)
 
     def _widened(self, task: Sequence[AdamTensors], scale: float) -> list[Tensor]:
-        """The gradients in the parameters' dtype and scaled, in this thread's own memory where that changes them."""
+        """The gradients in the parameters' dtype and scaled, in this thread's scratch memory if that changes them."""
         grads, start = [], 0
         for one in task:
             if one.grad.dtype == one.param.dtype and scale == 1:
@@ -166,14 +167,15 @@ class HostAdam:
         return memory
 
     def _threads(self) -> ThreadPoolExecutor:
-        """[Note: threads of threads] How many threads torch's operations use is a setting of the calling thread, and
-        what was said last is what threads that torch has not seen yet begin with. So it is said once more here."""
+        """[Note: threads of threads] The number of threads of torch's operations is a setting of the calling thread,
+        and a thread that torch has not seen yet starts with the value that was set last. So the caller's value is set
+        again at the end."""
         if self._pool is None:
             before = torch.get_num_threads()
             started = threading.Barrier(self.num_threads + 1)
 
             def begin() -> None:
-                torch.get_num_threads()  # what a thread asks first sets it
+                torch.get_num_threads()  # the first query in a thread initializes the setting
                 torch.set_num_threads(1)
                 started.wait()
 
@@ -187,7 +189,7 @@ class HostAdam:
 
 
 def bundles(every: Iterable[AdamTensors], slice_numel: int) -> Iterator[list[AdamTensors]]:
-    """Slices of at most `slice_numel` elements; small tensors of one dtype go together, as many as that makes."""
+    """Slices of at most `slice_numel` elements; small tensors of one dtype are grouped up to that size."""
     together: list[AdamTensors] = []
     numel = 0
     for one in every:
@@ -207,9 +209,9 @@ def _needs_scratch(every: Sequence[AdamTensors], scale: float) -> bool:
 
 
 def _kernel(group: Mapping[str, Any], every: Sequence[AdamTensors]) -> Kernel:
-    """Torch's own, with the settings of `group` as they are now.
+    """Torch's own kernel, with the current settings of `group`.
 
-    `torch.optim.adam.adam` is the public way to it, and takes longer to reach it than a slice takes.
+    `torch.optim.adam.adam` is the public way to it, but takes longer to get there than a slice takes.
     """
     if "betas" not in group or "eps" not in group:
         raise ConfigError(
@@ -231,5 +233,5 @@ def _kernel(group: Mapping[str, Any], every: Sequence[AdamTensors]) -> Kernel:
     )
 
 
-def _said(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -1,6 +1,6 @@
 """A step of torch's Adam or AdamW over pieces on the host, by the one-pass kernel of `host_adam.py`.
 
-States are made and kept as torch makes and keeps them, so that an update by either may follow one by the other.
+States are created and kept in torch's form, so that updates by either may follow each other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
-    """Whether it can be done so, and is asked for: an Adam of torch's that says `fused=True`, or leaves it to torch by
-    which kernel it is worked out."""
+    """Whether the kernel applies: to torch's Adam or AdamW with `fused=True`, or with the choice of kernel left to
+    torch."""
     if type(member) not in TORCHS_ADAMS:
         return False
-    if any(getattr(member, name, None) is not None for name in ("grad_scale", "found_inf")):  # of torch's GradScaler
+    if any(getattr(member, name, None) is not None for name in ("grad_scale", "found_inf")):  # by torch's GradScaler
         return False
     if any(piece.tensor.dtype not in (torch.float32, torch.float64) for piece in pieces):
         return False
@@ -44,7 +44,8 @@ def step(
 ) -> None:
     """Update those of `pieces` that have a gradient, with the settings of their groups.
 
-    `outgoing`, as long as their flat buffer's masters, is given what was updated, cast, in the same pass over memory.
+    `outgoing`, as long as their flat buffer's master weights, receives the updated values, cast, in the same pass over
+    memory.
     """
     wanted: dict[Tensor, Piece] = {piece.tensor: piece for piece in pieces if piece.tensor.grad is not None}
     for group in member.param_groups:
@@ -60,7 +61,7 @@ def step(
 
 
 def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
-    """States that lie on a disk begin in the buffer from which they are written there."""
+    """States that lie on a disk are created in the buffer from which they are written there."""
     param, rows = piece.tensor, piece.flat.rows
     state["step"] = torch.tensor(0.0)
     for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
@@ -82,7 +83,8 @@ def _tensors(piece: Piece, state: dict[str, Any], outgoing: Tensor | None) -> Ad
 
 
 def outgoing_of(flat: Flat, pieces: Sequence[Piece]) -> Tensor | None:
-    """Memory for what is to travel of `flat` after an update of all of it, where that has to be cast; else `None`."""
+    """Memory for the cast of `flat` after an update of all of it; `None` if nothing has to be cast, or not all is
+    updated."""
     if not any((action.verb, action.subject) == ("cast", "outgoing") for action in step_parameters(flat.spec)):
         return None
     stop = 0
@@ -101,7 +103,7 @@ def outgoing_of(flat: Flat, pieces: Sequence[Piece]) -> Tensor | None:
 
 
 def place_of(piece: Piece) -> Span:
-    """In its flat buffer's masters on this rank."""
+    """The piece's range in its flat buffer's master weights on this rank."""
     return _within(piece.flat.slots[piece.index].span, piece.flat)
 
 

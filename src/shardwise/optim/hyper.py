@@ -1,4 +1,4 @@
-"""What an optimizer is set to, in plain values: for ranks to compare."""
+"""The settings of an optimizer in plain values, for ranks to compare."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _Typed = tuple[tuple[str, type, Plain], ...]
 _SHOWN = ("lr", "weight_decay")
 _MOST_SHOWN = 3
-"""So many different values of one setting are shown, where groups differ."""
+"""How many different values of one setting are shown, if groups differ."""
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Plain]:
     """Its class and every plain setting of every group: `{"class": "SGD", "groups": 1, "group 0 lr": 0.1, ...}`.
 
-    A setting that is a tensor on a GPU is left out: to look at it would wait for the GPU.
+    A setting that is a tensor on a GPU is left out: reading it would wait for the GPU.
     """
-    said: dict[str, Plain] = {"class": type(optimizer).__name__, "groups": len(optimizer.param_groups)}
+    found: dict[str, Plain] = {"class": type(optimizer).__name__, "groups": len(optimizer.param_groups)}
     for number, group in enumerate(optimizer.param_groups):
-        said |= {f"group {number} {key}": value for key, value in _settings(group)}
-    return said
+        found |= {f"group {number} {key}": value for key, value in _settings(group)}
+    return found
 
 
 def hyper_digest(optimizer: torch.optim.Optimizer) -> str:
-    """The same in a few words and a checksum, such as `a step of SGD with lr 0.1 (1f0e22c8)`."""
+    """The settings as a few words and a checksum, such as `a step of SGD with lr 0.1 (1f0e22c8)`."""
     return _in_words(type(optimizer).__name__, tuple(_typed(group) for group in optimizer.param_groups))
 
 
 def _typed(group: dict[str, Any]) -> _Typed:
-    """With their types, for 1 is not written like 1.0 and yet equal: ranks must not find each other's words."""
+    """With their types, because 1 and 1.0 are equal but printed differently, and the cache must not confuse them."""
     return tuple((key, type(value), value) for key, value in _settings(group))
 
 
 @lru_cache(maxsize=16)
 def _in_words(name: str, groups: tuple[_Typed, ...]) -> str:
-    """Remembered, because most steps say the same: a float takes longer to write than to compare."""
+    """Cached, because most steps have the same settings: formatting a float takes longer than comparing it."""
     plain = [{key: value for key, _, value in group} for group in groups]
     shown = []
     for key in _SHOWN:
@@ -48,8 +48,8 @@ def _in_words(name: str, groups: tuple[_Typed, ...]) -> str:
         if values:
             more = ", ..." if len(values) > _MOST_SHOWN else ""
             shown.append(f"{key} {', '.join(map(repr, values[:_MOST_SHOWN]))}{more}")
-    said = f" with {' and '.join(shown)}" if shown else ""
-    return f"a step of {name}{said} ({zlib.crc32(repr(plain).encode(), zlib.crc32(name.encode())):08x})"
+    words = f" with {' and '.join(shown)}" if shown else ""
+    return f"a step of {name}{words} ({zlib.crc32(repr(plain).encode(), zlib.crc32(name.encode())):08x})"
 
 
 def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Plain]]:

@@ -1,4 +1,4 @@
-"""Pieces of an optimizer, and their states, where a flat buffer has them in rows on a disk."""
+"""Pieces of an optimizer, and their states, in rows on a disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 class PiecesInRows:
-    """Leads the pieces of one or several optimizers to where the rows of their flat buffers are: on the disk, or for an
+    """Points the pieces of one or several optimizers to the rows of their flat buffers: on the disk, or during an
     update in host memory."""
 
     def __init__(self, pieces: Sequence[Piece], member_of: Mapping[torch.nn.Parameter, torch.optim.Optimizer]) -> None:
@@ -22,8 +22,8 @@ class PiecesInRows:
         self._member_of = member_of
 
     def fetch(self, flat: Flat) -> None:
-        """What lies on a disk of one flat buffer into host memory, where its pieces and their states are then, until
-        the disk has all of it again."""
+        """Read what one flat buffer has on a disk into host memory, and point its pieces and states there, until
+        everything is on the disk again."""
         assert flat.disk is not None
         assert flat.rows is not None
         flat.disk.fetch(flat.rows)
@@ -32,7 +32,7 @@ class PiecesInRows:
             self.find(piece)
 
     def evict(self, flat: Flat) -> None:
-        """Begin to write it back, with the states that an optimizer has made or replaced."""
+        """Start to write it back, with the states that an optimizer has created or replaced."""
         pieces = self._of(flat)
         for piece in pieces:
             self.find(piece, moves=True)
@@ -48,8 +48,8 @@ class PiecesInRows:
             self.find(piece)
 
     def step_one_by_one(self, pieces: Sequence[Piece], step: Callable[[], None]) -> None:
-        """A first step makes states in memory of their own, which then go where they belong: of one piece at a time,
-        rather than of a whole unit."""
+        """Step one piece at a time. A first step creates states in memory of their own, which are then moved to the
+        rows: those of one piece at a time instead of a whole unit."""
         grads = [piece.tensor.grad for piece in pieces]
         for piece in pieces:
             piece.tensor.grad = None
@@ -61,12 +61,12 @@ class PiecesInRows:
                 self.find(piece, moves=True)
 
     def find_all(self) -> None:
-        """Let pieces and their states be where the rows are now."""
+        """Point all pieces and their states to the current place of the rows."""
         for piece in self._pieces:
             self.find(piece)
 
     def find(self, piece: Piece, *, moves: bool = False) -> None:
-        """Let one piece and its states be there; what is not there yet is copied, if it `moves`."""
+        """Point one piece and its states there; with `moves` copy what is not there yet."""
         flat, rows = piece.flat, piece.flat.rows
         if rows is None or not piece.span.numel or not flat.spec.updates_from_disk:
             return

@@ -15,10 +15,11 @@ Tensor = torch.Tensor
 
 
 class Lamb(Cooperative):
-    """LAMB for large batches. Sharded, the norms of all parameters are summed in one small message per step.
+    """LAMB for large batches (arXiv:1904.00962). On a sharded model, the norms of all parameters are summed in one
+    small message per step.
 
-    A group with `adapt=False` is updated without the ratio, as biases and norms often are. Weight decay is part
-    of the direction, as in the paper.
+    A group with `adapt=False` is updated without the ratio, as is common for biases and norms. Weight decay is part of
+    the direction, as in the paper.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Lamb(Cooperative):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The direction is worked out twice, for its norm and for the update, so that it need not be kept."""
+        """One update. The direction is computed twice, for its norm and for the update, so that it need not be
+        stored."""
         loss = evaluated(closure)
         members = list(self.members())
         params = [param for _, param, _ in members]
@@ -56,7 +58,7 @@ class Lamb(Cooperative):
         return loss
 
     def _follow(self, param: nn.Parameter, group: Mapping[str, Any]) -> None:
-        """Let the moments follow the gradient."""
+        """Update the moments."""
         state = self.state[param]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -75,6 +77,7 @@ class Lamb(Cooperative):
 
 
 def trust_ratios(squares: Tensor) -> Tensor:
-    """From the squared norms of parameters and directions, a row each, how much to scale; 1 where one is nothing."""
+    """The scale of each update, from the squared norms of parameter and direction (one row each); 1 where either is
+    zero."""
     param, direction = squares.unbind(1)
     return torch.where((param > 0) & (direction > 0), (param / direction.clamp_min(1e-38)).sqrt(), 1.0)

@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum (arXiv:2302.06675). One state, and every element is its own."""
+"""Lion: the sign of an interpolated momentum (arXiv:2302.06675). Elementwise, with one state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardwise.optim.cooperative import Params, evaluated
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion with decoupled weight decay. The paper advises a learning rate 3 to 10 times below AdamW's, and as much
-    more weight decay."""
+    """Lion (arXiv:2302.06675) with decoupled weight decay. The paper advises a learning rate 3 to 10 times smaller than
+    AdamW's, and a weight decay larger by the same factor."""
 
     def __init__(
         self,

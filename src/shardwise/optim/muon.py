@@ -1,7 +1,7 @@
-"""Muon: momentum, made orthogonal as a whole matrix (kellerjordan.github.io/posts/muon, arXiv:2502.16982).
+"""Muon: momentum, orthogonalized as a whole matrix (kellerjordan.github.io/posts/muon, arXiv:2502.16982).
 
-The arithmetic and the arguments are those of `torch.optim.Muon`; the groups that are not matrices are AdamW's, as in
-the author's `MuonWithAuxAdam`.
+The arithmetic and the arguments are those of `torch.optim.Muon`; groups that are not matrices are updated by AdamW, as
+in the author's `MuonWithAuxAdam`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.optim.adam import Together
+from shardwise.optim.adam import BatchedUpdate
 from shardwise.optim.cooperative import Cooperative, Params, evaluated
 from shardwise.program import States, Update
 
@@ -34,11 +34,12 @@ class Muon(Cooperative):
     )
     ```
 
-    A group with `use_muon=False` takes `lr`, `betas`, `adamw_eps` and `weight_decay`. `adjust_lr_fn` is `original`
-    (the default: sqrt(max(1, rows / cols))) or `match_rms_adamw` (0.2 sqrt(max(rows, cols))), with which AdamW's
-    learning rate can stay. `iterate_in` is the dtype of the iteration and of what travels: bf16, as in torch, or fp32.
+    A group with `use_muon=False` takes `lr`, `betas`, `adamw_eps` and `weight_decay`. `adjust_lr_fn` is `original` (the
+    default: sqrt(max(1, rows / cols))) or `match_rms_adamw` (0.2 sqrt(max(rows, cols)), arXiv:2502.16982), which allows
+    AdamW's learning rate. `iterate_in` is the dtype of the iteration and of its messages: bf16, as in torch, or fp32.
+    Raises `ConfigError` for other values, and `ModelError` for a Muon parameter that is not a matrix.
 
-    Sharded, momentum stays sharded, and each matrix is worked out on one rank.
+    On a sharded model momentum stays sharded, and each matrix is orthogonalized on one rank.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Muon(Cooperative):
         return loss
 
     def _momentum(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """Let the momentum follow the gradient; what it gives to the matrix, flat."""
+        """Update the momentum. Returns this rank's contribution to the matrix, flat."""
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
@@ -118,9 +119,9 @@ class Muon(Cooperative):
         return given.to(dtype, copy=given is buffer).reshape(-1)
 
     def _update_others(self, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """AdamW for what is no matrix, in one call for each group."""
+        """AdamW for what is not a matrix, in one call per group."""
         settings = {id(group): {**group, "eps": group["adamw_eps"]} for group in groups.values()}
-        together = Together()
+        batched = BatchedUpdate()
         for param, group in groups.items():
             if param.grad is None:
                 continue
@@ -129,14 +130,15 @@ class Muon(Cooperative):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
             state["step"] += 1
-            together.add(param, param.grad, state, settings[id(group)])
-        together.update()
+            batched.add(param, param.grad, state, settings[id(group)])
+        batched.update()
 
 
 def orthogonalized(matrix: Tensor, coefficients: Coefficients, num_steps: int, eps: float) -> Tensor:
-    """Near to U V^T of the 2-d `matrix` U S V^T, by a quintic Newton-Schulz iteration; overwrites `matrix`.
+    """Approximately U V^T of the 2-d `matrix` U S V^T, by a quintic Newton-Schulz iteration; overwrites `matrix`.
 
-    ShardedModel on the short side, in the matrix's dtype, and holds one more matrix and two squares of the short side.
+    Works on the short side, in the matrix's dtype, and takes memory for one more matrix and two squares of the short
+    side.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -159,9 +161,9 @@ def adjusted(lr: float, adjust: Adjust | None, shape: tuple[int, ...]) -> float:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that Muon is for: matrices that are neither embeddings nor the head.
+    """The parameters that Muon is meant for: trainable matrices that are neither embeddings nor the head.
 
-    A head is a matrix with as many rows as an embedding has entries, or the embedding's own, tied.
+    A head is a matrix with as many rows as an embedding has entries, or the embedding itself, tied.
     """
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     entries = {embedding.shape[0] for embedding in embeddings}

@@ -1,4 +1,4 @@
-"""What an optimizer holds in place of a parameter."""
+"""What an optimizer holds instead of a parameter."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ class Piece:
 
     @property
     def box(self) -> Box | None:
-        """The part of the unsplit parameter that `shape` and `span` are of, where a model axis cuts or copies it."""
+        """The part of the unsplit parameter to which `shape` and `span` refer, if a model axis cuts or copies it."""
         return self.flat.slots[self.index].box
 
     @property
     def param(self) -> nn.Parameter:
-        """The model's own."""
+        """The model's own parameter."""
         return self.flat.params[self.index]
 
 
 class GroupsOfPieces:
-    """The parameter groups of one adopted optimizer: in its steps they list this rank's `pieces`, else parameters.
+    """The parameter groups of one adopted optimizer: during its steps they list this rank's `pieces`, otherwise
+    parameters.
 
-    So a loop that walks through `optimizer.param_groups` finds the model's own parameters, as in plain PyTorch.
+    So a loop over `optimizer.param_groups` finds the model's own parameters, as in plain PyTorch.
     """
 
     def __init__(self, member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
         self.member = member
         self.pieces = tuple(pieces)
         self.updated = tuple(piece for piece in pieces if piece.span.numel)
-        """Those of which this rank has any elements: no other one is ever given a gradient."""
+        """Pieces with any elements on this rank; only these are ever given a gradient."""
         by_param = {piece.param: piece for piece in pieces}
         self.entries = [[by_param.get(param) for param in group["params"]] for group in member.param_groups]
-        """Group by group; `None` for what lies in no flat buffer."""
+        """Group by group; `None` for parameters that are in no flat buffer."""
         self._params: list[list[nn.Parameter]] = [group["params"] for group in member.param_groups]
         self._tensors = [
             [param if piece is None else piece.tensor for param, piece in zip(params, entries, strict=True)]
@@ -87,13 +88,13 @@ def pieces_of(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[P
     pieces = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param not in homes:  # of an integer dtype: it lies in no flat buffer and has no gradient
+            if param not in homes:  # of an integer dtype: it is in no flat buffer and has no gradient
                 continue
             flat, index = homes[param]
             slot = flat.slots[index]
             if flat.spec.trainable:
                 tensor, span = flat.master_piece(index)
-            else:  # torch lets a frozen parameter stand in a group, and never updates it
+            else:  # torch accepts a frozen parameter in a group, and never updates it
                 tensor, span = torch.empty(0, device=flat.device), Span(0, 0)
             pieces.append(Piece(slot.name, slot.shape, span, nn.Parameter(tensor), flat, index))
     return pieces

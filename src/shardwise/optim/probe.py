@@ -1,15 +1,15 @@
-"""Is an optimizer elementwise? It is asked, not looked up in a list.
+"""Tests whether an optimizer is elementwise, instead of keeping a list.
 
-An optimizer that updates each element from that element's own gradient and state may be given any piece of a
-parameter. One that looks at a whole matrix (Adafactor) or at all parameters (LBFGS) may not: on a shard it would
-compute something else without a word. Those of our own that look further say what they need (`cooperative.py`).
+An optimizer that updates each element from that element's own gradient and state may be given any piece of a parameter.
+One that looks at a whole matrix (Adafactor) or at all parameters (LBFGS) may not: on a shard it would silently compute
+something else. Those of our own that look further declare what they need (`cooperative.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.states import StatesOfPieces
 from shardwise.program import States, Update
 
+StateForm = Literal["elements", "number", "whole"]
+"""What a state of one parameter is: a tensor of the parameter's shape, one number, or a tensor of another shape."""
 SHAPE = (4, 6)
 NUM_STEPS = 3
 
@@ -31,15 +33,15 @@ ADVICE = {
     "LBFGS": "It evaluates the model several times in a step and looks at all parameters together; use AdamW or SGD.",
     "SparseAdam": "Make the embedding with sparse=False, and use Adam or AdamW.",
 }
-"""By the name of the class, whoever wrote it."""
+"""By the name of the class, whichever library it is from."""
 OTHERWISE = "Use an elementwise optimizer such as AdamW, SGD or Adagrad, or one of shardwise.optim."
 
 
 def vet(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[nn.Parameter, Update]:
     """How each parameter of `optimizers` is updated. Changes nothing.
 
-    Raises `ModelError` unless they are elementwise, or say what they need, over parameters of `model`, and none has
-    another's.
+    Raises `ModelError` unless the optimizers are elementwise, or declare what they need, over parameters of `model`,
+    with no parameter in two of them.
     """
     updates: dict[nn.Parameter, Update] = {}
     looking_further: list[str] = []
@@ -95,7 +97,7 @@ def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> States:
     try:
         states = _run(optimizer, group, whole)
         _run(optimizer, group, pieces)
-    except Exception as error:  # whatever a foreign optimizer raises, it is not one we can use
+    except Exception as error:  # an optimizer that raises anything here cannot be used
         raise ModelError(
             f"{name} cannot update a flat piece of a parameter ({type(error).__name__}: {error}), so its "
             f"state cannot be sharded. {advice}"
@@ -109,19 +111,24 @@ def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> States:
     return states
 
 
-def state_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool] | None:
-    """The names of the states that `optimizer` keeps for a parameter with the settings of `group`, and of each
-    whether it has the parameter's shape.
+def state_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, StateForm] | None:
+    """The names of the states that `optimizer` keeps for a parameter with the settings of `group`, and their forms.
 
-    `None` if it cannot be asked: not every setting works on a small matrix in host memory.
+    `None` if that cannot be probed: not every setting works on a small matrix in host memory.
     """
     param = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(SHAPE))
     try:
         twin = _stepped(optimizer, group, [param], num_steps=1)
-    except Exception:  # whatever a foreign optimizer raises, it then says nothing of its states
+    except Exception:  # an optimizer that raises anything here has unknown states
         return None
     state = twin.dense_state(param) if isinstance(twin, Cooperative) else twin.state[param]
-    return {key: _is_like(value, param) for key, value in state.items() if value is not None}
+    return {key: _form_of(value, param) for key, value in state.items() if value is not None}
+
+
+def _form_of(value: Any, param: nn.Parameter) -> StateForm:
+    if _is_like(value, param):
+        return "elements"
+    return "whole" if isinstance(value, torch.Tensor) and value.dim() else "number"
 
 
 def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> States:

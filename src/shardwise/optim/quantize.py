@@ -1,10 +1,10 @@
 """Block-wise dynamic quantization to 8 bits (arXiv:2110.02861, sections 2 and 3), in plain torch operations.
 
-Each block of `BLOCK` elements is divided by the one of its elements that is farthest from zero, sign included, so that
-this one is kept exactly. The others take the nearest of 256 levels: each further leading zero of a code means a
-factor of ten down, what is left of it a fraction in steps between 0.1 and 1, so that small numbers keep their
-relative precision over seven decades. Blocks are counted from the first element of the whole parameter; a piece of one
-may begin or end inside a block, and then has a scale of its own for its part.
+Each block of `BLOCK` elements is divided by its element of largest magnitude, sign included, so that this one is exact.
+The others take the nearest of 256 levels: each further leading zero of a code means a factor of ten down, the remaining
+bits a fraction in even steps between 0.1 and 1, so that small numbers keep their relative precision over seven decades.
+Blocks are counted from the first element of the whole parameter; a piece may begin or end inside a block, and then has
+its own scale for its part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Levels:
     _elsewhere: dict[torch.device, Levels] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> Levels:
-        """The same tables on `device`, taken there once: to copy them waits for the device."""
+        """The same tables on `device`, copied there once, because the copy waits for the device."""
         if device == self.values.device:
             return self
         if device not in self._elsewhere:
@@ -36,7 +36,7 @@ class Levels:
 
     @classmethod
     def dynamic(cls, *, signed: bool) -> Levels:
-        """The levels of the dynamic tree data type: 0, 1, and for each exponent the middles of even fractions."""
+        """The levels of the dynamic tree data type: 0, 1, and for each exponent the midpoints of even fractions."""
         bits = 6 if signed else 7
         middles = []
         for exponent in range(7):
@@ -52,9 +52,9 @@ SIGNED, UNSIGNED = Levels.dynamic(signed=True), Levels.dynamic(signed=False)
 
 
 def encode(values: Tensor, start: int, levels: Levels) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, one for each of `values`, flat, fp32) and scales (fp32, one for each block they touch).
+    """Codes (uint8, one per element of `values`, which is flat and in fp32) and scales (fp32, one per block touched).
 
-    `start` is the number of the first element in its parameter. Encoding what was decoded gives the same codes.
+    `start` is the number of the first element in its parameter. Encoding decoded values gives the same codes.
     """
     lead = start % BLOCK
     blocks = _in_blocks(values, lead)
@@ -66,14 +66,14 @@ def encode(values: Tensor, start: int, levels: Levels) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, start: int, levels: Levels) -> Tensor:
-    """The values, flat, in fp32, that `codes` and `scales` stand for."""
+    """The values, flat, in fp32, that `codes` and `scales` represent."""
     lead = start % BLOCK
     values = levels.on(codes.device).values[codes.int()]
     return (_in_blocks(values, lead) * scales[:, None]).view(-1)[lead : lead + codes.numel()]
 
 
 def _in_blocks(values: Tensor, lead: int) -> Tensor:
-    """`values` behind `lead` zeros, in rows of a block."""
+    """`values` after `lead` zeros, in rows of one block."""
     num_blocks = -(-(lead + values.numel()) // BLOCK)
     if lead == 0 and values.numel() == num_blocks * BLOCK:
         return values.view(num_blocks, BLOCK)

@@ -1,4 +1,4 @@
-"""The other ranks, as an optimizer that holds pieces meets them: norms over all, and whole matrices by turns."""
+"""The other ranks, for an optimizer that holds pieces: norms over all ranks, and whole matrices in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class RankPeers:
-    """`Peers` over the ranks of a mesh. `during` runs what the program has for the middle of a step."""
+    """`Peers` over the ranks of a mesh. `during` runs the program's block for the middle of a step."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class RankPeers:
         self._by_place: dict[tuple[str, int], Piece] = {}
         self._norms: Tensor | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
-        """Of the optimizer's parameters, see `_rows_of`."""
+        """The result of `_rows_of` for the optimizer's parameters."""
         self._groups: dict[str, Group] = {}
         self._calls: tuple[Make, Compute, Apply] | None = None
-        self._on_the_way: dict[str, _Passage] = {}
+        self._transfers: dict[str, _MatrixTransfer] = {}
 
     def meet(self, pieces: Sequence[Piece]) -> None:
         """Learn which piece of which parameter each of the optimizer's entries is."""
@@ -74,8 +74,8 @@ class RankPeers:
         return summed
 
     def _rows_of(self, params: Sequence[nn.Parameter], squares: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of parameters that are trained, and how many ranks have each: made where `squares` is, once, because
-        the device would have to be waited for. An optimizer asks about the same parameters in every step."""
+        """The rows of trained parameters, and how many ranks have each. Created once, on the device of `squares`,
+        because creating them waits for the device; an optimizer asks about the same parameters in every step."""
         trained = [row for row, param in enumerate(params) if self._is_trained(param)]
         copies = [self._copies(self._by_param[params[row]]) for row in trained]
         return torch.tensor(trained, dtype=torch.long, device=squares.device), squares.new_tensor(copies)[:, None]
@@ -89,7 +89,7 @@ class RankPeers:
     # -- what the program has done ----------------------------------------------------------------------
 
     def add_norms(self, action: Action) -> None:
-        """`agree * norms`: sum them over one axis."""
+        """Carry out `agree * norms`: sum them over one axis."""
         assert self._norms is not None
         group = self._groups.get(action.over)
         if group is None:
@@ -98,28 +98,28 @@ class RankPeers:
         self._norms = sum_small(self._norms, self._collectives, group, "norms")
 
     def exchange_matrices(self, action: Action) -> None:
-        """`collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""
-        passage = self._on_the_way.get(action.flat)
-        if passage is None:
-            passage = self._on_the_way[action.flat] = self._passage(self._flats[action.flat])
+        """Carry out `collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""
+        transfer = self._transfers.get(action.flat)
+        if transfer is None:
+            transfer = self._transfers[action.flat] = self._transfer(self._flats[action.flat])
         match action.verb:
             case "collect":
-                passage.collect()
+                transfer.collect()
             case "orthogonalize":
-                passage.work_out()
+                transfer.compute()
             case "hand_back":
-                passage.hand_back()
+                transfer.hand_back()
             case "wait":
-                passage.wait()
-        if passage.is_through:
-            del self._on_the_way[action.flat]
+                transfer.wait()
+        if transfer.is_done:
+            del self._transfers[action.flat]
 
-    def _passage(self, flat: Flat) -> _Passage:
+    def _transfer(self, flat: Flat) -> _MatrixTransfer:
         assert self._calls is not None
         over = self._matrix_exchanges[flat.name]
         pieces = {matrix.index: self._by_place[flat.name, matrix.index] for matrix in over.matrices}
         group = self._line(over, flat.spec.table.optim.shard)
-        return _Passage(over, flat, pieces, group, self._collectives, self._calls)
+        return _MatrixTransfer(over, flat, pieces, group, self._collectives, self._calls)
 
     def _line(self, over: MatrixExchange, axes: Axes) -> Group:
         """The ranks that share this rank's states, by place."""
@@ -144,11 +144,11 @@ class RankPeers:
         return math.prod(map(self._mesh.size, others)) * (1 if box is None else box.copies)
 
 
-class _Passage:
+class _MatrixTransfer:
     """The matrices of one flat buffer in one step, from pieces to their owners and back.
 
-    `given` are this rank's pieces of matrices that others work out, by place; `whole` the matrices that it works out
-    for others too, by index; `staging` others' pieces of those, by place: what messages are made of.
+    `given` are this rank's pieces of matrices that others own, by place; `whole` the collected matrices that it owns,
+    by index; `staging` the others' pieces of those, by place, as they are sent.
     """
 
     def __init__(
@@ -172,14 +172,15 @@ class _Passage:
         self._whole: dict[int, Tensor] = {}
         self._staging: list[Tensor] = []
         self._arriving: Work | None = None
-        self._is_worked_out = False
+        self._is_computed = False
 
     @property
-    def is_through(self) -> bool:
-        return self._is_worked_out and not self._given and not self._staging and self._arriving is None
+    def is_done(self) -> bool:
+        return self._is_computed and not self._given and not self._staging and self._arriving is None
 
     def collect(self) -> None:
-        """Send what others work out on its way, and begin with what is here of what this rank works out."""
+        """Send the pieces of matrices that others own, and start the matrices that this rank owns with its own
+        pieces."""
         for matrix in self._owned():
             if self._over.travels(matrix):
                 self._whole[matrix.index] = self._new(matrix.span.numel)
@@ -194,12 +195,12 @@ class _Passage:
         self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group, self._flat.name)
 
     def wait(self) -> None:
-        """The first of two: the pieces have come; the second: the results have."""
+        """The first call waits for pieces, the second for results."""
         if self._arriving is None:
             return
         self._arriving.wait()
         self._arriving = None
-        if not self._is_worked_out:
+        if not self._is_computed:
             for place, message in enumerate(self._staging):
                 for matrix, part in self._parts(message, self._owned(), place):
                     held = self._over.held(matrix, place)
@@ -212,8 +213,8 @@ class _Passage:
         self._close(self._staging)
         self._close(self._given)
 
-    def work_out(self) -> None:
-        """Each matrix of this rank's; one that lies here alone is made, worked out and applied in one go."""
+    def compute(self) -> None:
+        """Compute each matrix that this rank owns; one that is entirely here is made, computed and applied at once."""
         for matrix in self._owned():
             whole = self._whole.get(matrix.index)
             brought = 0 if whole is not None else matrix.span.numel * self._dtype.itemsize
@@ -225,7 +226,7 @@ class _Passage:
             else:
                 self._whole[matrix.index] = result
             self._flat.meter.drop("working", matrix.work_bytes + brought)
-        self._is_worked_out = True
+        self._is_computed = True
 
     def hand_back(self) -> None:
         self._open_staging()
@@ -260,12 +261,12 @@ class _Passage:
         return range(len(self._group.ranks))
 
     def _numel(self, matrices: Sequence[Matrix], place: int) -> int:
-        """Elements of a message about `matrices` with the rank at `place`, of those that it holds."""
+        """Elements of the message about `matrices` exchanged with the rank at `place`: those that it holds."""
         is_message = not matrices or matrices[0].owner != place
         return sum(self._over.held(matrix, place).numel for matrix in matrices) if is_message else 0
 
     def _parts(self, message: Tensor, matrices: Sequence[Matrix], place: int) -> list[tuple[Matrix, Tensor]]:
-        """What of `message` belongs to which matrix; nothing of a message to oneself."""
+        """The part of `message` for each matrix; nothing for a message to oneself."""
         if not message.numel():
             return []
         held = [(matrix, self._over.held(matrix, place).numel) for matrix in matrices]

@@ -1,4 +1,5 @@
-"""The states of an optimizer whose parameters are sharded: kept by pieces, and not to be taken for whole ones."""
+"""The states of an optimizer whose parameters are sharded: kept by pieces, and protected from being taken for whole
+ones."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Tensor = torch.Tensor
 
 
 class StatesOfPieces(defaultdict[Tensor, Any]):
-    """`optimizer.state` of an adopted optimizer: for itself, while it takes a step. Others are told where states are.
+    """`optimizer.state` of an adopted optimizer. The optimizer uses it during a step; other accesses raise
+    `StateError`, which says how to get states.
 
     `names` has the model's parameters by their ids.
     """

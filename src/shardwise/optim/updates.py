@@ -15,7 +15,7 @@ from shardwise.storage import Flat
 
 
 class Updates:
-    """What happens in the steps of several optimizers, of which one takes a step at a time. `close()` it."""
+    """Runs the steps of several optimizers, one of which steps at a time. `close()` it."""
 
     def __init__(self, groups: Mapping[torch.optim.Optimizer, GroupsOfPieces], rows: PiecesInRows) -> None:
         self._groups = groups
@@ -45,8 +45,8 @@ class Updates:
                 piece.tensor.grad = None
 
     def offer_gradients(self, member: torch.optim.Optimizer) -> None:
-        """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone, and where
-        it has been updated already."""
+        """Give each piece its gradient, or `None` if no rank has one or it was updated already, so that the optimizer
+        skips it."""
         groups = self._groups[member]
         _offer([piece for piece in groups.updated if not piece.flat.spec.updates_below])
         groups.list_pieces()
@@ -70,7 +70,7 @@ class Updates:
 
 
 def _offer(pieces: Sequence[Piece]) -> bool:
-    """Give them the gradients that are due. Whether any of them has one."""
+    """Give pieces the gradients that are due. Returns whether any has one."""
     for piece in pieces:
         grads = piece.flat.grads
         piece.tensor.grad = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: a model's modules dealt out as stages over the mesh axis `pp`, and the steps through them."""
+"""Pipeline parallelism: a model's modules are split into stages along the mesh axis `pp`, and steps run through
+them."""
 
 from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout

@@ -1,4 +1,4 @@
-"""Whole tensors by name on every rank, whichever stage has them."""
+"""Reads and writes of whole tensors by name on every rank, whichever stage has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Own(Protocol):
 
 
 class AcrossStages:
-    """What one rank along the axis has, given to the others. All ranks along it call every method."""
+    """Shares tensors of one pipeline rank with the others. All ranks along the axis call every method."""
 
     def __init__(self, staged: StagedModel, world: World, mesh: Mesh, device: torch.device) -> None:
         self._staged = staged
@@ -33,25 +33,26 @@ class AcrossStages:
         self._device = device
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter of the whole model, by its first name, is one of this rank's."""
+        """Whether this rank has a parameter of the whole model, given by its first name."""
         holders = self._staged.holders
         if name not in holders:
             raise ModelError(f"The model has no parameter {name!r}. {nearest(name, holders)}")
         return self._staged.place in holders[name]
 
     def read(self, name: str, what: str, own: Own) -> Tensor | None:
-        """The whole tensor; `None` if no rank has one. Of a parameter on several stages the first one's."""
+        """The whole tensor, on every rank; `None` if no rank has one. For a parameter on several stages, the first
+        one's."""
         self.holds(name)
         place = self._staged.holders[name][0]
         mine = own.read(name, what) if self._staged.place == place else None
-        said = {} if mine is None else {name: _looks(mine)}
-        told = self._told(said)[place]
-        if not told:
+        own_layouts = {} if mine is None else {name: _layout_of(mine)}
+        layouts = self._exchanged(own_layouts)[place]
+        if not layouts:
             return None
-        return self._from(place, mine, told[name])
+        return self._broadcast(place, mine, layouts[name])
 
     def takes(self, name: str, value: Tensor, what: str) -> bool:
-        """Whether this rank has to write `value`. Raises on all ranks for one that does not fit."""
+        """Whether this rank has to write `value`. Raises on all ranks if its shape does not fit."""
         shape = self._staged.whole.shapes.get(name)
         if self.holds(name) or shape is None:
             return True
@@ -60,7 +61,7 @@ class AcrossStages:
         return False
 
     def own_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What of a whole `state_dict` is this rank's. Raises on all ranks for one of another model."""
+        """This rank's part of a whole `state_dict`. Raises on all ranks for a state of another model."""
         names = self._staged.whole.state_names
         odd = set(names) ^ set(state)
         if odd:
@@ -76,14 +77,14 @@ class AcrossStages:
         return {name: state[name] for name in self._staged.model.state_dict(keep_vars=True)}
 
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One `state_dict` of all ranks' own, on the CPU, in the order of the model that was whole."""
-        told = self._told({name: _looks(tensor) for name, tensor in state.items()})
+        """One `state_dict` merged from those of all ranks, on the CPU, in the order of the whole model."""
+        layouts = self._exchanged({name: _layout_of(tensor) for name, tensor in state.items()})
         found: dict[str, Tensor] = {}
-        for place, of_place in enumerate(told):
-            for name, looks in of_place.items():
+        for place, of_place in enumerate(layouts):
+            for name, layout in of_place.items():
                 if name not in found:
                     mine = state[name] if self._staged.place == place else None
-                    found[name] = self._from(place, mine, looks).cpu()
+                    found[name] = self._broadcast(place, mine, layout).cpu()
         first = self._staged.whole.ties
         return {
             name: found[name] if name in found else found[first[name]]
@@ -91,15 +92,15 @@ class AcrossStages:
             if name in found or first.get(name) in found
         }
 
-    def _told(self, said: Mapping[str, object]) -> list[dict[str, object]]:
-        """What every rank along the axis says, by place."""
-        messages = self._collectives.exchange(json.dumps(said).encode(), self._line, "stages")
+    def _exchanged(self, own_layouts: Mapping[str, object]) -> list[dict[str, object]]:
+        """The messages of all ranks along the axis, by place."""
+        messages = self._collectives.exchange(json.dumps(own_layouts).encode(), self._line, "stages")
         return [json.loads(message) for message in messages]
 
-    def _from(self, place: int, tensor: Tensor | None, looks: object) -> Tensor:
-        """The tensor of the rank at `place`, on all of them."""
-        assert isinstance(looks, list)
-        shape, dtype = looks
+    def _broadcast(self, place: int, tensor: Tensor | None, layout: object) -> Tensor:
+        """The tensor of the rank at `place`, broadcast to all ranks along the axis."""
+        assert isinstance(layout, list)
+        shape, dtype = layout
         if tensor is None:
             sent = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
         else:
@@ -109,5 +110,5 @@ class AcrossStages:
         return sent
 
 
-def _looks(tensor: Tensor) -> list[object]:
+def _layout_of(tensor: Tensor) -> list[object]:
     return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]

@@ -1,11 +1,12 @@
-"""Which modules make up which stage: found in the model, or listed in the plan; checked before anything is changed."""
+"""Which modules make up each stage: found in the model or listed in the plan, and checked before anything is
+changed."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ _ROUTERS = "output_router_logits"
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The stages of one model, over the ranks along the mesh axis `pp`. Stage s lies on the rank at s mod their number.
+    """The stages of one model over the ranks along the mesh axis `pp`. Stage s is on the rank at place s modulo their
+    number.
 
     `stages[s]` are the names of its modules, in the order in which the model's forward calls them.
     """
@@ -32,18 +34,21 @@ class StageLayout:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """All modules that are dealt out, in the order of the forward."""
+        """All modules of all stages, in the order of the forward."""
         return tuple(name for stage in self.stages for name in stage)
 
     def at(self, place: int) -> tuple[int, ...]:
-        """The stages on the rank at `place` of the axis."""
+        """The stages of the rank at `place` of the axis."""
         return tuple(range(place, len(self.stages), self.num_ranks))
 
-    def params_at(self, model: nn.Module, place: int) -> set[torch.Tensor]:
-        """The parameters of the stages on that rank."""
+    def params_of(self, model: nn.Module, stage: int) -> set[torch.Tensor]:
+        """The parameters of the modules of that stage."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        own = [name for stage in self.at(place) for name in self.stages[stage]]
-        return {param for name in own for param in modules[name].parameters()}
+        return {param for name in self.stages[stage] for param in modules[name].parameters()}
+
+    def params_at(self, model: nn.Module, place: int) -> set[torch.Tensor]:
+        """The parameters of the stages at `place`."""
+        return set().union(*(self.params_of(model, stage) for stage in self.at(place)))
 
     def place_of(self, stage: int) -> int:
         return stage % self.num_ranks
@@ -57,38 +62,38 @@ class StageLayout:
 
 
 def has_pipeline(mesh: Mesh) -> bool:
-    """Whether models are cut into stages on this mesh."""
+    """Whether this mesh splits models into stages."""
     return AXIS in mesh.axes and mesh.size(AXIS) > 1
 
 
 def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
-    """The stages that `plan` asks for. Raises `ConfigError` or `ModelError` for a model that cannot be cut so."""
+    """The stages that `plan` requests. Raises `ConfigError` or `ModelError` if the model cannot be split that way."""
     num_ranks, asked = mesh.size(AXIS), plan.pipeline
     config = getattr(model, "config", None)
     refuse_sums_over_layers(config, "The model's config")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"{type(model).__name__} is an encoder and a decoder, all of whose blocks need what the encoder's last one "
-            f"makes; a pipeline hands on what goes from one block to the next. Leave {AXIS} out of the mesh."
+            f"{type(model).__name__} is an encoder-decoder model, whose decoder blocks all need the encoder's output, "
+            f"but a pipeline passes the output of a block to the next one only. Leave {AXIS} out of the mesh."
         )
     schedule = schedule_of(plan, num_ranks)
     if asked.schedule == "zb-h1" and plan.compile is not None:
         raise ConfigError(
-            "The schedule zb-h1 takes the backward of linear layers apart, and a compiled unit has it as one. Leave "
+            "The schedule zb-h1 splits the backward of linear layers, which is impossible in a compiled unit. Leave "
             "compile out, or take schedule 1f1b."
         )
     num_stages = schedule.num_stages
     if asked.stages == "auto":
-        pieces = _found(model)
-        if len(pieces) < num_stages:
+        groups = _with_parameters(model, _found(model))
+        if len(groups) < num_stages:
             raise ConfigError(
-                f"{num_stages} pipeline stages need as many modules, but {type(model).__name__} has {len(pieces)} in a "
-                f"row: {_short(pieces)}. Use fewer stages."
+                f"{num_stages} pipeline stages need as many modules, but {type(model).__name__} has {len(groups)} in a "
+                f"row: {_short([name for group in groups for name in group])}. Use fewer stages."
             )
         modules = dict(model.named_modules(remove_duplicate=False))
-        costs = [sum(param.numel() for param in modules[name].parameters()) for name in pieces]
-        cuts = [0, *balanced(costs, num_stages), len(pieces)]
-        stages = tuple(tuple(pieces[start:stop]) for start, stop in pairwise(cuts))
+        costs = [sum(_numel(modules[name]) for name in group) for group in groups]
+        cuts = [0, *balanced(costs, num_stages), len(groups)]
+        stages = tuple(tuple(chain(*groups[start:stop])) for start, stop in pairwise(cuts))
     else:
         stages = tuple(_listed(model, names) for names in asked.stages)
         if len(stages) != num_stages:
@@ -101,7 +106,7 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
 
 
 def refuse_sums_over_layers(settings: object, what: str) -> None:
-    """Raise `ModelError` where a model of transformers adds a loss over the routers of all layers to its own."""
+    """Raise `ModelError` if a transformers model adds a loss over the routers of all layers to its own loss."""
     asked = settings.get(_ROUTERS) if isinstance(settings, dict) else getattr(settings, _ROUTERS, False)
     if asked:
         raise ModelError(
@@ -111,7 +116,7 @@ def refuse_sums_over_layers(settings: object, what: str) -> None:
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Where to cut `costs` into `num_parts` runs, none empty, so that the most expensive is as cheap as can be."""
+    """Where to cut `costs` into `num_parts` non-empty runs so that the most expensive run is as cheap as possible."""
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
@@ -132,13 +137,13 @@ def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
     return cuts[::-1]
 
 
-# -- what a model is made of ------------------------------------------------------------------------------
+# -- finding the modules of a model -----------------------------------------------------------------------
 
 
 def _found(model: nn.Module) -> list[str]:
-    """The modules of a model that runs one after the other: what comes before its blocks, the blocks, what comes after.
+    """The modules of a sequential model in order: those before its blocks, the blocks, those after.
 
-    The blocks are the largest container with several modules of one class; the others are what owns the rest.
+    The blocks are the largest container with several modules of one class; the other modules own all other parameters.
     """
     rows = [(name, module) for name, module in model.named_modules() if _is_row(module)]
     if not rows:
@@ -153,13 +158,27 @@ def _found(model: nn.Module) -> list[str]:
     first = registered.index(blocks[0])
     before = [name for name in registered[:first] if name not in late]
     after = [name for name in registered[first + len(blocks) :] if name not in late]
-    return [*before, *blocks, *late, *after]  # a `final_layer_norm` is, wherever it is registered (as in OPT)
+    return [*before, *blocks, *late, *after]  # a `final_layer_norm` runs last wherever it is registered (as in OPT)
+
+
+def _with_parameters(model: nn.Module, pieces: Sequence[str]) -> list[list[str]]:
+    """Groups that begin with a module with parameters, each with the modules after it that have buffers alone."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    groups: list[list[str]] = []
+    before: list[str] = []
+    for name in pieces:
+        if _numel(modules[name]):
+            groups.append([*before, name])
+            before = []
+        else:
+            (groups[-1] if groups else before).append(name)
+    return groups
 
 
 def _walk(module: nn.Module, path: str, row: str) -> Iterator[str]:
     for short, child in module._modules.items():
         name = f"{path}.{short}" if path else short
-        if child is None or not _numel(child):
+        if child is None or not (_numel(child) or (path == row and _has_buffers(child))):
             continue
         if path != row and (name == row or row.startswith(f"{name}.")):
             yield from _walk(child, name, row)
@@ -177,7 +196,8 @@ def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found: list[str] = []
     for pattern in patterns:
-        named = [name for name in modules if name and _matches(name, pattern) and _numel(modules[name])]
+        matching = [name for name in modules if name and _matches(name, pattern)]
+        named = [name for name in matching if _numel(modules[name]) or _keeps_buffers(modules, name, pattern)]
         if not named:
             raise ConfigError(
                 f"pipeline.stages names {pattern!r}, but the model has no such module with parameters. "
@@ -195,7 +215,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_cover(model: nn.Module, pieces: Sequence[str]) -> None:
-    """Each parameter lies in one of the modules that are dealt out, and each of those is dealt out once."""
+    """Raise unless each parameter is in one of these modules, and each module is in one stage."""
     for name in pieces:
         if pieces.count(name) > 1:
             raise ConfigError(f"pipeline.stages names {name!r} twice; a module is in one stage.")
@@ -224,6 +244,17 @@ def _check_cover(model: nn.Module, pieces: Sequence[str]) -> None:
 
 def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return any(True for _ in module.buffers())
+
+
+def _keeps_buffers(modules: dict[str, nn.Module], name: str, pattern: str) -> bool:
+    """Whether a module without parameters is listed: by its own name, or as one of a row. Others, such as tables of
+    positions, may be needed on every stage."""
+    is_in_row = isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)
+    return _has_buffers(modules[name]) and (pattern == name or is_in_row)
 
 
 def _short(names: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
 """Activations and their gradients between neighbouring stages.
 
-[Note: layouts] A message is as many bytes as its tensor, and the rank that receives it has to know how many. The first
-activation for micro-batches of one kind (the shapes and dtypes of what the model is called with, which all ranks of a
-pipeline see) is preceded by a message that tells its shape and dtype; those of the same kind that follow are not. A
-gradient is like the activation that it is of. So no rank waits for a size in a step like the last, and what comes next
-can be received while something else is computed.
+[Note: layouts] The receiving rank has to know the size of a message in advance. The first activation for micro-batches
+of one kind (the shapes and dtypes of the model's inputs, which all ranks of a pipeline see) is preceded by a message
+with its shape and dtype; later ones of the same kind are not. A gradient has the layout of its activation. So in a step
+like the previous one no rank waits for a size, and the next message can be received while something else is computed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
     def numbers(self) -> Tensor:
-        """As a message of fixed length."""
-        told = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return torch.tensor(told + [0] * (2 + _MOST_DIMS - len(told)), dtype=torch.int64)
+        """Encoded as a message of fixed length."""
+        header = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(header + [0] * (2 + _MOST_DIMS - len(header)), dtype=torch.int64)
 
     @classmethod
     def of_numbers(cls, numbers: Tensor) -> Layout:
@@ -39,20 +38,26 @@ class Layout(NamedTuple):
 
 
 def most_under_way(num_ranks: int) -> int:
-    """How many messages of a channel may be on their way at a time, in a pipeline of so many ranks."""
+    """How many messages of a channel may be in flight at a time, in a pipeline of `num_ranks` ranks."""
     return 2 * num_ranks
 
 
-class _Coming(NamedTuple):
+class _Incoming(NamedTuple):
     tensor: Tensor
     work: Work
 
 
-class Channel:
-    """The way from one stage to a neighbour on another rank, at either end. `kind` is what travels, in a word.
+class _Outgoing(NamedTuple):
+    tensor: Tensor
+    work: Work
+    micro_batch: int
 
-    What is sent is on its way while the caller goes on; `most_under_way` messages at a time, each of which keeps its
-    tensor until then.
+
+class Channel:
+    """The link from one stage to a neighbour on another rank, at either end. `kind` names the content of its messages.
+
+    Sends are asynchronous, with at most `most_under_way` messages in flight; each keeps its tensor alive until it is
+    sent.
     """
 
     def __init__(
@@ -64,37 +69,37 @@ class Channel:
         device: torch.device,
         most_under_way: int,
     ) -> None:
-        """`collectives` move tensors of `device`, `host` what tells their layouts."""
+        """`collectives` send tensors of `device`, and `host` sends their layouts."""
         self._link = link
         self._kind = kind
         self._collectives = collectives
         self._host = host
         self._device = device
-        self._most = most_under_way
+        self._max_in_flight = most_under_way
         self._layouts: dict[Hashable, Layout] = {}
-        self._under_way: deque[tuple[Work, Tensor]] = deque()
-        self._coming: dict[int, _Coming] = {}
+        self._in_flight: deque[_Outgoing] = deque()
+        self._incoming: dict[int, _Incoming] = {}
 
-    def tell_and_send(self, tensor: Tensor, kind: Hashable, micro_batch: int) -> None:
-        """Send what another micro-batch of this `kind` may have been the first to tell of; see [Note: layouts]."""
+    def send_with_layout(self, tensor: Tensor, kind: Hashable, micro_batch: int) -> None:
+        """Send `tensor`, preceded by its layout if it is the first of its `kind`; see [Note: layouts]."""
         layout = Layout(tuple(tensor.shape), tensor.dtype)
         known = self._layouts.get(kind)
         if known is None:
             if layout.dtype not in _DTYPES or len(layout.shape) > _MOST_DIMS:
                 raise ModelError(
-                    f"A pipeline stage hands over {layout.dtype} {list(layout.shape)}, which none can take."
+                    f"A pipeline stage outputs {layout.dtype} {list(layout.shape)}, which cannot be sent to another."
                 )
             self._layouts[kind] = layout
-            self._keep(self._host.send(layout.numbers(), self._link, "layout"), tensor)
+            self._keep(_Outgoing(tensor, self._host.send(layout.numbers(), self._link, "layout"), micro_batch))
         elif known != layout:
             raise ModelError(
-                f"A pipeline stage handed over {list(known.shape)} for micro-batches like this one, and now "
-                f"{list(layout.shape)}. Its shape has to follow from the shapes of the batch."
+                f"A pipeline stage had outputs of shape {list(known.shape)} for micro-batches like this one, and now "
+                f"{list(layout.shape)}. The shape must depend on the shapes of the batch only."
             )
         self.send(tensor, micro_batch)
 
     def layout(self, kind: Hashable) -> Layout:
-        """What comes for micro-batches of this `kind`; waits to be told of the first."""
+        """The layout of messages for micro-batches of this `kind`; waits for it if none has arrived yet."""
         if kind not in self._layouts:
             numbers = torch.zeros(2 + _MOST_DIMS, dtype=torch.int64)
             self._host.receive(numbers, self._link, "layout").wait()
@@ -106,34 +111,40 @@ class Channel:
 
     def send(self, tensor: Tensor, micro_batch: int) -> None:
         sent = tensor.detach().contiguous().view(-1)
-        self._keep(self._collectives.send(sent, self._link, f"{self._kind} {micro_batch}"), sent)
+        work = self._collectives.send(sent, self._link, f"{self._kind} {micro_batch}")
+        self._keep(_Outgoing(sent, work, micro_batch))
 
     def expect(self, layout: Layout, micro_batch: int) -> None:
-        """Begin to receive, beside whatever is computed until `receive` asks."""
-        if micro_batch not in self._coming:
+        """Begin to receive in the background; `receive` returns the result."""
+        if micro_batch not in self._incoming:
             shape, dtype = layout
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             work = self._collectives.receive(tensor.view(-1), self._link, f"{self._kind} {micro_batch}")
-            self._coming[micro_batch] = _Coming(tensor, work)
+            self._incoming[micro_batch] = _Incoming(tensor, work)
 
     def receive(self, layout: Layout, micro_batch: int) -> Tensor:
         self.expect(layout, micro_batch)
-        tensor, work = self._coming.pop(micro_batch)
+        tensor, work = self._incoming.pop(micro_batch)
         work.wait()
         return tensor
 
+    def was_answered(self, micro_batch: int) -> None:
+        """The receiver has answered the message of `micro_batch`, so it and those before it need not be kept alive."""
+        while any(outgoing.micro_batch == micro_batch for outgoing in self._in_flight):
+            self._in_flight.popleft().work.wait()
+
     def settle(self) -> None:
-        """Return when everything that was sent has left."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        """Return when all messages have been sent."""
+        while self._in_flight:
+            self._in_flight.popleft().work.wait()
 
     def abandon(self) -> None:
-        """Something raised: what is on its way is nobody's any more."""
-        self._under_way.clear()
-        self._coming.clear()
+        """Drop the messages in flight, after an error."""
+        self._in_flight.clear()
+        self._incoming.clear()
 
-    def _keep(self, work: Work, tensor: Tensor) -> None:
-        """The receiver is never more than a few messages behind, so to wait for old ones does not hold anybody up."""
-        self._under_way.append((work, tensor))
-        while len(self._under_way) > self._most:
-            self._under_way.popleft()[0].wait()
+    def _keep(self, outgoing: _Outgoing) -> None:
+        """Waiting for old messages does not delay this rank, because the receiver is at most a few messages behind."""
+        self._in_flight.append(outgoing)
+        while len(self._in_flight) > self._max_in_flight:
+            self._in_flight.popleft().work.wait()

@@ -1,4 +1,4 @@
-"""The micro-batches of a step through the stages of this rank, in the order of the schedule."""
+"""Runs the micro-batches of a step through the stages of this rank, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ Tensor = torch.Tensor
 
 
 class Trainer(Protocol):
-    """Who knows the loss scale, and which gradients are reduced when."""
+    """Runs backwards: it knows the loss scale, and when each gradient is reduced."""
 
     def backward(self, loss: Tensor) -> None:
-        """Of a micro-batch's loss."""
+        """Run the backward of a micro-batch's loss."""
         ...
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
-        """What runs from here on is `op`, which may be the last of its kind that its stage has."""
+        """Announce that `op` runs next, and whether it is the last of its kind for its stage."""
         ...
 
     def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Inside, a backward is a first half."""
+        """A context in which backwards are first halves; see [Note: two halves]."""
         ...
 
     def backward_through(self, output: Tensor, gradient: Tensor) -> None:
-        """From the gradient of what a stage has handed over."""
+        """Run a stage's backward from the gradient of the output that it sent."""
         ...
 
     def backward_of_weights(self, aside: Sequence[Aside]) -> None:
-        """The second half of a backward; see [Note: two halves]."""
+        """Run the second half of a backward; see [Note: two halves]."""
         ...
 
 
 @dataclass
 class _Held:
-    """What a forward leaves for its backward."""
+    """What a forward keeps for its backward: its output, and the activation that it received."""
 
     output: Tensor
     arrived: Tensor | None
@@ -59,7 +59,7 @@ class _Held:
 
 @dataclass
 class _Step:
-    """What is under way in one step."""
+    """The state of one step."""
 
     parts: Sequence[MicroBatch]
     kinds: Sequence[Hashable]
@@ -82,6 +82,13 @@ class Pipeline:
         self._collectives = world.collectives(device)
         self._device = device
         self._has_seen_batch = False
+        from shardwise.pipeline.losses_aside import LossesAside  # only ranks with a pipeline load them
+        from shardwise.pipeline.on_every_stage import OnEveryStage
+
+        self._losses_aside = LossesAside
+        self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
+        self._forms: set[Hashable] = set()
+        """The kinds of forwards that have been watched: see `dependence.py`."""
         self._row = self.layout.schedule.rows[self.place]
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
@@ -104,27 +111,27 @@ class Pipeline:
                 self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Everybody's message along the pipeline, by place; blocks."""
+        """The messages of all ranks along the pipeline, by place; blocks."""
         return self._collectives.exchange(message, self._line, "stages")
 
     @property
     def line(self) -> Line:
-        """The ranks that have the stages."""
+        """The ranks of the pipeline, with the collectives between them."""
         return Line(self._collectives, self._line)
 
     @property
     def row(self) -> tuple[Op, ...]:
-        """What this rank does in a step, in order."""
+        """This rank's operations in a step, in order."""
         return self._row
 
     @property
     def halved_params(self) -> set[nn.Parameter] | None:
-        """The parameters of which gradients come in the second half of a backward; `None` where the schedule has no
-        halves: see [Note: two halves] in `weight_grads.py`."""
+        """The parameters whose gradients come in the second half of a backward; `None` if the schedule has no halves:
+        see [Note: two halves] in `weight_grads.py`."""
         return None if self._weights is None else self._weights.params
 
     def attach(self) -> None:
-        """Take the model's forward over, and what else the schedule needs of it."""
+        """Replace the model's forward, and those of linear layers if the schedule splits backwards."""
         self.staged.attach()
         if self._weights is not None:
             self._weights.attach()
@@ -137,7 +144,7 @@ class Pipeline:
     def train(
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
     ) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss, on every rank."""
+        """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
         self._check_same_batch(parts)
         step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, timeline)
         with self._cleared_on_error():
@@ -158,7 +165,7 @@ class Pipeline:
     def evaluate(
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
     ) -> Tensor:
-        """The mean loss of all micro-batches, on every rank; forward only, in the order of the schedule."""
+        """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
         step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, Timeline())
         with torch.no_grad(), self._cleared_on_error():
             for op in self._row:
@@ -181,15 +188,35 @@ class Pipeline:
                 arrived = channel.receive(channel.layout(kind), batch)
             arrived.requires_grad_(torch.is_grad_enabled())
         self._look_ahead(following, step)
-        with self._on_timeline(op, step), self.staged.running(stage, arrived):
-            output = self.staged.model(*part.args, **part.kwargs)
-            if stage == self._last_stage:
-                output = part.loss(output, step.loss_fn)
+        with self._on_timeline(op, step):
+            output = self._through(stage, batch, part, arrived, step.loss_fn)
         if stage == self._last_stage:
             step.losses.append(output.detach())
         else:
-            self._forward_to[stage].tell_and_send(output, kind, batch)
+            self._forward_to[stage].send_with_layout(output, kind, batch)
         step.held[stage, batch] = _Held(output, arrived)
+
+    def _through(
+        self, stage: int, number: int, part: MicroBatch, arrived: Tensor | None, loss_fn: LossFunction | None
+    ) -> Tensor:
+        """The forward of a stage: its output, or the loss. The first one of each kind is watched."""
+        form = (stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
+        is_new, is_last = form not in self._forms, stage == self._last_stage
+        is_first_here = stage == self.staged.stages[0]
+        losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
+        with (
+            self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
+            self.staged.running(stage, arrived, is_watched=is_new),
+        ):
+            output: Tensor = self.staged.model(*part.args, **part.kwargs)
+            if is_last:
+                output = part.loss(output, loss_fn)
+            if is_new:
+                self.staged.require_own(output)
+            if losses is not None:
+                losses.require_none(output)
+        self._forms.add(form)
+        return output
 
     def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
         _, batch, stage = op
@@ -199,6 +226,7 @@ class Pipeline:
             layout = Layout(tuple(held.output.shape), held.output.dtype)
             with self._on_timeline(op, step, "wait "):
                 gradient = self._backward_from[stage].receive(layout, batch)
+            self._forward_to[stage].was_answered(batch)
         self._look_ahead(following, step)
         with self._on_timeline(op, step), self.staged.running(stage, held.arrived), self._halved(op, step, trainer):
             if gradient is None:
@@ -210,12 +238,12 @@ class Pipeline:
             self._backward_to[stage].send(torch.zeros_like(held.arrived) if given is None else given, batch)
 
     def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
-        """`F0@1`, or what it waits for: `wait F0@1`."""
+        """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
         return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
 
     @contextmanager
     def _halved(self, op: Op, step: _Step, trainer: Trainer) -> Iterator[None]:
-        """Inside, a backward is a first half if `op` is one."""
+        """A context in which the backward is a first half if `op` is one."""
         if op.kind != "I" or self._weights is None:
             yield
             return
@@ -224,7 +252,7 @@ class Pipeline:
         step.aside[op.stage, op.micro_batch] = aside
 
     def _look_ahead(self, op: Op | None, step: _Step) -> None:
-        """Begin to receive what `op` will need, if it is known how large that is."""
+        """Begin to receive the input of `op`, if its size is known."""
         if op is None:
             return
         kind, batch, stage = op
@@ -236,7 +264,7 @@ class Pipeline:
             self._backward_from[stage].expect(Layout(tuple(held.output.shape), held.output.dtype), batch)
 
     def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
-        """In the first step: ranks of one pipeline have been given the same batch."""
+        """In the first step, raise unless all ranks of the pipeline were given the same batch."""
         if self._has_seen_batch:
             return
         self._has_seen_batch = True
@@ -252,6 +280,8 @@ class Pipeline:
     def _finish(self, step: _Step) -> Tensor:
         for channel in self._channels():
             channel.settle()
+        self._on_every_stage.compare(self.exchange)
+        self._on_every_stage.forget()
         mean = torch.zeros(1, dtype=torch.float32, device=self._device)
         root = self._line.ranks[self.layout.place_of(self._last_stage)]
         if step.losses:
@@ -274,9 +304,19 @@ class Pipeline:
 
 
 def _kind_of(part: MicroBatch) -> Hashable:
-    """Micro-batches that look alike from outside; see [Note: layouts]."""
+    """A key that is equal for micro-batches with inputs of equal shapes and dtypes; see [Note: layouts]."""
 
     def looks(value: Any) -> Hashable:
         return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))
 
     return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())
+
+
+def _form_of(part: MicroBatch) -> Hashable:
+    """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes and numbers."""
+
+    def looks(value: Any) -> Hashable:
+        plain = value if isinstance(value, bool | str) or value is None else type(value)
+        return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
+
+    return tuple(map(looks, part.args)), tuple((key, looks(value)) for key, value in sorted(part.kwargs.items()))

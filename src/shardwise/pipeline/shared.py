@@ -1,9 +1,9 @@
-"""Parameters that lie on several stages, such as an embedding that is the head too: their gradients are one sum.
+"""Sums the gradients of parameters that lie on several stages, such as an embedding tied to the head.
 
-[Note: shared parameters] Each stage that uses such a parameter has a copy of it, laid out in a flat buffer of its own,
-and so alike on all of them. When gradients are where the update needs them, before anybody looks at their norm, each of
-the ranks gives its own to the others. All add them up in the order of the stages, so that the sums, and with them
-parameters and optimizer states, are the same to the bit for as long as they are trained.
+[Note: shared parameters] Each stage that uses such a parameter has a copy of it in a flat buffer with the same layout
+on all of them. When gradients are ready for the update, before the norm is computed, these ranks exchange them. Each
+adds them up in the order of the stages, so that the sums, and with them parameters and optimizer states, stay equal to
+the bit on all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class SharedGradients:
         return bool(self._flats)
 
     def add_up(self) -> None:
-        """Once in a step, when gradients are due. All ranks that have some of these parameters call."""
+        """Exchange and add gradients, once per step, when they are due. Called by all ranks that have these
+        parameters."""
         coming: list[tuple[Flat, list[Tensor], list[Work]]] = []
         for flat, places in self._flats:
             if flat.grads.due is None:

@@ -1,23 +1,25 @@
-"""A model of which this rank has some stages: its own forward, from where a stage begins to where it ends.
+"""A model of which this rank has some stages: its own forward, from the beginning of a stage to its end.
 
-[Note: a forward cut short] The model's own forward runs on every rank, so that whatever it makes of a batch besides
-hidden states (masks, positions, rotary angles) is there. In the place of modules of other stages stand `Absent` ones.
-Those before the stage return what has arrived, so that shapes are right; what comes of that is thrown away, for the
-first module of the stage is given what has arrived whatever the forward calls it with. The first module behind the
-stage is not called: what it would have been given is what the stage hands over, and the forward ends there, by an
-exception that `EndOfForward` is.
+[Note: a forward cut short] The model's own forward runs on every rank, so that everything else that it computes from a
+batch (masks, positions, rotary angles) is available. `Absent` modules replace those of other stages. The ones before
+the stage return zeros of the shape that was received, so that shapes are right; results computed from it are discarded,
+because the first module of the stage is called with the received activation whatever the forward passes to it. What the
+stage returns must not depend on them, say through a skip connection: in a watched forward every operation is followed
+(`dependence.py`), and in others a gradient that flows to them is an error (`_guarded`). The first module after the
+stage is not called: its input is the stage's output, and the forward ends there with an `EndOfForward` exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
@@ -27,6 +29,9 @@ from shardwise.placement import Box
 from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
 
+if TYPE_CHECKING:
+    from shardwise.pipeline.dependence import Dependence, Names
+
 Tensor = torch.Tensor
 PLAIN_LOOP = (
     "This engine's plan cuts the model into pipeline stages, of which each rank has its own, so the model cannot be "
@@ -35,7 +40,7 @@ PLAIN_LOOP = (
 
 
 def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  # as torch calls it
-    """With `keep_vars` it is asked which parameters are here."""
+    """`keep_vars=True` only asks which parameters are here, and is allowed."""
     if not keep_vars:
         raise StateError(
             "model.state_dict() would have no more than this rank's pipeline stages. Call engine.state_dict(), on all "
@@ -51,18 +56,18 @@ def _refuse_loading(*_: object) -> NoReturn:
 
 
 class ElsewhereError(ModelError, AttributeError):
-    """Something is read of a module that lies on another stage; who only asks whether it is there gets an answer."""
+    """The forward reads an attribute of a module on another stage; being an `AttributeError`, it answers `hasattr`."""
 
 
 class Absent(nn.Module):
-    """Stands for a module of another stage. Plain attributes are those of the module, for a forward that reads them.
+    """Stands for a module of another stage. It has the plain attributes of that module, for a forward that reads them.
 
-    A parameter that the module shares with one of this stage is here too, under its own name.
+    It also has the parameters that the module shares with one of this stage, under their own names.
     """
 
     def __init__(self, name: str, number: int, original: nn.Module, owner: StagedModel, kept: set[Tensor]) -> None:
         super().__init__()
-        self._name, self._number, self._owner = name, number, owner
+        self._name, self._number, self._owner, self._class = name, number, owner, type(original)
         self._plain = {
             key: value
             for key, value in original.__dict__.items()
@@ -92,34 +97,45 @@ class Absent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             plain = self.__dict__.get("_plain", {})
+            if "_owner" in self.__dict__ and self._owner.is_set_in_forward(self._class, name):
+                raise ModelError(
+                    f"The model's forward reads {name} of {self._name}, a tensor which that module computes, but it "
+                    f"lies on another pipeline stage. Pipeline stages pass on only activations."
+                ) from None
             if name in plain:
                 return plain[name]
             raise ElsewhereError(
                 f"The model's forward reads {name} of {self.__dict__.get('_name')}, which lies on another pipeline "
-                f"stage. A pipeline can only call the modules that it deals out; list others: pipeline.stages."
+                f"stage. A pipeline can only call the modules of its stages; list others: pipeline.stages."
             ) from None
 
 
 def refuse_states(module: nn.Module) -> None:
-    """Of a module that is not whole here nobody is given a state by its own methods."""
+    """Refuse the module's own `state_dict` and `load_state_dict`, because it is not whole on this rank."""
     module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
 
 
 @dataclass
-class _Now:
-    """The stage that is running: its modules by their numbers, and what has arrived for it."""
+class _Running:
+    """The stage that is running: the numbers of its first and last module, and the activation that it received."""
 
     stage: int
     first: int
     last: int
     arrived: Tensor | None
     is_entered: bool = False
+    is_in_forward: bool = False
+    """Whether the model's own forward runs, rather than a recomputation of some modules in a backward."""
+    stand_in: Tensor | None = None
+    """What modules of earlier stages return."""
+    dependence: Dependence | None = None
+    """Follows what is computed from stand-ins, in a forward that is watched."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module hangs: `holder[key]`; itself, if it is of this rank."""
+    """Where a module is registered: `holder[key]`. `own` is the module itself if it belongs to this rank."""
 
     name: str
     holder: dict[str, nn.Module | None]
@@ -129,24 +145,30 @@ class _Place:
 
 
 class StagedModel:
-    """Takes the modules of other ranks' stages out of `model` when it is made."""
+    """Removes the modules of other ranks' stages from `model` when it is constructed.
 
-    def __init__(self, model: nn.Module, layout: StageLayout, place: int) -> None:
+    `sequence_parts`: by stage, into how many parts the sequence that it receives is split, if it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: StageLayout, place: int, sequence_parts: Mapping[int, int] | None = None
+    ) -> None:
         self.model = model
+        self._sequence_parts = dict(sequence_parts or {})
         self.layout = layout
         self.stages = layout.at(place)
         self._names = layout.pieces
-        self._now: _Now | None = None
+        self._running_stage: _Running | None = None
         own = {name for stage in self.stages for name in layout.stages[stage]}
         modules = dict(model.named_modules(remove_duplicate=False))
         self.params = layout.params_at(model, place)
-        """Of this rank's stages."""
+        """The parameters of this rank's stages."""
         self.whole = WholeNames.of(model)
         self.place = place
         self.holders = holders_of(model, layout, modules)
         """The places along the axis at which each parameter lies, by its first name: several if stages share it."""
         self.group_names: list[list[str]] = []
-        """The parameters of the optimizers' groups when those were whole."""
+        """The names of the parameters in each optimizer group before other stages' parameters were removed."""
         self._name_of = {param: name for name, param in model.named_parameters()}
         self._places = [self._placed(model, number, name, modules, own) for number, name in enumerate(self._names)]
         self._firsts = {stage: self._names.index(layout.stages[stage][0]) for stage in self.stages}
@@ -175,8 +197,12 @@ class StagedModel:
         first, last = self._firsts[stage], self._lasts[stage]
         return [one.own for one in self._places[first : last + 1] if one.own is not None]
 
+    def named_modules_of(self, stage: int) -> dict[str, nn.Module]:
+        """As `modules_of`, with their names in the model."""
+        return dict(zip(self.layout.stages[stage], self.modules_of(stage), strict=True))
+
     def by_stage(self, units: Sequence[tuple[UnitSpec, Sequence[nn.Parameter]]]) -> dict[int, list[UnitSpec]]:
-        """Which of `units`, with their parameters, each of this rank's stages uses."""
+        """The `units` that each of this rank's stages uses. Each unit comes with its parameters."""
         own = {stage: {param for one in self.modules_of(stage) for param in one.parameters()} for stage in self.stages}
         return {
             stage: [unit for unit, held in units if any(param in params for param in held)]
@@ -191,9 +217,9 @@ class StagedModel:
         return is_in_stage or self.place == 0
 
     def boxes(self, within: Mapping[nn.Parameter, Box]) -> dict[nn.Parameter, Box]:
-        """This rank's parts of its parameters, where it has parts or other ranks of the pipeline have copies.
+        """This rank's boxes of its parameters, if it has parts of them or other ranks of the pipeline have copies.
 
-        `within` are the parts that ranks of one stage have.
+        `within` are the boxes along the other model axes, inside one stage.
         """
         if not within and not any(len(places) > 1 for places in self.holders.values()):
             return {}
@@ -205,7 +231,7 @@ class StagedModel:
         return boxes
 
     def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Parameters of other ranks' stages leave the optimizers; groups stay, empty ones too."""
+        """Remove the parameters of other ranks' stages from the optimizers; groups stay, even if they are empty."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 self.group_names.append([self._name_of[param] for param in group["params"] if param in self._name_of])
@@ -216,9 +242,10 @@ class StagedModel:
         self._name_of.clear()
 
     def attach(self) -> None:
-        """Take over the model's forward; after other hooks have been hung, so that they see what arrives.
+        """Replace the model's forward. Call it after other hooks are registered, so that they see the received
+        activation.
 
-        Also of a copy of this and the model, which has none of our hooks.
+        It also works on a copy of this object and the model, which has none of our hooks.
         """
         model, original = self.model, self._forward
 
@@ -233,7 +260,7 @@ class StagedModel:
             self._handles.append(first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
 
     def release(self) -> None:
-        """Give the model its forward back. Modules of other stages stay away."""
+        """Restore the model's forward. Modules of other stages stay absent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -242,32 +269,55 @@ class StagedModel:
     # -- running one stage ------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, stage: int, arrived: Tensor | None) -> Iterator[None]:
-        """Inside, a forward of the model, or what a backward recomputes of one, is of `stage`."""
-        now = _Now(stage, self._firsts[stage], self._lasts[stage], arrived)
+    def running(self, stage: int, arrived: Tensor | None, *, is_watched: bool = False) -> Iterator[None]:
+        """A context in which forwards of the model, and recomputations of them in a backward, run `stage`. If it is
+        watched, what follows may ask `require_own`."""
+        now = _Running(stage, self._firsts[stage], self._lasts[stage], arrived)
+        if is_watched:
+            from shardwise.pipeline.dependence import Dependence  # only ranks with a pipeline load it
+
+            now.dependence = Dependence(lambda names: self._refuse_dependence(stage, names, "reads a number from"))
         others = [one for one in self._places if one.own is not None and not now.first <= self._number(one) <= now.last]
         for one in others:
             one.holder[one.key] = one.absent
-        self._now = now
+        self._running_stage = now
         try:
-            yield
+            with now.dependence or nullcontext():
+                yield
         finally:
-            self._now = None
+            self._running_stage = None
             for one in others:
                 one.holder[one.key] = one.own
+
+    def require_own(self, output: object) -> None:
+        """In a watched forward: raise `ModelError` if `output`, or a buffer, depends on what earlier stages computed,
+        other than through the received activation."""
+        now = self._running_stage
+        assert now is not None
+        assert now.dependence is not None
+        names = now.dependence.names(list(tensors_in(output)))
+        if names:
+            self._refuse_dependence(now.stage, names, "uses")
+        for name, buffer in self.model.named_buffers():
+            names = now.dependence.names(buffer)
+            if names:
+                self._refuse_dependence(now.stage, names, f"changes the buffer {name} by")
 
     def _number(self, place: _Place) -> int:
         return place.absent._number
 
     def _run(self, original: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        now = self._now
+        now = self._running_stage
         if now is None:
             raise StateError(PLAIN_LOOP)
         refuse_sums_over_layers(kwargs, "The batch")
+        now.is_in_forward = True
         try:
             output = original(*args, **kwargs)
         except EndOfForward as end:
             return end.output
+        finally:
+            now.is_in_forward = False
         if now.last + 1 < len(self._names):
             raise ModelError(
                 f"The forward of {type(self.model).__name__} ended without calling {self._names[now.last + 1]}, with "
@@ -279,10 +329,16 @@ class StagedModel:
     def _enter(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The first module of a stage is called: with what has arrived."""
-        now = self._now
+        """Pre-forward hook of the first module of a stage: replace its first argument by the received activation."""
+        now = self._running_stage
         if now is None:
             return None
+        if now.is_entered and now.is_in_forward:
+            raise ModelError(
+                f"The forward calls {self._names[now.first]}, with which pipeline stage {now.stage} begins, more than "
+                f"once, and each call there would get what the stage received. Begin the stage with another module: "
+                f"pipeline.stages."
+            )
         now.is_entered = True
         if now.arrived is None:
             return None
@@ -292,23 +348,71 @@ class StagedModel:
         return args, {**kwargs, key: now.arrived} if key else kwargs
 
     def pass_by(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A module that is not of the stage that runs is called."""
-        now = self._now
+        """The forward of a module that is not in the running stage."""
+        now = self._running_stage
         if now is None:
             raise StateError(PLAIN_LOOP)
         if number < now.first:
-            if now.is_entered:
+            if now.is_entered and now.is_in_forward:  # reentrant checkpointing recomputes in the reverse order
                 self._refuse_order(name, now)
-            assert now.arrived is not None
-            return now.arrived.detach()
+            return self._stand_in(now, name)
         self._check_entered(now)
-        raise EndOfForward(_handed_over(name, args, kwargs))
+        raise EndOfForward(_stage_output(name, args, kwargs))
 
-    def _check_entered(self, now: _Now) -> None:
+    def _stand_in(self, now: _Running, name: str) -> Tensor:
+        """What modules of earlier stages return: zeros of the shape that whole sequences have. Masks and positions are
+        made from that shape, and the model may write to it."""
+        assert now.arrived is not None
+        if now.stand_in is not None and now.dependence is None:
+            return now.stand_in
+        shape = list(now.arrived.shape)
+        if now.stage in self._sequence_parts:
+            shape[-2] *= self._sequence_parts[now.stage]
+        needs_grad = now.arrived.requires_grad
+        now.stand_in = self._guarded(now, shape) if needs_grad else now.arrived.new_zeros(shape)
+        if now.dependence is not None:
+            now.dependence.mark(now.stand_in, name)
+        return now.stand_in
+
+    def _guarded(self, now: _Running, shape: list[int]) -> Tensor:
+        """Zeros that raise if a gradient flows back to them: then the stage's output depends on them.
+
+        As the activation they stand for, they need gradients: reentrant checkpointing asks its arguments.
+        """
+        assert now.arrived is not None
+        stage = now.stage  # the hook refers to nothing else of `now`, which refers to the tensor
+
+        def refuse(gradient: Tensor | None) -> None:
+            if gradient is None or isinstance(gradient, FakeTensor):  # rehearsed: it has no values
+                return
+            if bool(gradient.count_nonzero()):
+                self._refuse_dependence(stage, frozenset(), "uses")
+
+        with torch.enable_grad():
+            stand_in = now.arrived.new_zeros(()).requires_grad_().expand(shape).clone()
+        stand_in.register_hook(refuse)  # type: ignore[no-untyped-call]
+        return stand_in
+
+    def _refuse_dependence(self, stage: int, names: Names, does: str) -> NoReturn:
+        """`names` are the modules on whose outputs something depends, if they are known."""
+        known = [name for name in self._names if name in names]
+        what = f"what {_listed(known)} returned" if known else "what modules of earlier stages returned"
+        first = self._names[self._firsts[stage]]
+        raise ModelError(
+            f"In pipeline stage {stage}, which begins with {first}, the forward {does} {what} (a skip connection, or a "
+            f"sum over layers), but stages pass on only the input of their first module. Put the modules between which "
+            f"it is used in one stage: pipeline.stages."
+        )
+
+    def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:
+        """Whether this rank's modules of a class have set an attribute to a tensor, such as an auxiliary loss."""
+        return any(type(one) is kind and isinstance(one.__dict__.get(name), Tensor) for one in self.own_modules())
+
+    def _check_entered(self, now: _Running) -> None:
         if not now.is_entered:
             self._refuse_order(self._names[now.first], now)
 
-    def _refuse_order(self, name: str, now: _Now) -> NoReturn:
+    def _refuse_order(self, name: str, now: _Running) -> NoReturn:
         around = self._names[now.first], self._names[now.last]
         raise ModelError(
             f"{name} does not run where pipeline stage {now.stage} ({around[0]} to {around[1]}) has it in the order of "
@@ -317,22 +421,29 @@ class StagedModel:
         )
 
 
-def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The one tensor that a stage gives to the next, which begins with `name`."""
+def _stage_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The one tensor that a stage sends to the next stage, which begins with `name`."""
     key = _first_tensor(kwargs)
     given = args[0] if args else kwargs.get(key) if key else None
     if not isinstance(given, Tensor) or not given.is_floating_point():
         shown = f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
         raise ModelError(
-            f"{name} is called with {shown} first, but stages hand one floating-point tensor over. Cut the model "
+            f"{name} is called with {shown} first, but stages pass on one floating-point tensor. Cut the model "
             f"elsewhere: pipeline.stages."
         )
     if any(other.requires_grad and other is not given for other in tensors_in((args, kwargs))):
         raise ModelError(
-            f"{name} is called with a second tensor through which gradients flow, but pipeline stages hand only the "
-            f"first over. Cut the model elsewhere: pipeline.stages."
+            f"{name} is called with a second tensor through which gradients flow, but pipeline stages pass on only "
+            f"the first. Cut the model elsewhere: pipeline.stages."
         )
     return given
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Such as `tokens, blocks.0 and blocks.1`, or `blocks.0 and 5 more modules`."""
+    if len(names) > 3:
+        return f"{names[0]} and {len(names) - 1} more modules"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _first_tensor(kwargs: dict[str, Any]) -> str:

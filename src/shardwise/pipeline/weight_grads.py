@@ -1,10 +1,10 @@
-"""Gradients of weights that wait: the second half of a backward, as the zero-bubble schedule has it.
+"""Deferred gradients of weights: the second half of a backward in the zero-bubble schedule.
 
-[Note: two halves] A stage hands the gradient of its input back as soon as it can, and the gradients of its weights, for
-which nobody waits, fill the time in which it would wait itself (Qi et al., arXiv:2401.10241). Here they are those of
-`nn.Linear`, which are most of the work: in the first half a linear layer computes the gradient of its input and puts
-aside what its weight's needs; the second half is a backward of its own, through which these gradients come to the
-parameters as any others do. All else (norms, embeddings, layers of other classes) is done in the first half.
+[Note: two halves] A stage sends the gradient of its input back as soon as it can, and computes the gradients of its
+weights, for which no other rank waits, in time that would otherwise be idle (Qi et al., arXiv:2401.10241). Here this
+covers `nn.Linear`, which is most of the work: in the first half a linear layer computes the gradient of its input and
+keeps what the gradient of its weight needs; the second half is a separate backward, in which these gradients reach the
+parameters as any others do. Everything else (norms, embeddings, layers of other classes) is computed in the first half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Aside(NamedTuple):
-    """What the gradients of one layer's parameters need."""
+    """The tensors from which the gradients of one layer's parameters are computed."""
 
     layer: nn.Linear
     inputs: Tensor
@@ -28,7 +28,7 @@ class Aside(NamedTuple):
 
 
 class WeightGrads:
-    """The linear layers of some modules. Between `attach` and `release` their backwards put weight gradients aside."""
+    """The linear layers of some modules. Between `attach` and `release` their backwards can defer weight gradients."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         inner = dict.fromkeys(one for module in modules for one in module.modules())
@@ -37,7 +37,7 @@ class WeightGrads:
 
     @property
     def params(self) -> set[nn.Parameter]:
-        """Those of which gradients are put aside."""
+        """The parameters whose gradients are deferred."""
         return {param for layer in self._layers if layer.weight.requires_grad for param in layer.parameters()}
 
     def attach(self) -> None:
@@ -50,7 +50,7 @@ class WeightGrads:
 
     @contextmanager
     def put_aside(self) -> Iterator[list[Aside]]:
-        """Inside, a backward is a first half; what it leaves for the second is in the list."""
+        """A context in which a backward is a first half; the list receives its deferred gradients."""
         self._aside = []
         try:
             yield self._aside
@@ -58,7 +58,7 @@ class WeightGrads:
             self._aside = None
 
     def keep(self, layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> bool:
-        """Whether the gradients of `layer` may wait, and are kept for later."""
+        """Record the gradients of `layer` for later if a first half is running; returns whether it did."""
         if self._aside is None:
             return False
         self._aside.append(Aside(layer, inputs.detach(), gradient.detach()))
@@ -66,7 +66,7 @@ class WeightGrads:
 
 
 def backward_of_weights(aside: Sequence[Aside]) -> None:
-    """The second half. Empties nothing; drop the list."""
+    """Run the second half. The caller drops the list afterwards."""
     if not aside:
         return
     make: Callable[..., Tensor] = _Weights.apply
@@ -75,7 +75,7 @@ def backward_of_weights(aside: Sequence[Aside]) -> None:
 
 
 class _Forward:
-    """The forward of one linear layer, in the place of its class's."""
+    """Replaces the forward of one linear layer."""
 
     def __init__(self, owner: WeightGrads, layer: nn.Linear) -> None:
         self._owner, self._layer = owner, layer
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """Nothing, of which the gradient is that of a layer's parameters."""
+    """An autograd node without a computation, whose backward produces the gradients of a layer's parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG004

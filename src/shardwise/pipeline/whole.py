@@ -1,4 +1,4 @@
-"""What a model has while it is whole, noted before ranks let go of the stages of others."""
+"""Names and shapes of the whole model, recorded before ranks drop the stages of others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class WholeNames:
-    """What the model has that was whole: shapes of parameters and kept buffers, and further names of tied ones."""
+    """Shapes of the whole model's parameters and persistent buffers, and the other names of tied parameters."""
 
     shapes: dict[str, tuple[int, ...]]
     ties: dict[str, str]
     state_names: tuple[str, ...]
-    """All that its `state_dict()` has, in that order."""
+    """All keys of its `state_dict()`, in order."""
 
     @classmethod
     def of(cls, model: nn.Module) -> WholeNames:

@@ -1,4 +1,4 @@
-"""Places, the table, the presets, and what turns one place into another. Pure."""
+"""Places, the table, the presets, and the moves from one place to another. Pure."""
 
 from shardwise.placement.box import Box, Run, common_runs
 from shardwise.placement.layout import ALIGN, Layout, Slot, pack, pack_boxes, padded_numel

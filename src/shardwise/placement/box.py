@@ -1,7 +1,7 @@
-"""What model axes make of a parameter: which part of the unsplit one a rank has, below every table.
+"""The part of an unsplit parameter that model axes leave to a rank. It lies below every table.
 
-Ranks along data axes share what one rank has here; the table says how. A *box* is the part itself, on which flat
-buffers, gradients and optimizer states are laid out as if it were the parameter.
+Ranks along data axes share what one rank has here; the table says how. A *box* is that part. Flat buffers, gradients
+and optimizer states are laid out over it as if it were the parameter.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from shardwise.placement.span import Span
 
 Ranges = tuple[Span, ...]
-"""Of one dimension, ascending and apart."""
+"""Ranges along one dimension, ascending and disjoint."""
 Run = tuple[int, int, int]
-"""Elements that lie together in two flattened tensors: where they begin in either, and how many they are."""
+"""A run of elements that are contiguous in two flattened tensors: its start in either, and its length."""
 
 
 @dataclass(frozen=True)
 class Box:
     """Elements of a tensor of `shape`: those whose index along each dimension lies in one of its `ranges`.
 
-    One range per dimension is a block; fused projections (qkv, gate and up) have several along one dimension. `copies`
-    ranks along the model axes have this same box, and this one is the `place`-th of them. All ranks that hold the
-    tensor have boxes that are either the same or apart, and together they are all of it.
+    One range per dimension makes a block; fused projections (qkv, gate and up) have several along one dimension.
+    `copies` ranks along the model axes have this same box, and this one is the `place`-th of them. The boxes of all
+    ranks that hold the tensor are pairwise equal or disjoint, and together cover it.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Box:
 
     @classmethod
     def cut(cls, shape: Sequence[int], dim: int, ranges: Sequence[Span], copies: int = 1, place: int = 0) -> Box:
-        """The part along dimension `dim` alone."""
+        """The part that `ranges` cut out along dimension `dim` alone."""
         own: list[Ranges] = [(Span(0, size),) for size in shape]
         own[dim] = tuple(ranges)
         return cls(tuple(shape), tuple(own), copies, place)
@@ -61,13 +61,13 @@ class Box:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first element of the whole is in it."""
+        """Whether it contains the first element of the whole tensor."""
         return all(ranges[0].start == 0 for ranges in self.ranges)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The part, flattened, as runs of elements that lie together in the flattened whole, in order:
-        `(start in the part, start in the whole, number of elements)`."""
+        """The flattened part as runs that are contiguous in the flattened whole, in order: `(start in the part, start
+        in the whole, number of elements)`."""
         found: list[Run] = []
         start = 0
         for whole, numel in _runs(self.shape, self.ranges):
@@ -80,33 +80,33 @@ class Box:
 
     @cached_property
     def blocks(self) -> tuple[tuple[Span, ...], ...]:
-        """The part as blocks: a range per dimension each."""
+        """The part as blocks, each a range per dimension."""
         blocks: list[tuple[Span, ...]] = [()]
         for ranges in self.ranges:
             blocks = [(*block, span) for block in blocks for span in ranges]
         return tuple(blocks)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, from which `from_json` makes the same."""
+        """Plain numbers, from which `from_json` makes an equal box."""
         ranges = [[[span.start, span.stop] for span in own] for own in self.ranges]
         return {"shape": list(self.shape), "ranges": ranges, "copies": self.copies, "place": self.place}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Box:
-        ranges = tuple(tuple(Span(start, stop) for start, stop in own) for own in said["ranges"])
-        return cls(tuple(said["shape"]), ranges, said["copies"], said["place"])
+    def from_json(cls, numbers: Mapping[str, Any]) -> Box:
+        ranges = tuple(tuple(Span(start, stop) for start, stop in own) for own in numbers["ranges"])
+        return cls(tuple(numbers["shape"]), ranges, numbers["copies"], numbers["place"])
 
     def __str__(self) -> str:
-        """`[0:8+16:24, :]`"""
-        said = (
+        """For example `[0:8+16:24, :]`."""
+        parts = (
             ":" if ranges == (Span(0, size),) else "+".join(f"{span.start}:{span.stop}" for span in ranges)
             for size, ranges in zip(self.shape, self.ranges, strict=True)
         )
-        return f"[{', '.join(said)}]"
+        return f"[{', '.join(parts)}]"
 
 
 def _runs(shape: tuple[int, ...], ranges: tuple[Ranges, ...]) -> Iterator[tuple[int, int]]:
-    """Where in the flattened whole each run begins, and how long it is."""
+    """Start in the flattened whole, and length, of each run."""
     last = max((dim for dim, size in enumerate(shape) if ranges[dim] != (Span(0, size),)), default=-1)
     if last < 0:
         yield 0, math.prod(shape)
@@ -127,8 +127,8 @@ def _range(span: Span) -> range:
 
 
 def common_runs(one: Box, one_span: Span, other: Box, other_span: Span) -> list[Run]:
-    """What is both among elements `one_span` of the part `one` of a tensor and `other_span` of the part `other`, in
-    order: `(start in one, start in other, number of elements)`."""
+    """The elements in both element range `one_span` of the part `one` and element range `other_span` of the part
+    `other` of the same tensor, in order: `(start in one, start in other, number of elements)`."""
     first, second = _within(one, one_span), _within(other, other_span)
     found: list[Run] = []
     at, to = 0, 0
@@ -146,7 +146,7 @@ def common_runs(one: Box, one_span: Span, other: Box, other_span: Span) -> list[
 
 
 def _within(box: Box, span: Span) -> list[Run]:
-    """The runs of the part, as far as they are among its elements `span`."""
+    """The runs of the part, clipped to its elements `span`."""
     found = []
     for start, whole, numel in box.runs:
         common = Span(start, start + numel).overlap(span)

@@ -13,13 +13,13 @@ from shardwise.placement.place import Axes
 from shardwise.placement.span import Span
 
 ALIGN = 16
-"""Elements. Parameters and shards start on multiples of it: 32 bytes in bf16, a cache line in fp32."""
+"""Parameters and shards start at multiples of this many elements: 32 bytes in bf16, a cache line in fp32."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a flat buffer. Where model axes cut or copy it, `shape` is that of this rank's part, and
-    `box` says which part that is."""
+    """A parameter's position in a flat buffer. Where model axes cut or copy it, `shape` is the shape of this rank's
+    part, and `box` says which part."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Slot:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """That of the unsplit parameter."""
+        """The shape of the unsplit parameter."""
         return self.shape if self.box is None else self.box.shape
 
     @property
@@ -51,7 +51,7 @@ class Slot:
 
 
 def pack(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
-    """Parameters one after the other, each at a multiple of `ALIGN`, in the order given."""
+    """Parameters one after the other in the given order, each at a multiple of `ALIGN`."""
     slots, start = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, shape, start))
@@ -60,7 +60,7 @@ def pack(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
 
 
 def pack_boxes(named: Iterable[tuple[str, Box]]) -> tuple[Slot, ...]:
-    """The same of parameters of which this rank has these parts."""
+    """`pack` for parameters of which this rank has only these boxes."""
     every = dict(named)
     slots = pack((name, box.own_shape) for name, box in every.items())
     return tuple(replace(slot, box=every[slot.name]) for slot in slots)
@@ -73,7 +73,7 @@ def padded_numel(slots: Iterable[Slot], num_ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """One contiguous range per rank and place, nesting as `Table.order` says."""
+    """One contiguous range per rank and place, nested in the order of `Table.order`."""
 
     numel: int
     order: Axes
@@ -84,7 +84,7 @@ class Layout:
         return cls(numel, order, {axis: mesh.size(axis) for axis in order})
 
     def span(self, shard: Axes, coordinate: Mapping[str, int]) -> Span:
-        """What the rank at `coordinate` holds of a tensor sharded over `shard`."""
+        """The range that the rank at `coordinate` holds of a tensor sharded over `shard`."""
         start, length = 0, self.numel
         for axis in self.order:
             if axis in shard:

@@ -1,4 +1,4 @@
-"""What turns one place into another. Nothing else in the library works out what to communicate."""
+"""The moves from one place to another. Nothing else in the library decides what to communicate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MoveVerb = Literal["cast", "fetch", "evict", "slice", "gather", "reduce_scatter"
 class Move(NamedTuple):
     """One step on the way: `gather(local)`, `fetch(host)`, `cast(bf16)`.
 
-    `dtype` is what the bytes are once the move is done.
+    `dtype` is that of the bytes after the move.
     """
 
     verb: MoveVerb
@@ -24,16 +24,16 @@ class Move(NamedTuple):
 
 
 def moves(source: Place, target: Place, order: Axes) -> list[Move]:
-    """What turns `source` into `target`, in the order that sends the fewest bytes.
+    """The moves that turn `source` into `target`, in the order that sends the fewest bytes.
 
-    `order` is the table's: see [Note: why places nest] in `table.py`. Narrowing (slice, reduce-scatter)
-    goes along it, widening (gather) against it. Axes that are summed without being split have no place
-    in an order and come after the scatters, when there is less to sum.
+    `order` is the table's: see [Note: why places nest] in `table.py`. Narrowing moves (slice, reduce-scatter) follow
+    it, widening ones (gather) go against it. Axes that are summed without being split have no place in the order and
+    come after the scatters, when there is less to sum.
 
-    Shards travel, whole tensors do not: bytes come nearer before they are gathered and go away after
-    they are reduced. Narrow bytes travel, wide ones do not: a cast that narrows comes first (behind the
-    fetch if the bytes lie on disk, where nothing can be computed); one that widens comes last. A sum is
-    its own cast: it is taken, and kept, in the wider of the two dtypes.
+    Only shards are copied between tiers: bytes are fetched before they are gathered, and evicted after they are
+    reduced. Only narrow bytes are sent: a narrowing cast comes first (after the fetch if the bytes lie on disk, where
+    nothing can be computed), a widening cast last. A sum does its own cast: it is taken, and kept, in the wider of the
+    two dtypes.
     """
     summed = [axis for axis in source.partial if axis not in target.partial]
     narrows = WIDTH[target.dtype] < WIDTH[source.dtype] and not summed
@@ -57,7 +57,7 @@ def moves(source: Place, target: Place, order: Axes) -> list[Move]:
 
 
 def _nearer(source: Place, target: Place, *, narrows: bool) -> list[Move]:
-    """What is done before ranks move anything: a narrowing cast first, where it can be computed, and a fetch."""
+    """The moves that precede communication: a narrowing cast, where it can be computed, and a fetch."""
     cast = [Move("cast", target.dtype, target.dtype)] if narrows else []
     if DEPTH[target.tier] >= DEPTH[source.tier]:
         return cast

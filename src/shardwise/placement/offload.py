@@ -16,8 +16,8 @@ from shardwise.placement.table import Table
 
 @dataclass(frozen=True)
 class Offloaded:
-    """Of units, by their places: those that are updated on the host, and of those the ones whose states are on a disk,
-    whose parameters rest on the host too, and whose parameters rest on the disk instead."""
+    """Sets of units, by their place in the model: those updated on the host and, among them, those with states on a
+    disk, those whose parameters rest on the host too, and those whose parameters rest on the disk instead."""
 
     updated: frozenset[int]
     on_disk: frozenset[int]
@@ -26,12 +26,13 @@ class Offloaded:
 
     @classmethod
     def of(cls, offload: Offload, sizes: Sequence[int]) -> Offloaded:
-        """What `offload` means for units of so many trained elements: always the last of them."""
+        """The units that `offload` means, given the trained elements of each: always the last ones."""
         shares = (offload.optim, offload.optim_disk, offload.param, offload.param_disk)
         return cls(*(share_of_last(sizes, share) for share in shares))
 
     def table(self, place: int, table: Table) -> Table:
-        """That of the unit at `place`, which has `table` in the plan. What a rule has put elsewhere stays there."""
+        """The table of the unit at `place`, given `table` from the plan. What a rule has put on another tier stays
+        there."""
         if place not in self.updated or table.step != "device":
             return table
         params: Tier = "disk" if place in self.resting_on_disk else "host" if place in self.resting else "device"
@@ -39,8 +40,8 @@ class Offloaded:
 
 
 def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier = "host") -> Table:
-    """`table` with the update on the host and `states` there or on a disk; gradients on the host too where they wait as
-    the update needs them; `params` is where what rests of parameters goes."""
+    """`table` with the update on the host and `states` there or on a disk; gradients are on the host too if they wait
+    in the form that the update needs. Resting parameters go to `params`."""
     optim = replace(table.optim, tier=states)
     waits_as_due = (table.grad.shard, table.grad.partial, table.grad.dtype) == (optim.shard, (), optim.dtype)
     there = replace(
@@ -53,7 +54,7 @@ def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier =
 
 
 def share_of_last(sizes: Sequence[int], share: float) -> frozenset[int]:
-    """The places of the last of `sizes` that are together at least `share` of all."""
+    """The places of the last of `sizes` that together make up at least `share` of the total."""
     wanted, found = share * sum(sizes), 0
     places = []
     for place in reversed(range(len(sizes))):
@@ -65,7 +66,7 @@ def share_of_last(sizes: Sequence[int], share: float) -> frozenset[int]:
 
 
 def check_offload(plan: Plan, mesh: Mesh) -> None:
-    """Raise `ConfigError` for a share that cannot be meant beside the plan's rows."""
+    """Raise `ConfigError` for a share that contradicts another one or the plan's rows."""
     asked = plan.offload
     if asked.param > asked.optim:
         raise ConfigError(

@@ -24,7 +24,7 @@ class Place:
 
     shard: Axes = ()
     partial: Axes = ()
-    """Each rank holds a summand. Only gradients are ever partial."""
+    """Axes along which each rank holds a summand. Only gradients are ever partial."""
     tier: Tier = "device"
     dtype: Dtype = "fp32"
 
@@ -35,5 +35,5 @@ class Place:
 
 
 def wider(one: Dtype, other: Dtype) -> Dtype:
-    """The dtype of the two that loses nothing of either."""
+    """The wider of two dtypes."""
     return one if WIDTH[one] >= WIDTH[other] else other

@@ -1,4 +1,4 @@
-"""The schemes people ask for by name. A new one is a line here and a golden text in `tests/golden`."""
+"""The schemes that users ask for by name. A new one is a line here and a golden text in `tests/golden`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.placement.table import Table
 
 @dataclass(frozen=True)
 class Preset:
-    """A table without its dtypes, and where the idea comes from."""
+    """A table without dtypes, and where the idea comes from."""
 
     axes: Axes
     param: Place
@@ -25,7 +25,7 @@ class Preset:
     known_from: str
 
     def over(self, mesh: Mesh) -> Preset:
-        """The preset with axes of `mesh`: one written for one axis takes all replica axes that the mesh has."""
+        """The preset on the axes of `mesh`: one written for a single axis takes all replica axes of the mesh."""
         if self.axes != DP:
             mesh.require(self.axes, "This preset")
             return self
@@ -65,22 +65,22 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset called `name`, or a sentence with the nearest one."""
+    """The preset called `name`. Raises `PlacementError` with the nearest name if there is none."""
     if name not in PRESETS:
         raise PlacementError(f"There is no preset {name!r}. {nearest(name, PRESETS)}")
     return PRESETS[name]
 
 
 def takes_local_size(plan: Plan) -> bool:
-    """Whether the mesh of `plan` follows from how many ranks a host has."""
+    """Whether the mesh of `plan` depends on the number of ranks per host."""
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
 
 def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
     """The mesh that `plan` asks for, over `world_size` ranks, `local_size` of them on each host (default: all).
 
-    Without a mesh in the plan a one-axis preset takes all ranks, and a two-axis preset those of a host on its inner
-    axis. Raises `ConfigError` for a mesh that this world cannot have.
+    Without a mesh in the plan a one-axis preset takes all ranks, and a two-axis preset takes the ranks of a host as its
+    inner axis. Raises `ConfigError` for a mesh that this world cannot have.
     """
     axes = preset(plan.preset).axes
     if plan.mesh is None and len(axes) > 1:
@@ -100,8 +100,8 @@ def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh
 def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "Row") -> Table:
     """The table that `plan` asks for on `mesh`: the preset's rows, the plan's edits and dtypes, then the rule's.
 
-    Parameters are kept and held in the compute dtype (`precision`); gradients at rest and optimizer
-    states in at least fp32, so that sums over micro-batches and small updates are not rounded away.
+    Parameters rest and are held in the compute dtype (`precision`); gradients at rest and optimizer states in at least
+    fp32, so that sums over micro-batches and small updates are not rounded away.
     """
     base = preset(plan.preset).over(mesh)
     compute = (rule.precision if rule is not None else None) or plan.precision
@@ -109,7 +109,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     rows = [rows for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
 
     def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
-        edited = replace(place, **{"dtype": dtype, **_said_of(kind, rows)})
+        edited = replace(place, **{"dtype": dtype, **_edits_of(kind, rows)})
         mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
         if edited.tier == "disk" and kind == "grad":
             raise PlacementError(
@@ -124,7 +124,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
     param, held = row("param", base.param, compute), row("held", base.held, compute)
-    if held.shard == param.shard and "tier" not in _said_of(
+    if held.shard == param.shard and "tier" not in _edits_of(
         "held", rows
     ):  # what is held is what rests, wherever that is
         held = replace(held, tier=param.tier)
@@ -142,19 +142,19 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     )
 
 
-def _said_of(kind: Kind, rows: Sequence[Rows]) -> dict[str, Any]:
-    """What a plan and a rule say of one row, the rule last."""
+def _edits_of(kind: Kind, rows: Sequence[Rows]) -> dict[str, Any]:
+    """The edits that a plan and a rule make to one row; the rule's win."""
     edits = [getattr(one, kind) for one in rows]
     return {key: value for edit in edits for key, value in edit if value is not None}
 
 
 def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str) -> None:
-    """Raise `PlacementError` for rows below the device between which this version has no way."""
+    """Raise `PlacementError` for combinations of rows on lower tiers that are not supported."""
     if param.tier == "disk" and (optim.tier, optim.shard) != ("disk", param.shard):
         raise PlacementError(
-            f"{what} 'param' rests on the disk as {_said(param)} and 'optim' on the {optim.tier} as {_said(optim)}, "
-            f"but what is updated is written in one piece with its states. Set rows.optim.tier=disk and give both "
-            f"rows the same shard, or make rows.param.tier host."
+            f"{what} 'param' rests on the disk as {_describe(param)} and 'optim' on the {optim.tier} as "
+            f"{_describe(optim)}, but updated parameters are written in one piece with their states. Set "
+            f"rows.optim.tier=disk and give both rows the same shard, or make rows.param.tier host."
         )
     if grad.tier == "host" and grad.partial:
         raise PlacementError(
@@ -169,22 +169,22 @@ def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str
             )
     if grad.tier == "host" and (grad.shard, grad.dtype) != (optim.shard, optim.dtype):
         raise PlacementError(
-            f"{what} 'grad' waits on the host as {_said(grad)}, but the update needs {_said(optim)} there, and nothing "
-            f"is cut or cast on the way. Give both rows the same shard and dtype, or leave out rows.grad.tier."
+            f"{what} 'grad' waits on the host as {_describe(grad)}, but the update needs {_describe(optim)} there, and "
+            f"nothing is cut or cast on the way. Give both rows the same shard and dtype, or leave out rows.grad.tier."
         )
     if held.tier != "device" and (param.tier, param.shard) != (held.tier, held.shard):
         raise PlacementError(
-            f"{what} 'held' is on the {held.tier}, where only what rests there can be held. Give rows.param the same "
-            f"place, or leave out rows.held.tier."
+            f"{what} 'held' is on the {held.tier}, but only parameters that rest there can be held "
+            f"there. Give rows.param the same place, or leave out rows.held.tier."
         )
 
 
-def _said(place: Place) -> str:
+def _describe(place: Place) -> str:
     return f"shard({'+'.join(place.shard)}) in {place.dtype}" if place.shard else f"copy in {place.dtype}"
 
 
 def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
-    """The tables of the plan's rules, by the rules' names; of those that are about tables."""
+    """The tables of the plan's rules by rule name, for the rules that have rows."""
     return {
         name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row")
         for name, rule in plan.rules.items()
@@ -199,5 +199,5 @@ def resident_table(plan: Plan, mesh: Mesh) -> Table:
 
 
 def _in_order(axes: Axes, mesh: Mesh) -> Axes:
-    """The order in which a plan names axes means nothing."""
+    """The axes in the order of the mesh; the order in which a plan names them has no meaning."""
     return tuple(sorted(axes, key=mesh.axes.index))

@@ -17,7 +17,7 @@ class Span:
         return self.stop - self.start
 
     def overlap(self, other: Span) -> Span:
-        """What both cover; empty, never negative, if that is nothing."""
+        """The common elements; an empty span, never a negative one, if there are none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 

@@ -1,4 +1,4 @@
-"""The table: four kinds of tensor, one place each, and the one rule that keeps a table honest."""
+"""The table: one place for each of four kinds of tensor, and the checks that keep a table consistent."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Ti
 class Table:
     """Where the four kinds of tensor of one model (or of some of its parameters) live.
 
-    `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype
-    in which forward and backward run, `wire` the dtype in which gradients travel, `step` the tier of the update.
+    `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
+    which forward and backward run, `wire` the dtype in which gradients are sent, `step` the tier of the update. Raises
+    `PlacementError` for rows that no step could follow.
     """
 
     axes: Axes
@@ -43,28 +44,28 @@ class Table:
 
     @property
     def full(self) -> Place:
-        """What forward and backward need: everything, here, in the compute dtype."""
+        """What forward and backward need: everything, on the device, in the compute dtype."""
         return Place(dtype=self.compute)
 
     @property
     def fresh(self) -> Place:
-        """What a backward has just produced: a summand of everything, in the dtype that travels."""
+        """What a backward produces: a summand of everything, in the dtype that is sent."""
         return Place(partial=self.axes, dtype=self.wire)
 
     @property
     def due(self) -> Place:
-        """What the update needs: the gradient of just the elements whose states lie here."""
+        """What the update needs: the gradient of the elements whose states are on this rank."""
         return replace(self.optim, tier=self.step)
 
     @cached_property
     def order(self) -> Axes:
-        """The sharded axes; the one that splits a buffer first, into the largest pieces, foremost.
+        """The sharded axes, beginning with the one that splits a buffer first, into the largest pieces.
 
-        [Note: why places nest] Every place of a table is one contiguous range of a flat buffer, and the
-        ranges nest: what is sharded over fewer axes contains what is sharded over more. So an all-gather
-        grows a range in place and a reduce-scatter shrinks one, and neither ever copies to reorder. Among
-        axes that appear together the inner one, with the faster links, splits first: reductions then run
-        over the fast axis while the buffer is whole, and over the slow one when it is small.
+        [Note: why places nest] Every place of a table is one contiguous range of a flat buffer, and the ranges nest:
+        what is sharded over fewer axes contains what is sharded over more. So an all-gather grows a range in place and
+        a reduce-scatter shrinks one, and neither copies to reorder. Among axes that appear together the inner one, with
+        the faster links, splits first: reductions then run over the fast axis while the buffer is whole, and over the
+        slow one when it is small.
         """
         inner_first = tuple(reversed(self.axes))
         shards = [self.place(kind).shard for kind in KINDS]
@@ -73,7 +74,7 @@ class Table:
         return tuple(sorted(used, key=lambda axis: -count[axis]))
 
     def on(self, mesh: Mesh) -> Table:
-        """The same table without the axes on which the mesh has a single rank: nothing is split there."""
+        """The same table without the axes on which the mesh has a single rank."""
         mesh.require(self.axes, "The table")
 
         def keep(axes: Axes) -> Axes:
@@ -82,7 +83,7 @@ class Table:
         return self._with_axes(keep)
 
     def without(self, axis: str) -> Table:
-        """The same table for parameters of which ranks along `axis` have different ones: nothing is shared there."""
+        """The same table without `axis`, for parameters that differ between the ranks along it."""
 
         def left(axes: Axes) -> Axes:
             return tuple(one for one in axes if one != axis)
@@ -122,7 +123,7 @@ class Table:
             )
 
     def _check_order(self, kind: Kind, axes: Axes) -> None:
-        """Rows are compared, so what is the same must be written the same."""
+        """Rows are compared for equality, so the axes of equal rows have to be written alike."""
         if len(set(axes)) < len(axes):
             raise PlacementError(f"{kind} names an axis twice: {'+'.join(axes)}. Name each once.")
         in_order = tuple(axis for axis in self.axes if axis in axes)
@@ -151,7 +152,7 @@ class Table:
                 )
 
     def _check_states_are_wide(self) -> None:
-        """New parameters are a cast of the master weights, taken before they are gathered: it must narrow."""
+        """New parameters are a cast of the master weights, made before they are gathered: it must narrow."""
         if WIDTH[self.optim.dtype] < WIDTH[self.param.dtype]:
             raise PlacementError(
                 f"optim is {self.optim.dtype}, narrower than param in {self.param.dtype}, so updates would be "

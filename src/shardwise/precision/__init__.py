@@ -1,4 +1,4 @@
-"""Numbers: what forward is fed, the loss scale, and the norm and clipping of gradients over any placement."""
+"""Numerics: casting of inputs, the loss scale, and the norm and clipping of gradients in any placement."""
 
 from shardwise.precision.cast import cast_floating
 from shardwise.precision.late import LateFloat, Norm

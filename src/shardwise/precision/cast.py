@@ -1,4 +1,4 @@
-"""Inputs in the dtype in which the model computes."""
+"""Casting inputs to the dtype in which the model computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it as `dtype`; tuples, lists and dicts are looked into."""
+    """`value` with every floating-point tensor in it cast to `dtype`; searches tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,4 +1,4 @@
-"""A number that lies on a device until somebody looks at it."""
+"""A number that stays on its device until its value is needed."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ Tensor = torch.Tensor
 
 
 class LateFloat:
-    """The root of a sum of squares on a device. It behaves like a float, and the first look waits for the device.
+    """The root of a sum of squares on a device. It behaves like a float; its first use waits for the device.
 
-    It is no subclass of `float`: C code such as `json` and `math` would take the number such a subclass was made with,
-    without asking. `json` refuses this one; give it `float(number)`.
+    It is not a subclass of `float`: C code such as `json` and `math` would read the value that such a subclass was
+    created with. `json` refuses this one; pass it `float(number)`.
     """
 
     __slots__ = ("_squared", "_value")
 
     def __init__(self, squared: Tensor) -> None:
-        """`squared` has no dimensions, and is not written to any more."""
+        """`squared` has no dimensions and must not be written to any more."""
         self._squared: Tensor | None = squared
         self._value = math.nan
 
     @property
     def is_known(self) -> bool:
-        """Whether somebody has looked."""
+        """Whether the value has been read."""
         return self._squared is None
 
     def on_device(self) -> Tensor:
-        """The number as a tensor without dimensions, for arithmetic that nobody waits for; a new one on the CPU once it
-        is known."""
+        """The number as a tensor without dimensions, for arithmetic that does not wait for the device; once it is
+        known, a new tensor on the CPU."""
         return torch.tensor(self._value) if self._squared is None else self._squared.sqrt()
 
     def __float__(self) -> float:
@@ -56,7 +56,7 @@ class LateFloat:
     def __hash__(self) -> int:
         return hash(float(self))
 
-    def __round__(self, digits: int | None = None) -> Any:  # an int without digits, as of a float
+    def __round__(self, digits: int | None = None) -> Any:  # an int without digits, as for a float
         return round(float(self), digits)
 
     def __eq__(self, other: object) -> bool:
@@ -108,7 +108,7 @@ class LateFloat:
         return abs(float(self))
 
     def __reduce__(self) -> tuple[Callable[[float], float], tuple[float]]:
-        """Copied or pickled it is a float."""
+        """Copying and pickling give a float."""
         return float, (float(self),)
 
 
@@ -116,7 +116,7 @@ Norm = float | LateFloat
 
 
 def root(squared: float) -> float:
-    """Of a sum of squares: NaN where a NaN or an underflow below zero went in."""
+    """The root of a sum of squares; NaN if the sum is NaN or was rounded below zero."""
     return math.sqrt(squared) if squared >= 0 else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Norms other than the 2-norm, which every step knows from its verdict: these cost a message of their own."""
+"""Norms other than the 2-norm. The verdict of every step has that one; these take a message of their own."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from shardwise.storage import Flat
 
 Exchange = Callable[[bytes], list[bytes]]
 _APART = 1e-2
-"""Copies that compute the same round the same; gradients of parts of what is cut have nothing in common."""
+"""Copies that compute the same differ only by rounding; gradients of parts of a cut tensor differ arbitrarily."""
 
 
 def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> float:
-    """The global `norm_type`-norm of the gradients, once they are where the update needs them. All ranks call, and
+    """The global `norm_type`-norm of the gradients, once they are where the update needs them. All ranks call it, and
     `exchange` is among all of them.
 
-    `inf` is the largest absolute value. What `torch.nn.utils.get_total_norm` computes for a plain model.
+    `inf` gives the largest absolute value. Computes what `torch.nn.utils.get_total_norm` does for a plain model.
     """
     if not norm_type > 0:
         raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
     dues = due_parts(flats)
     if math.isinf(norm_type):
         mine = [float(torch.linalg.vector_norm(due, math.inf)) for due, _ in dues if due.numel()]
-        told = _told(max(mine, default=0.0), exchange)
-        return math.nan if any(map(math.isnan, told)) else max(told)
+        values = _values_of_ranks(max(mine, default=0.0), exchange)
+        return math.nan if any(map(math.isnan, values)) else max(values)
     powers = [
         float(torch.linalg.vector_norm(due, norm_type, dtype=torch.float64)) ** norm_type / copies
         for due, copies in dues
     ]
-    return float(sum(_told(sum(powers), exchange)) ** (1 / norm_type))
+    return float(sum(_values_of_ranks(sum(powers), exchange)) ** (1 / norm_type))
 
 
 def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
-    """The `norm_type`-norm of each parameter's gradient, in the order of `flats` and their parameters. All ranks call,
-    and `exchange` is among those who list the same parameters.
+    """The `norm_type`-norm of each parameter's gradient, in the order of `flats` and their parameters. All ranks call
+    it, and `exchange` is among those with the same list of parameters.
 
     Zero for a parameter without a gradient.
     """
@@ -55,22 +55,23 @@ def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes]
                 continue
             norm = float(torch.linalg.vector_norm(piece.double(), norm_type))
             mine.append(norm if is_largest else norm**norm_type / copies_of(flat, index))
-    told = [struct.unpack(f"<{len(mine)}d", message) for message in exchange(struct.pack(f"<{len(mine)}d", *mine))]
+    values = [struct.unpack(f"<{len(mine)}d", message) for message in exchange(struct.pack(f"<{len(mine)}d", *mine))]
     if is_largest:
-        return [math.nan if any(map(math.isnan, every)) else max(every) for every in zip(*told, strict=True)]
-    return [sum(every) ** (1 / norm_type) for every in zip(*told, strict=True)]
+        return [math.nan if any(map(math.isnan, every)) else max(every) for every in zip(*values, strict=True)]
+    return [sum(every) ** (1 / norm_type) for every in zip(*values, strict=True)]
 
 
 def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Exchange) -> None:
-    """Raise `ModelError` on all ranks if copies of a parameter along a model axis have got different gradients.
+    """Raise `ModelError` on all ranks if copies of a parameter along a model axis have different gradients.
 
-    `among_data` is among the ranks that have the same part of the model, `among_peers` among all that list it.
+    `among_data` is among the ranks that hold the same part of the model, `among_peers` among all ranks with the same
+    list of parameters.
     """
     mine = norms_of(flats, 2.0, among_data)
-    told = [struct.unpack(f"<{len(mine)}d", message) for message in among_peers(struct.pack(f"<{len(mine)}d", *mine))]
+    values = [struct.unpack(f"<{len(mine)}d", message) for message in among_peers(struct.pack(f"<{len(mine)}d", *mine))]
     slots = [slot for flat in flats for slot in flat.slots]
     negligible = 1e-6 * math.hypot(*mine)
-    for slot, every in zip(slots, zip(*told, strict=True), strict=True):
+    for slot, every in zip(slots, zip(*values, strict=True), strict=True):
         if slot.is_copied and not slot.is_cut and max(every) - min(every) > _APART * max(every) + negligible:
             raise ModelError(
                 f"The gradient of {slot.name} has norms from {min(every):.3g} to {max(every):.3g} on ranks that have "
@@ -79,5 +80,5 @@ def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Excha
             )
 
 
-def _told(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
+def _values_of_ranks(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
     return [struct.unpack("<d", message)[0] for message in exchange(struct.pack("<d", value))]

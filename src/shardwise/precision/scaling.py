@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16: the rule of DeepSpeed and Megatron-LM (arXiv:1710.03740, section 3.2).
 
-Gradients are scaled with the loss, so that small ones are not rounded to zero. A step in which some gradient
-overflowed, on any rank, is taken by none.
+The loss, and so every gradient, is scaled up, so that small gradients are not rounded to zero. If a gradient overflows
+on any rank, all ranks skip the step.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ FACTOR = 2.0
 
 
 class LossScaler:
-    """The present scale. Every rank keeps its own, and all are told the same, so all are the same.
+    """The current scale. Every rank has its own scaler, and all see the same norms, so all stay equal.
 
-    It doubles after `window` steps in a row without an overflow. An overflow uses up one of `hysteresis`
-    chances, which come back when the scale doubles; the one that finds none left halves the scale.
+    It doubles after `window` steps in a row without an overflow. An overflow uses up one of `hysteresis` chances, which
+    are restored when the scale doubles; an overflow with no chance left halves the scale.
     """
 
     def __init__(self, settings: LossScale) -> None:
         self.settings = settings
         self.scale = settings.initial
         self.num_skipped = 0
-        """Steps not taken because of an overflow."""
+        """Steps skipped because of an overflow."""
         self._good_steps = 0
         self._chances = settings.hysteresis
 
     def judge(self, norm: float) -> bool:
-        """Learn the norm of a step's gradients; whether the step may be taken."""
+        """Process the norm of a step's gradients; returns whether the step may be taken."""
         overflowed = not math.isfinite(norm)
         if overflowed:
             self.num_skipped += 1

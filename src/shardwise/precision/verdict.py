@@ -1,24 +1,25 @@
 """What all ranks must agree on before an update: the gradient norm, and which parameters have a gradient.
 
-[Note: the verdict] One small vector is summed over all ranks once per step: the squared norm of the elements
-a rank is responsible for, whether gradients lie here that no program has reduced, then for every parameter whether
-any backward reached it here. A parameter that no rank reached is not updated at all, as in a plain PyTorch loop,
-where its `.grad` would be None. One that only some ranks reached is updated by its owner everywhere.
+[Note: the verdict] One small vector is summed over all ranks once per step. It has the squared norm of the elements
+that a rank is responsible for, whether the rank still has gradients that no program has reduced, and for every
+parameter whether any backward reached it on this rank. A parameter that no rank reached is not updated at all, as in a
+plain PyTorch loop, where its `.grad` would be None. One that only some ranks reached is updated by its owner
+everywhere.
 
-[Note: one number for two] Ranks with something to reduce and ranks with news are counted in one element, the latter in
-units of `_NEWS`. fp32 counts exactly as long as either are fewer than that.
+[Note: one number for two] Ranks with gradients left to reduce and ranks with news are counted in the same element, the
+latter in units of `_NEWS`. The fp32 count is exact while there are fewer than that of either.
 
-[Note: the whole model] Along model axes ranks hold different parts of one model, and have to take the same decisions
-all the same: so norm, news and what is left are summed over those axes too, every element of the unsplit model counted
-once (one that lies on several ranks counts for its part on each). Which parameters were touched is summed where ranks
-list the same parameters; stages of a pipeline do not, and keep that to themselves.
+[Note: the whole model] Along model axes ranks hold different parts of one model but must make the same decisions. So
+the norm, the news and the gradients left are summed over those axes too. Every element of the unsplit model counts
+once; one that lies on several ranks counts fractionally on each. Which parameters were touched is summed only among
+ranks with the same list of parameters; pipeline stages have different lists.
 
-[Note: agreed by messages] On a CPU the host reads the sum, which costs nothing. On a device it would wait for all that
-it has queued, in every step. What a host has to know to go on (which parameters have a gradient, whether some are left
-to reduce, whether buffers changed) are facts of hosts, and so they travel in a message between hosts, of one byte
-where nothing has changed since the last. The norm stays on the device until somebody looks at it (`LateFloat`), and
-gradients are clipped there. Only what nobody can know without the device is read at once, in one read: whether fp16
-has overflowed, and whether a buffer that rests on the device has changed.
+[Note: agreed by messages] On a CPU the host reads the sum, which costs nothing. On a device that would wait, in every
+step, for all the work that the host has queued. What the host must know to go on (which parameters have a gradient,
+whether some are left to reduce, whether buffers changed) is known to the hosts, so they exchange it in a message, of
+one byte if nothing has changed since the last one. The norm stays on the device until its value is needed
+(`LateFloat`), and gradients are clipped there. Only what the device alone knows is read at once, in one read: whether
+fp16 has overflowed, and whether a buffer on the device has changed.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ _LEFT, _HAS_NEWS, _READS, _SAME_MARKS = 1, 2, 4, 8
 
 
 class News(Protocol):
-    """Who may have something to tell all ranks, once per step."""
+    """A part of the engine that may have a change to announce to all ranks, once per step."""
 
     def has_news(self) -> bool:
         """As far as the host knows."""
         ...
 
     def news_on_device(self) -> Tensor | None:
-        """As far as only the device knows: a bool without dimensions; `None` if it knows nothing."""
+        """News that only the device knows of: a bool without dimensions; `None` if there cannot be any."""
         ...
 
 
 class NoNews:
-    """There never is any."""
+    """Never has any news."""
 
     def has_news(self) -> bool:
         return False
@@ -66,8 +67,8 @@ class NoNews:
 
 @dataclass(frozen=True)
 class Agreeing:
-    """The ranks that come to one verdict. `peers` list the same parameters, and those along the axes `stages` others.
-    With `exchange`, which is among all ranks, they agree by messages, see the note."""
+    """The ranks that agree on one verdict. `peers` have the same list of parameters; along the axes `stages`, lists
+    differ. With `exchange`, which is among all ranks, they agree by messages; see the note."""
 
     peers: frozenset[int] = frozenset()
     stages: frozenset[str] = frozenset()
@@ -77,8 +78,8 @@ class Agreeing:
 class Verdict:
     """The verdict of one step at a time, over the trainable flat buffers of one model.
 
-    `must_know_norm` is for fp16, where a step depends on it. `complete` is called when all gradients are due, before
-    their norm is taken.
+    `must_know_norm` is for fp16, where the norm decides whether the step is taken. `complete` is called before the norm
+    is computed, when all gradients are due.
     """
 
     def __init__(
@@ -105,58 +106,58 @@ class Verdict:
         self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
         self._vector: Tensor | None = None
         self._reads = False
-        """Whether this rank has asked its device something in this step that the host has to know."""
-        self._said_last: bytes | None = None
+        """Whether this rank has queued a question on its device, in this step, whose answer the host needs."""
+        self._marks_sent: bytes | None = None
         self._marks: dict[int, int] = {}
-        """By rank: which parameters it has touched, a byte for each, as it said last."""
+        """By rank: which parameters it has touched, one byte each, from its last message that had them."""
         self.is_incomplete = False
-        """Whether some rank still has gradients to reduce, so that this verdict was early."""
+        """Whether some rank still has gradients to reduce, so that this verdict was too early."""
         self.is_news = False
-        """Whether there was news on some rank; see [Note: one number for two]."""
+        """Whether any rank had news; see [Note: one number for two]."""
 
     def sum_over(self, axis: str) -> None:
-        """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
+        """Sum the vectors of the ranks along `axis`. All of them call it, once per axis and step."""
         if self._vector is None:
             self._vector = self._own()
         vector, group = self._vector, self._groups[axis]
-        if axis in self._stages:  # each lists parameters of its own, in dtypes of its own
+        if axis in self._stages:  # lists and dtypes differ between stages
             vector[:2] = sum_small(vector[:2].double(), self._collectives, group, "verdict")
         else:
             self._vector = sum_small(vector, self._collectives, group, "verdict")
 
     def decide(self) -> Norm:
-        """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
+        """Record which parameters were touched on any rank, and return the global 2-norm of the gradients."""
         vector = self._own() if self._vector is None else self._vector
         self._vector = None
         if self._exchange is None:
-            squared, told, *touched = vector.tolist()
+            squared, counts, *touched = vector.tolist()
             self._collectives.journal.check()  # see [Note: garbage after a fault]
-            self._settle(told, [count > 0 for count in touched])
+            self._settle(counts, [count > 0 for count in touched])
             return root(squared)
         flags = self._agree(self._exchange)
         if not flags & _READS:
             return LateFloat(vector[0])
-        squared, told = vector[:2].tolist()
+        squared, counts = vector[:2].tolist()
         self._collectives.journal.check()
-        self.is_news |= told >= _NEWS
+        self.is_news |= counts >= _NEWS
         return root(squared)
 
-    def _settle(self, told: float, touched: Sequence[bool]) -> None:
-        self.is_news, self.is_incomplete = told >= _NEWS, told % _NEWS > 0
+    def _settle(self, counts: float, touched: Sequence[bool]) -> None:
+        self.is_news, self.is_incomplete = counts >= _NEWS, counts % _NEWS > 0
         start = 0
         for flat in self._flats:
             flat.grads.touched_anywhere = list(touched[start : start + len(flat.slots)])
             start += len(flat.slots)
 
     def _own(self) -> Tensor:
-        """This rank's summand. Ranks that hold the same elements share in their norm: see [Note: the whole model]."""
+        """This rank's summand. Ranks with the same elements share them in the norm; see [Note: the whole model]."""
         if self._complete is not None:
             self._complete()
         touched = self._touched_here()
         device = self._device
         if self._exchange is None:
-            told = float(self._has_left()) + _NEWS * self._news.has_news()
-            vector = torch.tensor([0.0, told, *map(float, touched)], dtype=self._dtype, device=device)
+            counts = float(self._has_left()) + _NEWS * self._news.has_news()
+            vector = torch.tensor([0.0, counts, *map(float, touched)], dtype=self._dtype, device=device)
         else:
             vector = torch.zeros(2 + len(touched), dtype=self._dtype, device=device)
             news = self._news.news_on_device()
@@ -177,20 +178,20 @@ class Verdict:
         return any(flat.grads.has_fresh() for flat in self._flats)
 
     def _agree(self, exchange: Callable[[bytes], list[bytes]]) -> int:
-        """Tell the other hosts what this one knows, and settle what all know; returns the flags of all ranks."""
+        """Exchange what each host knows and record the result; returns the flags of all ranks combined."""
         mine = bytes(self._touched_here())
-        is_same = mine == self._said_last
+        is_same = mine == self._marks_sent
         flags = self._has_left() * _LEFT | self._news.has_news() * _HAS_NEWS | self._reads * _READS
-        said = exchange(bytes([flags | is_same * _SAME_MARKS]) + (b"" if is_same else mine))
-        self._said_last = mine
+        messages = exchange(bytes([flags | is_same * _SAME_MARKS]) + (b"" if is_same else mine))
+        self._marks_sent = mine
         together = 0
-        for rank, message in enumerate(said):
+        for rank, message in enumerate(messages):
             together |= message[0]
             if not message[0] & _SAME_MARKS and (rank in self._peers or not self._peers):
                 self._marks[rank] = int.from_bytes(message[1:], "little")
         touched = reduce(or_, set(self._marks.values())).to_bytes(len(mine), "little")
-        told = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
-        self._settle(told, [mark > 0 for mark in touched])
+        counts = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
+        self._settle(counts, [mark > 0 for mark in touched])
         return together
 
 
@@ -212,7 +213,7 @@ def clip(flats: Sequence[Flat], norm: Norm, max_norm: float) -> bool:
 def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
     """Multiply every gradient, once it is where the update needs it, by a number or a tensor without dimensions.
 
-    For those that are updated on the host, that waits for a factor which is still on its device.
+    Gradients that are updated on the host make this wait if the factor is still on its device.
     """
     dues = [(flat.grads.due, flat.spec.updates_below) for flat in flats if flat.grads.due is not None]
     here = [due for due, is_below in dues if not is_below]
@@ -224,7 +225,8 @@ def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
 
 
 def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:
-    """What is due on this rank, in parts, and on how many ranks of the mesh the elements of each lie."""
+    """The parts of the gradients that are due on this rank, each with the number of ranks that have the same
+    elements."""
     return [
         (flat.grads.due[span.start : span.stop], copies)
         for flat in flats
@@ -234,7 +236,7 @@ def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:
 
 
 def copies_of(flat: Flat, index: int) -> int:
-    """On how many ranks of the mesh each element of a parameter's gradient lies, where the update needs it."""
+    """How many ranks have each element of a parameter's gradient, where the update needs it."""
     table, box = flat.spec.table, flat.slots[index].box
     over_data = math.prod(flat.spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
     return over_data * (1 if box is None else box.copies)

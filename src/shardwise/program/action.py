@@ -1,4 +1,4 @@
-"""The words of a program: moments at which something is due, and actions. Their text parses back."""
+"""The vocabulary of a program: moments and actions, whose text parses back."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MICRO_BATCH = re.compile(r"(?<=\s)#(\d+)\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When something is due: `before forward h.0`. Without a unit: `after backward` as a whole, or a step.
+    """A point of a step, such as `before forward h.0`. Without a unit: `after backward` as a whole, or a step.
 
-    In the program of a pipeline's schedule with the number of the micro-batch: `before forward h.0 #3`.
+    In the program of a pipeline's schedule it carries the number of the micro-batch: `before forward h.0 #3`.
     """
 
     edge: Edge
@@ -48,18 +48,18 @@ class Moment:
 
     @property
     def leaves_gradients(self) -> bool:
-        """Whether what is computed around it leaves a unit's gradients."""
+        """Whether the computation around it leaves a unit's gradients."""
         return COMPUTES[self.phase].makes == "fresh"
 
     @property
     def needs_params(self) -> bool:
-        """Whether the unit has to be whole for that."""
+        """Whether the computation around it needs the unit whole."""
         return "full" in COMPUTES[self.phase].reads
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMoments:
-    """The moments of one unit, made once: they are reported in every pass."""
+    """The moments of one unit, made once because every pass reports them."""
 
     before_forward: Moment
     after_forward: Moment
@@ -68,7 +68,7 @@ class UnitMoments:
 
     @classmethod
     def of(cls, unit: str, micro_batch: int | None = None, backward: Phase = "backward") -> UnitMoments:
-        """`backward` is the half that those of a backward are of, if they are of one."""
+        """`backward` is the phase of the backward moments, where a backward is split in halves."""
         return cls(
             Moment("before", "forward", unit, micro_batch),
             Moment("after", "forward", unit, micro_batch),
@@ -78,27 +78,27 @@ class UnitMoments:
 
 
 END_OF_BACKWARD = Moment("after", "backward")
-"""Of one micro-batch, and in the program of a schedule of the last; those before bear their numbers."""
+"""The end of one micro-batch's backward. In the program of a schedule: of the last one; earlier ones carry their
+numbers."""
 BEFORE_STEP = Moment("before", "step")
 DURING_STEP = Moment("during", "step")
-"""When the optimizer asks for what it needs of whole parameters; most never do."""
+"""When the optimizer gathers what it needs of whole parameters; most optimizers never do."""
 AFTER_STEP = Moment("after", "step")
 
 
 def update_moment(unit: str) -> Moment:
-    """When `unit` is updated, where that is not done for all units together."""
+    """When `unit` is updated, where units are not all updated together."""
     return Moment("during", "step", unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that one rank does to one flat buffer. Verb and subject say which, wherever it stands.
+    """One operation of a rank on one flat buffer. Verb and subject determine its meaning, wherever it stands.
 
-    `subject` is what it acts on, `over` the mesh axis, `dtype` what the bytes are afterwards, and
-    `sent_bytes` what this rank puts on the wire; of a `collect` or `hand_back`, in which ranks send
-    differently much, what the busiest one does. Of a `fetch` or `evict`, for which `over` is the tier from which or to
-    which bytes go, it is what goes between that and the device; of `states`, which go
-    between a disk and the host, it is not said.
+    `subject` is what it acts on, `over` the mesh axis, `dtype` that of the bytes afterwards, and `sent_bytes` what this
+    rank sends. Ranks send different amounts in a `collect` or `hand_back`; there it is what the busiest rank sends. For
+    a `fetch` or `evict`, `over` is the other tier and `sent_bytes` what is copied between it and the device; it is not
+    given for `states`, which are copied between a disk and the host.
     """
 
     verb: Verb
@@ -111,7 +111,7 @@ class Action:
 
     @property
     def effect(self) -> Effect:
-        """What it does to memory."""
+        """Its effect on memory."""
         return EFFECTS[self.verb, self.subject]
 
     @property
@@ -120,7 +120,7 @@ class Action:
 
     @property
     def copies(self) -> bool:
-        """Whether it brings bytes from one tier to another."""
+        """Whether it copies bytes from one tier to another."""
         return self.verb in COPYING
 
     def on(self, stream: Stream) -> Action:
@@ -153,14 +153,14 @@ class Action:
 
 
 def _is_action(words: list[str]) -> bool:
-    """`verb flat subject`, with or without `over dtype`: a thing that can be done, over words that there are."""
+    """`verb flat subject`, optionally followed by `over dtype`: whether verb and subject, and the dtype, exist."""
     if len(words) not in (3, 5) or (words[0], words[2]) not in EFFECTS:
         return False
     return len(words) == 3 or words[4] == "-" or words[4] in WIDTH
 
 
 def _name(name: str) -> str:
-    """A unit's or an axis's name as one word: with blanks or quotes in it, as modules may have, it stands in quotes."""
+    """The name of a unit or axis as one word. A name with blanks or quotes, which modules may have, is quoted."""
     is_word = name.isprintable() and not set(' "') & set(name) and name and name[0] != "#"
     return name if is_word else json.dumps(name)
 
@@ -174,12 +174,12 @@ def _unquoted(word: str) -> str:
     try:
         return str(json.loads(word))
     except json.JSONDecodeError:
-        raise ProgramError(f"{word} is not a name in quotes as JSON has them.") from None
+        raise ProgramError(f"{word} is not a quoted JSON string.") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A moment and what is due at it, in order."""
+    """A moment and its actions, in order."""
 
     moment: Moment
     actions: tuple[Action, ...] = ()

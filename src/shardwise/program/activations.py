@@ -10,30 +10,35 @@ from shardwise.program.spec import Trace
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment, the most bytes that lived at once since the moment before it, and those that live at it."""
+    """A moment, the peak of live bytes since the previous moment, and the bytes live at it; `heap_bytes` of the latter
+    lie in the heap of the process."""
 
     moment: Moment
     peak_bytes: int
     live_bytes: int
+    heap_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch, or of all of them in the order of a pipeline's schedule, that are neither parameters
-    nor buffers: inputs, what is saved for the backward, what the backward makes, and each gradient until it is handed
-    over.
+    """Bytes that are neither parameters nor buffers, of one micro-batch or of all micro-batches in the order of a
+    pipeline's schedule: inputs, tensors saved for the backward, what the backward allocates, and each gradient until it
+    is handed over.
 
-    `marks` are the moments of a pass in their order, the end of the backward last. `process_bytes` is an allowance for
-    what computing takes from the system besides, and no tensor shows.
+    `marks` are the moments of a pass in order, the end of the backward last. `process_bytes` is an allowance for memory
+    that computing takes from the system and that no tensor accounts for.
     """
 
     marks: tuple[Mark, ...]
     process_bytes: int = 0
     on_cpu: bool = True
-    """Whether they lie on the CPU, where gradients that are sent may do so from blocks that are kept."""
+    """Whether they are on the CPU, where gradients may be sent from blocks that are kept."""
     host_bytes: int = 0
-    """Of them, at most, what lies on the host meanwhile, where a plan says so; likewise on a disk. No mark has it."""
+    """The most of them that lies on the host, where a plan puts them there; `disk_bytes` likewise. Not part of any
+    mark."""
     disk_bytes: int = 0
+    peak_heap_bytes: int = 0
+    """The most that lies in the heap of the process at once; 0 where it has none."""
 
     @property
     def trace(self) -> Trace:

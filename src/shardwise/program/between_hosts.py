@@ -1,6 +1,6 @@
-"""What of a program's messages leaves each host: of all that a host gives, one copy for every other host.
+"""The bytes of a program's messages that leave each host: one copy of what a host sends for every other host.
 
-How ranks carry it is in `comm/on_hosts.py`; these are the bytes of it, the same to the byte.
+`comm/on_hosts.py` decides how ranks carry it; the byte counts agree exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _ONCE, _TWICE = ("gather", "reduce_scatter"), ("all_reduce", "agree")
 
 
 def lines_on_hosts(hosts: Sequence[int]) -> tuple[Places, ...]:
-    """The places of a line by host, in the order in which the line comes to them; `hosts` has that of each place."""
+    """The places of a line, grouped by host in the order in which the hosts appear. `hosts` has the host of each
+    place."""
     by_host: dict[int, list[int]] = {}
     for place, host in enumerate(hosts):
         by_host.setdefault(host, []).append(place)
@@ -23,10 +24,10 @@ def lines_on_hosts(hosts: Sequence[int]) -> tuple[Places, ...]:
 
 
 def crossing_bytes(verb: str, chunk_bytes: int, num_near: int, num_ranks: int, num_hosts: int) -> int:
-    """What all ranks of one host together send to others for one collective of a line.
+    """Bytes that all ranks of one host together send to other hosts, for one collective of a line.
 
-    `chunk_bytes` is what each of the line's `num_ranks` gives (`gather`) or gets (`reduce_scatter`); of an `all_reduce`
-    a rank's share. `num_near` of the ranks are of that host.
+    `chunk_bytes` is what each of the line's `num_ranks` contributes (`gather`) or receives (`reduce_scatter`), or a
+    rank's share of an `all_reduce`. `num_near` of the ranks are on that host.
     """
     gathered = num_near * (num_hosts - 1) * chunk_bytes
     summed = (num_ranks - num_near) * chunk_bytes
@@ -34,10 +35,10 @@ def crossing_bytes(verb: str, chunk_bytes: int, num_near: int, num_ranks: int, n
 
 
 def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> list[int]:
-    """Bytes that leave each host for `actions`, which every rank runs; hosts have `local_size` ranks in a row.
+    """Bytes that leave each host for `actions`, which every rank runs; each host has `local_size` consecutive ranks.
 
-    Counted are gathers, sums and what is agreed on. Not counted: buffers that are broadcast, whole matrices and
-    activations, and what ranks ask each other outside of a program.
+    Gathers, sums and what is agreed on are counted. Broadcast buffers, whole matrices, activations and messages outside
+    of a program are not.
     """
     num_ranks = mesh.world_size
     sent = [0] * -(-num_ranks // local_size)

@@ -1,4 +1,4 @@
-"""From tables and a trace to a program: what is due at which moment, without look-ahead yet."""
+"""From tables and a trace to a program without look-ahead: what is due at which moment."""
 
 from __future__ import annotations
 
@@ -33,64 +33,69 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
 
     Without `reduces` gradients stay on the rank that made them (`no_sync`).
 
-    What is whole already is not gathered again, and a unit that would be dropped and is needed again with
-    nothing else in between is not dropped at all.
+    A unit that is whole is not gathered again, and a unit is not freed if it is the next one to be needed.
     """
     by_name = {unit.name: unit for unit in units}
-    there = There({flat.name for unit in units for flat in unit.flats if flat.resident})
-    needs = Needs(trace, (unit.name for unit in units if not there.is_whole(unit)))
+    gathered = Gathered(flat for unit in units for flat in unit.flats)
+    needs = Needs(trace, (unit.name for unit in units if not gathered.is_whole(unit)))
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
         due: Actions = ()
         if moment.edge == "before":
-            due = there.make_whole(unit)
+            due = gathered.make_whole(unit)
         elif moment.phase == "backward" or not needs.is_next(index):
-            due = there.drop(drop_due(unit, moment, training=training, reduces=reduces))
-        if not there.is_whole(unit):
+            due = gathered.drop(drop_due(unit, moment, training=training, reduces=reduces))
+        if not gathered.is_whole(unit):
             needs.note_absent(index)
         blocks.append(Block(moment, due))
     if training:
-        blocks.append(Block(END_OF_BACKWARD, there.drop_all(units)))
+        blocks.append(Block(END_OF_BACKWARD, gathered.drop_all(units)))
     return tuple(blocks)
 
 
-class There:
-    """Which flat buffers are whole, and of which a range is held, as far as a pass has been built."""
+class Gathered:
+    """The flat buffers that are whole, and those of which a range is held, as the pass is built."""
 
-    def __init__(self, whole: set[str]) -> None:
-        self._whole = whole
+    def __init__(self, flats: Iterable[FlatSpec]) -> None:
+        flats = tuple(flats)
+        self._whole = {flat.name for flat in flats if flat.resident}
         self._held: set[str] = set()
+        self._updating = {flat.name for flat in flats if flat.gathers_behind_step}
+        """Those whose gather after the previous step may still be in flight."""
 
     def is_whole(self, unit: UnitSpec) -> bool:
         return all(flat.name in self._whole for flat in unit.flats)
 
     def make_whole(self, unit: UnitSpec) -> Actions:
-        """What gathers those of its flat buffers that are not."""
+        """The gathers of its flat buffers that are not whole, and the waits for those that are being updated."""
+        updating = self._updating & {flat.name for flat in unit.flats}
+        self._updating -= updating
+        awaited = tuple(Action("wait", flat.name, "param") for flat in unit.flats if flat.name in updating)
         missing = [flat for flat in unit.flats if flat.name not in self._whole]
         due = tuple(action for flat in missing for action in gathers(flat, from_held=flat.name in self._held))
         names = {flat.name for flat in missing}
         self._whole |= names
         self._held -= names
-        return due
+        return (*awaited, *due)
 
     def drop(self, due: Iterable[Action]) -> Actions:
-        """Those of `due` that have something to act on: a gradient, or what is whole."""
+        """Those of `due` that have something to act on: a gradient, or a whole buffer."""
         done = tuple(action for action in due if action.flat in self._whole or action.subject == "grad")
         self._whole -= {action.flat for action in done if action.verb == "free"}
         self._held |= {action.flat for action in done if action.verb == "slice"}
         return done
 
     def drop_all(self, units: Iterable[UnitSpec]) -> Actions:
-        """What frees all that is whole."""
+        """The frees of everything that is whole."""
         return self.drop(action for unit in units for action in free_due(unit))
 
 
 def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
     """The optimizer step: gradients to where the states are, the verdict, new parameters to where they rest.
 
-    In between stand the updates that are done unit by unit, off the device, each with what brings its parameters back;
-    then what the update of all others needs of whole parameters, if it needs any.
+    In between come the updates that are done unit by unit off the device, each followed by the way back of its
+    parameters, and then what the update of the other units needs of whole parameters, if anything.
     """
     flats = [flat for unit in units for flat in unit.flats if flat.trainable]
     before = [action for flat in flats for action in step_gradients(flat)]
@@ -120,23 +125,24 @@ def build_updates(units: Sequence[UnitSpec]) -> Program:
 
 
 def _update(flat: FlatSpec) -> Actions:
-    """One flat buffer's, with what brings its parameters to where they rest."""
+    """The update of one flat buffer, and the way of its parameters back to where they rest."""
     update = Action("update", flat.name, "master")
     if not flat.updates_from_disk:
         return (update, *step_parameters(flat))
     fetch, evict = Action("fetch", flat.name, "states"), Action("evict", flat.name, "states")
-    if flat.rests_on_disk:  # it lies beside its states, and is written with them
+    if flat.rests_on_disk:  # parameters lie beside their states, and are written with them
         return (fetch, update, *step_parameters(flat), evict)
     return (fetch, update, evict, *step_parameters(flat))
 
 
 def build_restore(units: Sequence[UnitSpec]) -> Actions:
-    """Parameters anew from what an optimizer updates, all of them: after somebody else has written to that."""
+    """Copy all parameters again from the master weights, after these were written from outside."""
     return tuple(action for unit in units for flat in unit.flats if flat.trainable for action in step_parameters(flat))
 
 
 def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
-    """What makes `unit` whole before it computes; nothing for gradients of weights, which need none."""
+    """The gathers that make `unit` whole before it computes. None for gradients of weights, which need no
+    parameters."""
     if not moment.needs_params:
         return ()
     in_backward = training and moment.phase != "forward"
@@ -146,19 +152,19 @@ def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Acti
 
 
 def gathers(flat: FlatSpec, *, from_held: bool) -> Actions:
-    """What makes a flat buffer whole from where it rests, or from what is held of it."""
+    """The gathers that make a flat buffer whole, from where it rests or from its held range."""
     if from_held:
-        return _acted(flat, "held", flat.table.held, flat.table.full)
-    return _acted(flat, "param", flat.table.param, flat.table.full)
+        return _actions_between(flat, "held", flat.table.held, flat.table.full)
+    return _actions_between(flat, "param", flat.table.param, flat.table.full)
 
 
 def slices_to_hold(flat: FlatSpec) -> Actions:
-    """What keeps of a whole flat buffer what is held until its backward."""
-    return _acted(flat, "held", flat.table.full, flat.table.held)
+    """The slices that keep the held range of a whole flat buffer until its backward."""
+    return _actions_between(flat, "held", flat.table.full, flat.table.held)
 
 
 def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True) -> Actions:
-    """What is due once `unit` has computed: its parameters go, and its gradients come in."""
+    """The actions due once `unit` has computed: free its parameters, reduce its gradients."""
     if moment.phase != "forward":
         reduces = reduces and moment.leaves_gradients
         reductions = [action for flat in unit.flats if flat.trainable and reduces for action in reduce_due(flat)]
@@ -169,7 +175,7 @@ def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: 
 
 
 def drop_to_held(unit: UnitSpec) -> Actions:
-    """What leaves of a unit what is to be held of it until it is needed again."""
+    """Free a unit except for what is held of it until it is needed again."""
     due: list[Action] = []
     for flat in unit.flats:
         if flat.resident or flat.table.held == flat.table.full:
@@ -181,35 +187,36 @@ def drop_to_held(unit: UnitSpec) -> Actions:
 
 
 def reduces_each_time(flat: FlatSpec) -> bool:
-    """Whether gradients of each micro-batch of a pipeline are reduced by themselves: where they wait in shards. Others
-    wait whole, and are reduced once for all."""
+    """Whether the gradients of each micro-batch of a pipeline are reduced separately, which is the case where they wait
+    in shards. Others wait whole, and are reduced once for all micro-batches."""
     return bool(flat.table.grad.shard)
 
 
 def reduce_due(flat: FlatSpec) -> Actions:
-    """From what a backward produced to where gradients wait. Nothing, if they wait as they come."""
-    path = _acted(flat, "grad", flat.table.fresh, flat.table.grad)
+    """From what a backward leaves to where gradients wait. Nothing, if they wait as they come."""
+    path = _actions_between(flat, "grad", flat.table.fresh, flat.table.grad)
     return path if any(action.communicates or action.copies for action in path) else ()
 
 
 def fills_grad(flat: FlatSpec) -> bool:
-    """Whether a backward can leave gradients right where they wait for the step: nothing cuts or widens them."""
+    """Whether a backward can leave gradients in the memory where they wait for the step: nothing cuts or widens
+    them."""
     due = reduce_due(flat)
     return not due or (all(action.verb == "all_reduce" for action in due) and flat.table.wire == flat.table.grad.dtype)
 
 
 def step_gradients(flat: FlatSpec) -> Actions:
     """From where gradients wait to what the update reads. Nothing, if that is the same."""
-    return _acted(flat, "due", flat.table.grad, flat.table.due)
+    return _actions_between(flat, "due", flat.table.grad, flat.table.due)
 
 
 def step_parameters(flat: FlatSpec) -> Actions:
-    """From what has been updated to where parameters rest."""
-    acted = _acted(flat, "param", flat.table.due, flat.table.param)
-    if flat.rests_on_disk:  # `evict states` takes it there
+    """From what was updated to where parameters rest."""
+    acted = _actions_between(flat, "param", flat.table.due, flat.table.param)
+    if flat.rests_on_disk:  # `evict states` writes it to the disk
         return tuple(action for action in acted if action.verb == "cast")
     if flat.updates_from_disk and not any(action.verb in ("cast", "fetch") for action in acted):
-        dtype = flat.table.param.dtype  # nothing is cast or fetched, but what was updated is not what rests
+        dtype = flat.table.param.dtype  # nothing is cast or fetched, but what was updated is not where parameters rest
         acted = (Action("cast", flat.name, "param", dtype, dtype), *acted)
     is_fetched = any(action.verb == "fetch" for action in acted)
     is_cast = any(action.verb == "cast" for action in acted)
@@ -225,7 +232,7 @@ def step_parameters(flat: FlatSpec) -> Actions:
 
 
 def backward_makes(flat: FlatSpec) -> Buffer:
-    """What a backward leaves of a flat buffer that is trained: what is to be reduced, or what waits already."""
+    """What a backward leaves of a trainable flat buffer: gradients to be reduced, or gradients that already wait."""
     return "fresh" if reduce_due(flat) else "grad"
 
 
@@ -239,14 +246,14 @@ def free_due(unit: UnitSpec) -> Actions:
 
 
 class Needs:
-    """When units are needed whole next, and which of those that are not is needed first.
+    """When units are next needed whole, and which of the absent ones is needed first.
 
-    A unit becomes whole at its own moment alone, so what was noted of an absent one holds until that.
+    A unit becomes whole only at its own moment, so a note about an absent unit holds until then.
     """
 
     def __init__(self, trace: Trace, absent: Iterable[str]) -> None:
         self._next: list[int | None] = [None] * len(trace)
-        """For each moment: at which later one its unit is needed next."""
+        """For each moment, the index of the later moment at which its unit is needed next."""
         needed: dict[str, int] = {}
         for index in range(len(trace) - 1, -1, -1):
             moment = trace[index]
@@ -254,11 +261,11 @@ class Needs:
             if moment.edge == "before" and moment.needs_params:
                 needed[moment.unit] = index
         self._absent = [needed[name] for name in absent if name in needed]
-        """When those that are not whole are needed, those behind us included."""
+        """A heap of the moments at which absent units are needed; it may contain past ones."""
         heapify(self._absent)
 
     def note_absent(self, index: int) -> None:
-        """The unit of this moment is not whole any more."""
+        """The unit of this moment is no longer whole."""
         needed = self._next[index]
         if needed is not None:
             heappush(self._absent, needed)
@@ -268,14 +275,15 @@ class Needs:
         return self._next[index] is None
 
     def is_next(self, index: int) -> bool:
-        """Whether the unit of the moment at `index` is the next that has to be whole; those that are do not count."""
+        """Whether the unit of the moment at `index` is the first, among units that are not whole, to be needed
+        again."""
         needed = self._next[index]
         while self._absent and self._absent[0] <= index:
             heappop(self._absent)
         return needed is not None and (not self._absent or needed <= self._absent[0])
 
 
-def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:
+def _actions_between(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:
     """The moves from `source` to `target` as actions on `flat`, with the bytes they send."""
     acted, shard = [], set(source.shard)
     for move in moves(source, target, flat.table.order):
@@ -302,19 +310,20 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
 
 
 def verdict_numel(num_params: int) -> int:
-    """Elements of the verdict: the squared gradient norm, what is still to reduce, and each parameter's touch."""
+    """Elements of the verdict: the squared gradient norm, what is left to reduce, and a flag per parameter with a
+    gradient."""
     return num_params + 2
 
 
 def verdict_dtype(flats: Sequence[FlatSpec]) -> Dtype:
-    """In which the norm is summed: as wide as the widest gradients, and at least fp32."""
+    """The dtype in which the norm is summed: at least fp32, and as wide as the widest gradients."""
     return "fp64" if any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats) else "fp32"
 
 
 def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
-    """Over the data axes among those who have something to train, and over the model axes among all: there the sums are
-    of the whole model's norm, and of parameters' touches where ranks list the same ones. Where they list others, one
-    cannot know how wide the others' gradients are, and sums are fp64."""
+    """Over the data axes among the ranks with something to train, and over the model axes among all. There the sums are
+    the norm of the whole model and, where ranks list the same parameters, the flags of parameters with gradients. Where
+    they list different ones, the width of the other ranks' gradients is unknown, and sums are fp64."""
     dtype = verdict_dtype(flats)
     numel = verdict_numel(sum(flat.num_params for flat in flats))
     agreed = _agree(mesh, axes if flats else (), "verdict", numel, dtype)
@@ -325,15 +334,15 @@ def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
 
 
 def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
-    """The axes over which any flat buffer's states are sharded, or parameters cut: norms of parameters are summands
-    there."""
+    """The axes over which the states of a flat buffer are sharded, or its parameters cut: norms of parameters have to
+    be summed there."""
     sharded = {axis for flat in flats if flat.trainable for axis in (*flat.table.optim.shard, *flat.cut_axes)}
     sharded |= set(flats[0].mesh.same_params_axes) if flats else set()
     return tuple(axis for axis in flats[0].mesh.axes if axis in sharded) if flats else ()
 
 
 def norms_numel(flats: Sequence[FlatSpec]) -> int:
-    """Elements of the norms: of every parameter that needs them, two squares."""
+    """Elements of the norms: two squares for every parameter that needs them."""
     return 2 * sum(placed.update.needs_norm for flat in flats for placed in flat.updates)
 
 
@@ -343,9 +352,9 @@ def _norms(flats: Sequence[FlatSpec]) -> list[Action]:
 
 
 def _matrices(over: Sequence[MatrixExchange]) -> list[Action]:
-    """Each flat buffer's matrices are collected while those of the one before are worked out.
+    """Each flat buffer's matrices are collected while those of the previous one are computed.
 
-    What was handed back is waited for once the next buffer's work is done, so that no rank stands idle for it.
+    Results are waited for after the work on the next buffer, so that no rank idles for them.
     """
     due: list[Action] = []
     returning: Action | None = None
@@ -357,23 +366,23 @@ def _matrices(over: Sequence[MatrixExchange]) -> list[Action]:
         name = one.flat.name
         due += [Action("wait", name, "matrix")] if one.moves else []
         due.append(Action("orthogonalize", name, "update"))
-        due += [_handed("hand_back", one, at(one.taken_bytes, None))] if one.moves else []
+        due += [_exchange_action("hand_back", one, at(one.taken_bytes, None))] if one.moves else []
         due += [returning] if returning else []
         returning = Action("wait", name, "update") if one.moves else None
     return due + ([returning] if returning else [])
 
 
 def _collect(one: MatrixExchange) -> list[Action]:
-    return [_handed("collect", one, at(one.given_bytes, None))] if one.moves else []
+    return [_exchange_action("collect", one, at(one.given_bytes, None))] if one.moves else []
 
 
-def _handed(verb: Verb, one: MatrixExchange, sent_bytes: int) -> Action:
+def _exchange_action(verb: Verb, one: MatrixExchange, sent_bytes: int) -> Action:
     axes = "+".join(one.flat.table.optim.shard)
     return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, EFFECTS[verb, "update"].stream)
 
 
 def _agree(mesh: Mesh, axes: Sequence[str], subject: Subject, numel: int, dtype: Dtype = "fp32") -> list[Action]:
-    """A small sum over `axes` that carries what ranks must agree on, `numel` elements of it."""
+    """A small sum over `axes`, of `numel` elements, that carries what ranks must agree on."""
     agreed = []
     for axis in axes:
         size = mesh.size(axis)

@@ -1,8 +1,8 @@
-"""A program is walked through before it is run: nothing is read that is not there, nothing is left behind, and what
-runs beside the computation is waited for before anybody depends on it.
+"""Checks a program before it runs: nothing is read that is absent, nothing is left behind, and everything that runs
+beside the computation is waited for before it is used.
 
-What an action reads, makes and frees is said in `effects.py`, and what orders what in [Note: what orders what] there.
-Besides, a program has to do all that the table demands, in its order: that is asked of `build.py`.
+Actions are judged by their entries in `effects.py` and by [Note: what orders what] there. A program must also do all
+that the table demands, in order; `build.py` says what that is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.program.build import (
 from shardwise.program.effects import COMPUTES, Buffer, Effect
 from shardwise.program.spec import FlatSpec, UnitSpec
 
-_SAID: dict[Buffer, str] = {
+_NAMES: dict[Buffer, str] = {
     "param": "resting range",
     "full": "whole buffer",
     "held": "held range",
@@ -40,17 +40,19 @@ _SAID: dict[Buffer, str] = {
 }
 
 
-def _said(buffer: Buffer) -> str:
-    return _SAID.get(buffer, buffer)
+def _name(buffer: Buffer) -> str:
+    return _NAMES.get(buffer, buffer)
 
 
 def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) -> None:
-    """Raise `ProgramError`, naming block and action, if `program`, a pass or a schedule, could not run on `units`, or
-    if it could compute something else when what runs beside the computation comes early or late.
+    """Raise `ProgramError`, naming block and action, if `program` (a pass or a schedule) could not run on `units`, or
+    if its result could depend on when the work beside the computation is done.
 
     With `reduces` every gradient that a backward leaves must be reduced.
     """
     states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
+    for state in states.values():
+        state.begin_pass()
     by_name = {unit.name: [states[flat.name] for flat in unit.flats] for unit in units}
     for block in program:
         moment = block.moment
@@ -68,8 +70,9 @@ def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) 
 
 
 def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> None:
-    """The same for an optimizer step. Each of its blocks does all that is demanded at its moment, and leaves nothing
-    on its way; what follows the update of a unit may come in a later one. `buffers_bytes` is that of `build_step`."""
+    """`check` for an optimizer step. Each block must do all that is demanded at its moment and leave nothing under way,
+    except that what follows the update of a unit may come in a later block, and that gathers behind the step go on.
+    `buffers_bytes` is that of `build_step`."""
     states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
     for state in states.values():
         state.begin_step()
@@ -82,7 +85,7 @@ def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: in
         _add_wanted(left, demanded.pop(block.moment, Block(block.moment)))
         _check_done(block, left, is_all=not is_of_unit and block.moment.edge != "during")
         for state in states.values() if not is_of_unit else ():
-            why = state.why_not_through(block.moment)
+            why = state.why_incomplete(block.moment)
             if why:
                 raise ProgramError(f"{block.moment} ends, but {state.flat.name}'s {why}.")
     for block in demanded.values():
@@ -102,7 +105,7 @@ def _act(block: Block, action: Action, states: Mapping[str, _FlatState]) -> None
 
 
 _Wanted = defaultdict[str, deque[Action]]
-"""By flat buffer, what is still to be done, in its order."""
+"""By flat buffer: the actions still to be done, in order."""
 
 
 def _add_wanted(wanted: _Wanted, demanded: Block) -> None:
@@ -112,16 +115,16 @@ def _add_wanted(wanted: _Wanted, demanded: Block) -> None:
 
 
 def _check_done(block: Block, wanted: _Wanted, *, is_all: bool = True) -> None:
-    """Raise unless what `block` does is, for each flat buffer, what is wanted next, waits aside; and all of it, if
-    `is_all`."""
+    """Raise unless the actions of `block`, waits aside, are the next ones wanted of each flat buffer; with `is_all`,
+    unless they are all of them."""
     for action in block.actions:
         if action.effect.waits is not None:
             continue
         if not wanted[action.flat]:
-            raise ProgramError(f"{block.moment}: '{action}', but nothing of the kind is left to do.")
+            raise ProgramError(f"{block.moment}: '{action}', but nothing of this flat buffer is left to do.")
         want = wanted[action.flat].popleft()
         if action.on("compute") != want:
-            raise ProgramError(f"{block.moment}: '{action}', but what is to be done next is '{want}'.")
+            raise ProgramError(f"{block.moment}: '{action}', but the next action due is '{want}'.")
     for left in wanted.values() if is_all else ():
         if left:
             raise ProgramError(f"{block.moment}: '{left[0]}' is left out.")
@@ -141,16 +144,16 @@ def _check_rest(states: Iterable[_FlatState]) -> None:
 
 @dataclass
 class _Content:
-    """One buffer, as far as the program has run."""
+    """The state of one buffer at a point of the program."""
 
     is_there: bool = False
-    """In part at least."""
+    """At least in part."""
     steps: deque[Action] = field(default_factory=deque)
-    """What is still to begin until it is all there."""
+    """Steps that have to begin before it is complete."""
     maker: Action | None = None
-    """What is on its way to make it, or more of it."""
+    """The action under way that makes it, or more of it."""
     readers: dict[Buffer, Action] = field(default_factory=dict)
-    """What is on its way and reads it, by what that makes."""
+    """Actions under way that read it, by what they make."""
 
     @property
     def is_whole(self) -> bool:
@@ -172,7 +175,8 @@ class _Content:
 
 
 class _FlatState:
-    """What one flat buffer is, as far as the program has run. Methods return why something cannot be, or nothing."""
+    """The state of one flat buffer at a point of the program. Methods return the reason why something is impossible, or
+    ""."""
 
     def __init__(self, flat: FlatSpec) -> None:
         self.flat = flat
@@ -181,7 +185,7 @@ class _FlatState:
             self._contents[buffer].is_there = True
         self._is_computing = False
         self._owed: deque[tuple[Action, ...]] = deque()
-        """The reductions that have not begun, one for each backward that has left gradients."""
+        """Reductions that have not begun, one for each backward that has left gradients."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -200,14 +204,14 @@ class _FlatState:
 
     def begin_computing(self, moment: Moment) -> str:
         effect = COMPUTES[moment.phase]
-        for buffer in effect.reads:
+        for buffer in (*effect.reads, *(("param",) if self.flat.resident else ())):
             if not self._contents[buffer].is_whole:
-                return f"its {_said(buffer)} is {self._contents[buffer].in_words}"
+                return f"its {_name(buffer)} is {self._contents[buffer].in_words}"
         if moment.leaves_gradients and self.flat.trainable:
             left = backward_makes(self.flat)
             why = self._contents[left].why_not_writable()
             if why:
-                return f"its {_said(left)} is {why}"
+                return f"its {_name(left)} is {why}"
         self._is_computing = True
         return ""
 
@@ -217,9 +221,14 @@ class _FlatState:
             left = backward_makes(self.flat)
             self._contents[left].is_there = True
             if moment.micro_batch is not None and not reduces_each_time(self.flat):
-                self._owed.clear()  # those of another micro-batch are added to, and reduced with it
+                self._owed.clear()  # gradients of another micro-batch are added to these, and reduced with them
             if reduces and left == "fresh":
                 self._owed.append(reduce_due(self.flat))
+
+    def begin_pass(self) -> None:
+        """The gather after the previous step may still be in flight."""
+        if self.flat.gathers_behind_step:
+            *_, self._contents["param"].maker = step_parameters(self.flat)
 
     def begin_step(self) -> None:
         """Gradients wait, and parameters are about to be updated."""
@@ -228,23 +237,25 @@ class _FlatState:
             steps = (action for action in step_parameters(self.flat) if action.verb in ("fetch", "gather"))
             self._contents["param"].steps.extend(steps)
 
-    def why_not_through(self, moment: Moment) -> str:
-        """Whether something is missing for what comes after `moment` of a step."""
-        on_the_way = next((one for one in self._contents.values() if one.maker is not None), None)
-        if on_the_way is not None:
-            return f"'{on_the_way.maker}' is still on its way"
+    def why_incomplete(self, moment: Moment) -> str:
+        """What is missing for the computation after `moment` of a step, or ""."""
+        param = self._contents["param"]
+        may_arrive_later = self.flat.gathers_behind_step and moment.edge == "after" and not param.steps
+        for content in self._contents.values():
+            if content.maker is not None and not (may_arrive_later and content is param):
+                return f"'{content.maker}' is still on its way"
         if not self.flat.trainable:
             return ""
         needed: dict[str, tuple[Buffer, ...]] = {"before": COMPUTES["step"].reads, "after": ("param",)}
         for buffer in needed.get(moment.edge, ()):
-            if not self._contents[buffer].is_whole:
-                return f"{_said(buffer)} is {self._contents[buffer].in_words}"
+            if not (self._contents[buffer].is_whole or may_arrive_later):
+                return f"{_name(buffer)} is {self._contents[buffer].in_words}"
         return ""
 
     # -- what is done -----------------------------------------------------------------------------------
 
     def act(self, action: Action) -> str:
-        """Do `action`."""
+        """Apply `action`."""
         if action.flat == ALL_FLATS and not self.flat.trainable:
             return ""
         effect = action.effect
@@ -265,20 +276,20 @@ class _FlatState:
         return ""
 
     def _why_not_next(self, action: Action, made: _Content, buffer: Buffer) -> str:
-        """Whether `action` is not the next step to what it makes."""
+        """Why `action` is not the next step towards what it makes, or ""."""
         if made.maker is not None or made.readers:
-            return f"its {_said(buffer)} is {made.why_not_writable()}"
+            return f"its {_name(buffer)} is {made.why_not_writable()}"
         if not made.is_there:
             made.steps = self._steps(action)
         if not made.steps:
-            return f"its {_said(buffer)} is there already" if made.is_there else "nothing of it is left to reduce"
+            return f"its {_name(buffer)} is there already" if made.is_there else "nothing of it is left to reduce"
         due = made.steps[0]
         if (due.verb, due.over) != (action.verb, action.over):
             return f"its next step is '{due}'"
         return ""
 
     def _steps(self, action: Action) -> deque[Action]:
-        """All steps to what `action` makes, of which it is the first."""
+        """All steps towards what `action` makes, of which it is the first."""
         match action.verb, action.subject:
             case (("gather" | "fetch"), ("param" | "held")):
                 return deque(gathers(self.flat, from_held=action.subject == "held"))
@@ -294,17 +305,17 @@ class _FlatState:
         for buffer in sources:
             content = self._contents[buffer]
             if not content.is_there or content.maker is not None or (content.steps and buffer != effect.makes):
-                return f"its {_said(buffer)} is {content.in_words}"
+                return f"its {_name(buffer)} is {content.in_words}"
         for buffer in (*effect.changes, *effect.frees):
             content = self._contents[buffer]
             why = content.why_not_writable()
             if why:
-                return f"its {_said(buffer)} is {why}"
+                return f"its {_name(buffer)} is {why}"
         for buffer in effect.frees:
             if buffer == "full" and self.flat.resident:
                 return "it rests whole and is never freed"
             if not self._contents[buffer].is_whole:
-                return f"its {_said(buffer)} is {self._contents[buffer].in_words}"
+                return f"its {_name(buffer)} is {self._contents[buffer].in_words}"
             if buffer == "full" and self._is_computing:
                 return "it still computes"
         return ""
@@ -336,7 +347,7 @@ class _FlatState:
         if effect.keeps is not None:
             why = self._contents[effect.keeps].why_not_writable()
             if why:
-                return f"its {_said(effect.keeps)} is {why}"
+                return f"its {_name(effect.keeps)} is {why}"
         awaited.is_there, awaited.maker = True, None
         for buffer, content in self._contents.items():
             has_read = content.readers.pop(effect.waits, None) if effect.waits is not None else None

@@ -1,14 +1,14 @@
 """What each action does to memory: what it reads, makes, frees and sends, and on which stream.
 
-It is said here and nowhere else. `check.py` refuses a program by it, `footprint.py` counts bytes by it, `streams.py`
-places actions and their waits by it, and the runtime has one method for each entry. Another verb is another entry.
+This is the only place that says so. `check.py` refuses programs by it, `footprint.py` counts bytes by it, `streams.py`
+places actions and waits by it, and the runtime has one method per entry. A new verb is a new entry.
 
-[Note: what orders what] Actions of the stream `compute`, and the computation of model and optimizer, come one after
-the other. An action on any other stream begins after all that was on `compute` when it was issued, and is done at the
-earliest at once, at the latest when it is waited for. Nothing else is promised, for two actions of one such stream
-neither: NCCL has a stream for each process group, and on the CPU most of a collective may run inside its wait.
-So whatever is made by an action of another stream has to be waited for before anything reads, changes or frees it, and
-what such an action reads may be neither changed nor freed before.
+[Note: what orders what] Actions on the stream `compute`, and the computation of model and optimizer, run one after the
+other. An action on any other stream begins after everything that was on `compute` when it was issued, and may finish at
+any time from then until it is waited for. Nothing else is promised, not even the order of two actions on the same such
+stream: NCCL has a stream for each process group, and on the CPU most of a collective may run inside its wait. So what
+an action of another stream makes must be waited for before anything reads, changes or frees it, and what such an action
+reads must not be changed or freed before that wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ OwnVerb = Literal["free", "wait", "agree", "broadcast", "update", "collect", "or
 Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
 Phase = Literal["forward", "backward", "backward_input", "backward_weights", "step"]
-"""What is computed. `backward_input` and `backward_weights` are the halves of a backward, where a schedule has them."""
+"""What is computed. `backward_input` and `backward_weights` are the halves of a backward, for schedules that split
+it."""
 Subject = Literal[
     "full",
     "range",
@@ -41,33 +42,33 @@ Subject = Literal[
     "matrix",
     "update",
 ]
-"""What the text of an action names: for what is sent, where it comes from or what it comes to; for a wait, what is
-complete after it."""
+"""The name in the text of an action: for a transfer, its source or its result; for a wait, what is complete after
+it."""
 Buffer = Literal[
     "param", "full", "held", "fresh", "sum", "grad", "due", "master", "outgoing", "given", "matrix", "staging", "work"
 ]
 """Memory of one flat buffer on one rank.
 
-`param` is the range that rests here and `master` what the optimizer updates; `full` is the whole buffer, `held` what
-is kept of it until the backward; `fresh` is what a backward leaves, `sum` what a reduction has come to so far, `grad`
-what waits for the step and `due` what the update reads; `outgoing` is what has been updated on the host, in the dtype
-in which parameters rest. `matrix` stands for the whole matrices that this rank works out, `given` for its pieces of
-those that others do. `staging` is what messages are made of, `work` what an update takes besides.
+`param` is the range that rests here and `master` what the optimizer updates; `full` is the whole buffer, `held` the
+range kept until the backward; `fresh` is what a backward leaves, `sum` the intermediate result of a reduction, `grad`
+what waits for the step and `due` what the update reads; `outgoing` is what was updated on the host, cast to the dtype
+of the resting parameters. `matrix` stands for the whole matrices that this rank orthogonalizes, `given` for its pieces
+of matrices that other ranks do. `staging` is memory for messages, `work` scratch memory of an update.
 
-On which tier a buffer lies is said by the rows of the table: see `tier_of` in `spec.py`.
+The rows of the table give the tier of a buffer: see `tier_of` in `spec.py`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one action does. Names of buffers are those of the action's own flat buffer.
+    """The effect of one action. Buffer names refer to the action's own flat buffer.
 
-    `makes` is made of `reads`; where it is there already, in part or from an axis before, the action goes on with
-    that instead. What of it is in `consumes` is of no use once the action is done, and its memory goes then. What is
-    in `frees` goes at once. `changes` are written to in place, where they are there. `scratch` is memory that it
-    takes; it goes with the wait that frees it, or at once where there is none.
+    `makes` is made from `reads`; if it already exists, in part or from a previous axis, the action continues from it
+    instead. Buffers in `consumes` are freed when the action is done, those in `frees` at once. `changes` are written in
+    place, where they exist. `scratch` is memory that the action takes; the wait that frees it gives it back, or the
+    action itself if there is no such wait.
 
-    A wait ends what is under way to make `waits`; with `keeps` that is the same memory from then on, or added to it.
+    A wait completes `waits`; with `keeps`, the same memory becomes that buffer, or is added to it.
     """
 
     makes: Buffer | None = None
@@ -79,16 +80,16 @@ class Effect:
     waits: Buffer | None = None
     keeps: Buffer | None = None
     cuts: bool = False
-    """Whether what it makes is one rank's part of what it reads."""
+    """Whether it makes one rank's part of what it reads."""
     sends: bool = False
     stream: Stream = "compute"
-    """On which it runs where it is not waited for at once."""
+    """The stream on which it runs, unless it is waited for at once."""
     awaited: tuple[Subject, Subject] | None = None
-    """The subjects of its wait: where another axis is to follow, and where it is the last."""
+    """The subjects of its wait: if another axis follows, and if it is the last."""
 
 
 def _sum(of: Buffer, to: Subject, *, cuts: bool = False, sends: bool = True) -> Effect:
-    """One step from what gradients are to what they are to be."""
+    """One step from gradients as they are to gradients as they have to be."""
     return Effect(
         makes="sum",
         reads=(of,),
@@ -102,7 +103,7 @@ def _sum(of: Buffer, to: Subject, *, cuts: bool = False, sends: bool = True) -> 
 
 
 def _evict(of: Buffer, to: Subject) -> Effect:
-    """From the device to the host, at the end of what else is done to a gradient."""
+    """From the device to the host, the last step of a gradient."""
     return Effect("sum", (of,), (of,), stream="evict", awaited=("sum", to))
 
 
@@ -162,8 +163,8 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
         awaited=("update", "update"),
     ),
     ("wait", "update"): Effect(waits="given", frees=("staging", "given")),
-    # the update, where it is not one for all on the device: a unit's on the host, around it its states from a disk.
-    # Reading ahead and writing behind are the disk's own: see storage/disk_memory.py
+    # updates that are not one call for all units on the device: a unit's on the host, with its states read from and
+    # written to a disk. storage/disk_memory.py reads ahead and writes behind on its own
     ("fetch", "states"): Effect(reads=("master",)),
     ("update", "master"): Effect(reads=("due",), changes=("master",)),
     ("evict", "states"): Effect(reads=("master",)),
@@ -177,7 +178,7 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("wait", "param"): Effect(waits="param"),
     ("broadcast", "buffers"): Effect(sends=True),
 }
-"""By verb and subject, which say everything: no action means another thing at another place."""
+"""By verb and subject. They determine the effect: an action means the same wherever it stands."""
 
 COMPUTES: dict[Phase, Effect] = {
     "forward": Effect(reads=("full",)),
@@ -191,8 +192,8 @@ SENDING: frozenset[str] = frozenset(verb for (verb, _), effect in EFFECTS.items(
 
 
 def adds_in_place(effect: Effect, *, is_same_dtype: bool, is_kept: bool) -> bool:
-    """Whether a sum is made where what is summed lies. `is_kept`: in memory that stays for gradients.
+    """Whether a sum is made in the memory of its source. `is_kept`: that memory stays for gradients.
 
-    A part of other memory is not left there, or all of it would stay.
+    A sum that is a part of other memory is not left there, because all of that memory would stay allocated.
     """
     return effect.sends and is_same_dtype and (is_kept or not effect.cuts)

@@ -1,8 +1,8 @@
-"""What a program will hold on one rank: bytes at rest by kind, and the peak of what comes and goes.
+"""What a program holds on one rank: bytes at rest by kind, and the peak of everything temporary.
 
-These are promises: the runtime counts the same bytes (`engine.memory()`), and a test holds the two together. A backward
-takes all the memory for its gradients at its beginning here; the runtime takes it when the first one comes.
-Activations are the model's own: they are counted where a rehearsal says what they are.
+These are promises: the runtime counts the same bytes (`engine.memory()`), and a test compares the two. Here a backward
+takes all memory for its gradients when it begins; the runtime takes it when the first gradient comes. Activations are
+the model's own, and are counted only if a rehearsal has measured them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from shardwise.program.walk import Walk
 from shardwise.units import PAGE
 
 NUM_KEPT_BLOCKS = 2
-"""Blocks of shared memory that wait, with their pages, for the next gradients to be sent from where they lie. As many
-are used in turn: one is filled while another is read."""
+"""Blocks of shared memory that stay allocated, with their pages, so that the next gradients can be sent from where they
+lie. Two are used in turn: one is filled while the other is read."""
 
 
 @dataclass(frozen=True)
 class HostFootprint:
-    """Bytes of one rank on the host, where rows of the table are there.
+    """Bytes of one rank on the host, if rows of the table are there.
 
-    `param` and `optim` rest; `buffers` is memory for gradients, and for copies on their way, that is used again.
+    `param` and `optim` rest; `buffers` is reusable memory for gradients and for copies under way.
     """
 
     param: int
     optim: int
     buffers: int
     activations: int = 0
-    """What forwards save for backwards, where a rehearsal has counted it and the plan has it there."""
+    """What forwards save for backwards, if a rehearsal has counted it and the plan puts it there."""
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -49,18 +49,18 @@ class HostFootprint:
 
 
 NUM_DISK_BUFFERS = 3
-"""Of the host, each for what one flat buffer has on a disk: one is read, one updated, one written."""
+"""Host buffers, each for what one flat buffer has on a disk: one is read, one updated, one written."""
 NUM_READ_BUFFERS = 3
-"""Of the host, each for the parameters of one flat buffer on a disk: one is copied to the device, others are read."""
+"""Host buffers, each for the parameters of one flat buffer on a disk: one is copied to the device, the others are
+read."""
 
 
 @dataclass(frozen=True)
 class DiskFootprint:
-    """Bytes of one rank on a disk: files for states, master weights and parameters, one for each flat buffer, and for
-    activations, where a rehearsal has counted them.
+    """Bytes of one rank on a disk: a file per flat buffer for states, master weights and parameters, and activations if
+    a rehearsal has counted them.
 
-
-    `param` is what rests there and is no master weight, and 0 where parameters rest elsewhere.
+    `param` counts parameters that rest there and are not master weights; it is 0 if parameters rest elsewhere.
     """
 
     param: int
@@ -79,14 +79,15 @@ class DiskFootprint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank: on its device, and beside them those on `host` and `disk`, if the table has rows there.
+    """Bytes on one rank: on its device, and in `host` and `disk` if the table has rows there.
 
-    `param`, `optim` (states and master weights) and `grad` rest between steps or wait for one; `working`
-    is what the peak holds beyond them: gathered parameters, gradients on their way, copies for the wire.
+    `param`, `optim` (states and master weights) and `grad` rest between steps or wait for one; `working` is what the
+    peak holds beyond them: gathered parameters, gradients being reduced, copies for messages.
 
-    Where `activations` are counted, `grad` and `working` too are what is held at the one moment when everything
-    together is most, which is at `peak_at` or on the way to it from the moment before, and `working` has blocks that
-    only wait to be used again; `process` is an allowance for what no tensor shows. Else there is neither.
+    If `activations` are counted, `grad` and `working` are what is held at the one moment at which the total peaks,
+    which is at `peak_at` or on the way to it from the previous moment; `working` then includes blocks kept for reuse,
+    and `process` is an allowance for memory that no tensor accounts for, and what the heap then holds beyond that peak.
+    Otherwise both are absent.
     """
 
     param: int
@@ -122,11 +123,11 @@ def footprint(
     coordinate: Mapping[str, int] | None = None,
     activations: Activations | None = None,
 ) -> Footprint:
-    """What one step, `micro_batch` as often as gradients are accumulated and then `step`, holds on each rank.
+    """What one step holds on each rank: `micro_batch` as often as gradients are accumulated, then `step`.
 
-    `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), where a flat buffer does
-    not say how it is updated. Ranks differ where it does: the figures are those of the rank at `coordinate` of the
-    mesh, or else the most that any rank holds. `activations` are those of a rehearsal with the order of `micro_batch`.
+    `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), for flat buffers that do not
+    say how they are updated. Ranks differ where they do: the figures are then those of the rank at `coordinate` of the
+    mesh, or without one the most of any rank. `activations` are those of a rehearsal in the order of `micro_batch`.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
@@ -134,6 +135,7 @@ def footprint(
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.tier_of("grad") == "device")
     clock = Walk(units, coordinate)
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
+    clock.heap = activations.peak_heap_bytes if activations is not None else 0
     _walk(clock, micro_batch, step, num_micro_batches, activations)
     disk = _on_disk(flats, states_per_param, coordinate)
     buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
@@ -146,14 +148,14 @@ def footprint(
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)
     working = clock.peak - clock.peak_grad - clock.peak_activations
-    grad, process = grad_buffers + clock.peak_grad, activations.process_bytes
+    grad, process = grad_buffers + clock.peak_grad, activations.process_bytes + clock.peak_with_gaps - clock.peak
     return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host, disk)
 
 
 def _walk(
     clock: Walk, micro_batch: Program, step: Program, num_micro_batches: int, activations: Activations | None
 ) -> None:
-    for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
+    for _ in range(min(2, num_micro_batches)):  # later micro-batches hold what the second holds
         for block, mark in zip(micro_batch, _marks(micro_batch, activations), strict=True):
             clock.walk(block, mark)
     for block in step:
@@ -181,7 +183,7 @@ def _on_disk(
 
 
 def _disk_buffers(flats: Sequence[FlatSpec], states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
-    """Of the host, for what comes from a disk and goes there."""
+    """Host buffers for what is read from a disk and written to it."""
     updated = [disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.updates_from_disk]
     read = [resting_disk_bytes(flat) for flat in flats if flat.rests_on_disk]
     return min(NUM_DISK_BUFFERS, len(updated)) * max(updated, default=0) + min(NUM_READ_BUFFERS, len(read)) * max(
@@ -195,7 +197,8 @@ def _resting_bytes(flats: Sequence[FlatSpec], tier: Tier) -> int:
 
 
 def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
-    """What ranks of one host keep on the CPU for gradients that are sent; promises do not depend on where ranks run.
+    """What ranks of one host keep on the CPU for sending gradients. Promises do not depend on where ranks run, so it is
+    always counted.
 
     Where parameters come and go nothing is kept through a forward.
     """
@@ -206,20 +209,20 @@ def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
 
 
 def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:
-    """For each block the mark of its moment."""
+    """The mark of each block's moment."""
     if activations is None:
         return (None,) * len(micro_batch)
     moments = [str(block.moment) for block in micro_batch]
-    told = [str(mark.moment) for mark in activations.marks]
-    if moments != told:
-        raise ProgramError(f"The activations are those of another order: {told}, and not {moments}.")
+    marked = [str(mark.moment) for mark in activations.marks]
+    if moments != marked:
+        raise ProgramError(f"The activations were rehearsed in another order: {marked} instead of {moments}.")
     return activations.marks
 
 
 def _optim_bytes(
     flats: Sequence[FlatSpec], tier: Tier, states_per_param: int, coordinate: Mapping[str, int] | None
 ) -> int:
-    """States and master weights that lie on `tier`."""
+    """States and master weights on `tier`."""
     num_bytes = 0
     for flat in flats:
         if not flat.trainable or flat.tier_of("master") != tier:
@@ -229,14 +232,14 @@ def _optim_bytes(
 
 
 def disk_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None, states_per_param: int = 0) -> int:
-    """Of the file with what one flat buffer has on a disk: whole pages for the parameters, if they rest there, and
-    behind them whole pages for states and master weights."""
+    """The size of a flat buffer's file on a disk: whole pages for the parameters, if they rest there, followed by whole
+    pages for states and master weights."""
     states = optim_bytes_of(flat, states_per_param, coordinate) if flat.updates_from_disk else 0
     return resting_disk_bytes(flat) + up_to_page(states)
 
 
 def resting_disk_bytes(flat: FlatSpec) -> int:
-    """Of that, what is read for a forward or a backward; 0 where parameters rest elsewhere."""
+    """The part of that file that a forward or backward reads; 0 if parameters rest elsewhere."""
     if not flat.rests_on_disk:
         return 0
     return up_to_page(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype))
@@ -254,7 +257,8 @@ def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[st
 
 
 def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
-    """What the parameters' own updates say is kept for the range at `coordinate`, or for the range with the most."""
+    """Bytes of states, by the updates of the parameters, for the range at `coordinate`; without one, for the range with
+    the most."""
     shard = flat.table.optim.shard
     mine = flat.layout.span(shard, coordinate or dict.fromkeys(flat.layout.order, 0))
     kept: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What micro-batches in flight hold beside the one that is computed."""
+"""What micro-batches in flight hold besides the one being computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.program.schedule import Op, OpKind, Schedule
 def held_beside(
     schedule: Schedule, rank: int, held: Mapping[int, int], aside: Mapping[int, int]
 ) -> dict[tuple[OpKind, int], int]:
-    """By kind of op and stage, the most bytes that other micro-batches of `rank` hold while it does one of them.
+    """By kind of op and stage: the most bytes that other micro-batches of `rank` hold during such an op.
 
     `held[stage]` are the bytes that a forward leaves for its backward, `aside[stage]` those that the first half of a
     backward (`I`) leaves for the second (`W`).
@@ -32,10 +32,10 @@ def held_beside(
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a rehearsal has found of one micro-batch in one stage."""
+    """What a rehearsal has measured of one micro-batch in one stage."""
 
     activations: Activations
-    """Of its forward and its backward, one right after the other."""
+    """Of its forward, directly followed by its backward."""
     held: int
     """Bytes that the forward leaves for the backward."""
     aside: int = 0
@@ -45,10 +45,10 @@ class StageBytes:
 def over_schedule(
     row: Sequence[Op], stages: Mapping[int, StageBytes], halved: Container[str] = (), sent_bytes: int = 0
 ) -> Activations:
-    """What a rank holds in a step: each op of its `row`, and beside it what other micro-batches have left by then.
+    """What a rank holds in a step: each op of its `row`, plus what other micro-batches have left by then.
 
-    `halved` are the units of which gradients come in the second half of a backward, `sent_bytes` what is on its way
-    between stages at any time.
+    `halved` are the units some of whose gradients come in the second half of a backward, `sent_bytes` what is in
+    transit between stages at any time.
     """
     alive: dict[tuple[int, int], int] = {}
     marks: list[Mark] = []
@@ -70,7 +70,7 @@ def over_schedule(
 
 
 def _marks_of(op: Op, found: StageBytes, halved: Container[str], aside: int) -> Iterator[Mark]:
-    """Those of one op, without what is beside it. A second half makes what the backward makes of weights' gradients."""
+    """The marks of one op alone. A second half allocates what the whole backward allocates for weight gradients."""
     marks = found.activations.marks
     for last, mark in zip((None, *marks), marks, strict=False):
         in_forward = mark.moment.phase == "forward"

@@ -1,12 +1,12 @@
-"""Which rank works out which whole matrix, and what has to travel for it.
+"""Which rank orthogonalizes which whole matrix, and what has to be sent for it.
 
-[Note: whole matrices] An update such as Muon's needs a whole matrix, of which a rank holds a range. Each matrix gets
-an owner among the ranks that share its states: pieces of it are collected there, worked out once, and handed back.
-A flat buffer is cut into few large ranges, so most matrices lie on one rank already or nearly so, and the owner is
-the rank that holds most of it, unless it has enough to do: then the least busy one. That sends at most twice what
-of a matrix is not with its owner; to gather all of it everywhere would send (n - 1) times the matrix and have every
-rank do all the work. Ranks with copies of the states (`ddp`, or the nodes of `hsdp`) each do the same work, as they
-do the whole update, and send nothing for it.
+[Note: whole matrices] An update such as Muon's needs a whole matrix, of which a rank holds a range. Each matrix gets an
+owner among the ranks that share its states: its pieces are collected there, the update is computed once, and the pieces
+are handed back. A flat buffer is cut into few large ranges, so most matrices lie on one rank already, or nearly so. The
+owner is the rank that holds most of the matrix, unless that rank has enough to do; then it is the least busy one. This
+sends at most twice the part of a matrix that is not with its owner; gathering it everywhere would send (n - 1) times
+the matrix and repeat the work on every rank. Ranks with copies of the states (`ddp`, or the nodes of `hsdp`) all do the
+same work, like the rest of their update, and send nothing for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardwise.placement import WIDTH, Dtype, Span
 from shardwise.program.spec import FlatSpec
 
 SLACK = 1.25
-"""How much more than its even share of the work a rank may get for the sake of fewer bytes."""
+"""A rank may get this multiple of its even share of the work if that saves bytes."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix at `span` of a flat buffer, parameter `index` of it, and the place of the rank that works it out."""
+    """The matrix at `span` of a flat buffer, which is its parameter `index`, and the place of the rank that owns it."""
 
     index: int
     span: Span
@@ -49,14 +49,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """The matrices of one flat buffer. A *place* counts the ranges of its states: place 0 has the first."""
+    """The matrices of one flat buffer. A *place* is the number of a range of its states: place 0 has the first."""
 
     flat: FlatSpec
     matrices: tuple[Matrix, ...]
 
     @property
     def dtype(self) -> Dtype:
-        """What travels. One optimizer iterates in one dtype."""
+        """The dtype that is sent. One optimizer iterates in one dtype."""
         return self.matrices[0].dtype
 
     @cached_property
@@ -64,7 +64,7 @@ class MatrixExchange:
         return self.flat.layout.span(self.flat.table.optim.shard, dict.fromkeys(self.flat.layout.order, 0)).numel
 
     def place(self, coordinate: Mapping[str, int]) -> int:
-        """Where the rank at `coordinate` of the mesh stands among those that share the states."""
+        """The place of the rank at `coordinate` of the mesh among those that share the states."""
         return self.flat.layout.span(self.flat.table.optim.shard, coordinate).start // self.range_numel
 
     def held(self, matrix: Matrix, place: int) -> Span:
@@ -77,12 +77,12 @@ class MatrixExchange:
 
     @property
     def moves(self) -> bool:
-        """Whether anything has to travel at all."""
+        """Whether anything has to be sent."""
         return any(self.travels(matrix) for matrix in self.matrices)
 
     @cached_property
     def given_bytes(self) -> Counter[int]:
-        """By place: pieces that lie there and are worked out elsewhere."""
+        """By place: bytes of pieces held there of matrices owned elsewhere."""
         given: Counter[int] = Counter()
         for matrix, place, numel in self._pieces():
             given[place] += numel * WIDTH[matrix.dtype] if place != matrix.owner else 0
@@ -90,7 +90,7 @@ class MatrixExchange:
 
     @cached_property
     def taken_bytes(self) -> Counter[int]:
-        """By place: pieces that are worked out there and lie elsewhere."""
+        """By place: bytes of pieces held elsewhere of matrices owned there."""
         taken: Counter[int] = Counter()
         for matrix, place, numel in self._pieces():
             taken[matrix.owner] += numel * WIDTH[matrix.dtype] if place != matrix.owner else 0
@@ -98,14 +98,15 @@ class MatrixExchange:
 
     @cached_property
     def whole_bytes(self) -> Counter[int]:
-        """By place: matrices that travel, whole, where they are worked out."""
+        """By place: bytes of owned matrices of which pieces have to be collected."""
         whole: Counter[int] = Counter()
         for matrix in filter(self.travels, self.matrices):
             whole[matrix.owner] += matrix.span.numel * WIDTH[matrix.dtype]
         return whole
 
     def work_bytes(self, place: int | None) -> int:
-        """The most that the work on one matrix takes at `place`, or anywhere: one that never travelled comes in too."""
+        """The most memory for one matrix at `place`, or at any place; includes the matrix itself if all of it is held
+        there."""
         own = [matrix for matrix in self.matrices if place is None or matrix.owner == place]
         return max(
             (one.work_bytes + (0 if self.travels(one) else one.span.numel * WIDTH[one.dtype]) for one in own),
@@ -123,7 +124,7 @@ def at(by_place: Counter[int], place: int | None) -> int:
 
 
 def matrix_exchanges(flats: Sequence[FlatSpec]) -> dict[str, MatrixExchange]:
-    """For every flat buffer with matrices in it, who works them out. The same on every rank."""
+    """The exchange of every flat buffer that has matrices. The same on every rank."""
     by_shard: dict[tuple[str, ...], list[MatrixExchange]] = defaultdict(list)
     for flat in flats:
         matrices = tuple(_matrices(flat)) if flat.trainable else ()
@@ -139,7 +140,7 @@ def _matrices(flat: FlatSpec) -> Iterator[Matrix]:
 
 
 def _assigned(alike: Sequence[MatrixExchange]) -> Iterator[MatrixExchange]:
-    """Owners for the matrices of flat buffers that are sharded alike: the costliest matrix chooses first."""
+    """Owners for the matrices of flat buffers that are sharded alike, assigned from the costliest matrix down."""
     jobs = [(one, matrix) for one in alike for matrix in one.matrices]
     num_places = alike[0].flat.numel // alike[0].range_numel
     loads = [0] * num_places
@@ -163,7 +164,7 @@ def _owned_by(matrix: Matrix, owner: int) -> Matrix:
 
 
 def _holders(matrix: Matrix, range_numel: int) -> list[tuple[int, int]]:
-    """Places that hold some of `matrix`, and how many elements."""
+    """The places that hold some of `matrix`, and how many elements each."""
     first, last = matrix.span.start // range_numel, (matrix.span.stop - 1) // range_numel
     ranges = [(place, Span(place * range_numel, (place + 1) * range_numel)) for place in range(first, last + 1)]
     return [(place, matrix.span.overlap(one).numel) for place, one in ranges]

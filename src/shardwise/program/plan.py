@@ -1,4 +1,4 @@
-"""The passes in their order: what turns units and a trace into the program that runs."""
+"""Runs the planning passes in order, from units and a trace to the program that runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.program.footprint import Footprint, footprint
 from shardwise.program.matrix_exchange import MatrixExchange, matrix_exchanges
 from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec
-from shardwise.program.streams import overlap, pipelined_step
+from shardwise.program.streams import awaited_later, overlap, pipelined_step
 from shardwise.program.whole_schedule import build_schedule, is_over_schedule
 
 
@@ -23,8 +23,8 @@ from shardwise.program.whole_schedule import build_schedule, is_over_schedule
 class StepProgram:
     """One training step: `micro_batch` as often as gradients are accumulated, then `step`.
 
-    Under a pipeline `micro_batch` is the program of its whole schedule on one rank, which runs once: where a method
-    takes `num_micro_batches`, it makes no difference then.
+    Under a pipeline `micro_batch` is the program of the whole schedule on one rank and runs once; `num_micro_batches`
+    in the methods below then makes no difference.
     """
 
     units: Sequence[UnitSpec]
@@ -38,7 +38,7 @@ class StepProgram:
         return 1 if self.is_over_schedule else num_micro_batches
 
     def sent_bytes(self, num_micro_batches: int = 1, coordinate: Mapping[str, int] | None = None) -> int:
-        """What the rank at `coordinate` of the mesh puts on the wire in one optimizer step.
+        """Bytes that the rank at `coordinate` of the mesh sends in one optimizer step.
 
         Ranks differ only in what whole matrices need; without `coordinate` that is the most of any rank.
         """
@@ -47,7 +47,7 @@ class StepProgram:
         return self._times(num_micro_batches) * per_batch + per_step
 
     def sent_by_axis(self, num_micro_batches: int = 1) -> dict[str, int]:
-        """The same, the most of any rank, by the mesh axis along which it goes."""
+        """`sent_bytes`, the most of any rank, by mesh axis."""
         sent: dict[str, int] = {}
         for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
             for action in (action for block in program for action in block.actions if self._sent(action, None)):
@@ -55,7 +55,7 @@ class StepProgram:
         return sent
 
     def sent_by_hosts(self, mesh: Mesh, local_size: int, num_micro_batches: int = 1) -> list[int]:
-        """What leaves each host in one optimizer step, with `local_size` ranks on each; see `sent_by_hosts`."""
+        """Bytes that leave each host in one optimizer step, with `local_size` ranks on each; see `sent_by_hosts`."""
         per_batch = sent_by_hosts((action for block in self.micro_batch for action in block.actions), mesh, local_size)
         per_step = sent_by_hosts((action for block in self.step for action in block.actions), mesh, local_size)
         times = self._times(num_micro_batches)
@@ -69,7 +69,7 @@ class StepProgram:
         coordinate: Mapping[str, int] | None = None,
         activations: Activations | None = None,
     ) -> Footprint:
-        """What it holds on each rank; see `footprint`."""
+        """Bytes held on each rank; see `footprint`."""
         return footprint(
             self.units,
             self.micro_batch,
@@ -81,7 +81,8 @@ class StepProgram:
         )
 
     def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:
-        """What goes between this rank's device and tiers below it in one optimizer step: by `fetch` and `evict`."""
+        """Bytes copied between this rank's device and lower tiers in one optimizer step, by verb: `fetch` and
+        `evict`."""
         copied: dict[str, int] = {}
         for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
             for action in (action for block in program for action in block.actions if action.copies):
@@ -107,12 +108,12 @@ def plan_step(
     reduces: bool = True,
     buffers_bytes: int = 0,
 ) -> StepProgram:
-    """Build, prefetch, overlap and check the program of one step: of a micro-batch, or of a pipeline's schedule if that
-    is what the trace is of.
+    """Build, prefetch, overlap and check the program of one step: of a micro-batch, or of a pipeline's schedule if the
+    trace is of one.
 
-    `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest unit, so
-    that the next one is always on its way. `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of
-    `build_step`.
+    `prefetch_bytes` is how much may be gathered ahead of its use; `None` means as much as the largest unit has, so that
+    the next unit is always being gathered. `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of
+    `build_step`. Raises `ProgramError` if the program does not pass its check.
     """
     full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
     largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
@@ -124,7 +125,7 @@ def plan_step(
         built = build_pass(units, trace, training=training, reduces=reduces)
     micro_batch = overlap(prefetch(built, full_bytes, budget))
     check(micro_batch, units, reduces=reduces)
-    step = pipelined_step(build_step(units, buffers_bytes=buffers_bytes))
+    step = awaited_later(pipelined_step(build_step(units, buffers_bytes=buffers_bytes)), units)
     check_step(step, units, buffers_bytes=buffers_bytes)
     flats = [flat for unit in units for flat in unit.flats]
     return StepProgram(units, micro_batch, step, matrix_exchanges(flats), over_schedule)

@@ -10,9 +10,9 @@ from shardwise.program.action import Action, Block, Program
 def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int) -> Program:
     """Move every gather as far ahead as the budget allows.
 
-    At no moment do more than `budget_bytes` of units lie gathered, or in flight, before their own
-    moment has come. A gather never passes the last use of its own flat buffer. `full_bytes` has the
-    whole size of each flat buffer by name.
+    At no moment are more than `budget_bytes` of units gathered, or being gathered, before their own moment has come. A
+    gather never passes the last use of its own flat buffer. `full_bytes` has the whole size of each flat buffer by
+    name.
     """
     blocks = [list(block.actions) for block in program]
     ahead = _AheadBytes(len(program))
@@ -32,8 +32,8 @@ def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int)
 
 
 def _bundles(actions: tuple[Action, ...]) -> dict[str, list[Action]]:
-    """The gathers of one block by flat buffer. Several axes are several gathers, and they stay together, with the fetch
-    of what is gathered if there is one."""
+    """The gathers of one block by flat buffer. Gathers over several axes stay together, with the fetch that precedes
+    them."""
     bundles: dict[str, list[Action]] = {}
     for action in actions:
         if action.verb in ("gather", "fetch"):
@@ -42,7 +42,7 @@ def _bundles(actions: tuple[Action, ...]) -> dict[str, list[Action]]:
 
 
 def _next_before(program: Program) -> list[int]:
-    """For each block the first one from it on that comes before a computation; the number of blocks if none does."""
+    """For each block, the first block from it on that precedes a computation; the number of blocks if there is none."""
     found = [len(program)] * (len(program) + 1)
     for index in range(len(program) - 1, -1, -1):
         found[index] = index if program[index].moment.edge == "before" else found[index + 1]
@@ -50,18 +50,18 @@ def _next_before(program: Program) -> list[int]:
 
 
 class _AheadBytes:
-    """The bytes that lie gathered ahead at each block: a tree over the blocks, so that a model of thousands of units
-    takes no longer for each of them than a small one."""
+    """The bytes gathered ahead at each block: a segment tree over the blocks, so that each gather takes logarithmic
+    time even for thousands of units."""
 
     def __init__(self, num_blocks: int) -> None:
         self._size = 1 << max(0, num_blocks - 1).bit_length()
         self._added = [0] * (2 * self._size)
-        """To all blocks below a node."""
+        """Added to all blocks below a node."""
         self._most = [0] * (2 * self._size)
-        """At any block below it, what was added above it left out."""
+        """The most at any block below a node, without what was added above it."""
 
     def add(self, start: int, stop: int, num_bytes: int) -> None:
-        """To the blocks `start` up to, but not including, `stop`."""
+        """Add to the blocks `start` up to, but not including, `stop`."""
         self._add(1, 0, self._size, start, stop, num_bytes)
 
     def _add(self, node: int, low: int, high: int, start: int, stop: int, num_bytes: int) -> None:
@@ -77,7 +77,7 @@ class _AheadBytes:
         self._most[node] = self._added[node] + max(self._most[2 * node], self._most[2 * node + 1])
 
     def last_above(self, stop: int, limit_bytes: int) -> int:
-        """The last block before `stop` at which more than `limit_bytes` lie ahead; -1 if there is none."""
+        """The last block before `stop` with more than `limit_bytes` gathered ahead; -1 if there is none."""
         return self._last_above(1, 0, self._size, stop, limit_bytes)
 
     def _last_above(self, node: int, low: int, high: int, stop: int, limit_bytes: int) -> int:

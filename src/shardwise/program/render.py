@@ -8,8 +8,8 @@ from shardwise.program.action import Action, Block, Moment, Program
 
 
 def render(program: Program) -> str:
-    """One line per moment, one indented line per action, in columns. Moments with nothing due are kept:
-    they are the order in which the units ran."""
+    """One line per moment and one indented line per action, in columns. Moments without actions are kept, because they
+    show the order in which the units ran."""
     rows = [action.cells() for block in program for action in block.actions]
     widths = [max((len(row[i]) for row in rows if len(row) > i), default=0) for i in range(7)]
     lines = []
@@ -20,7 +20,7 @@ def render(program: Program) -> str:
 
 
 def parse(text: str) -> Program:
-    """The program that `render` printed. Blank lines and lines that begin with # are passed over."""
+    """The program that `render` printed. Blank lines and lines that begin with # are skipped."""
     blocks: list[Block] = []
     for line in text.splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
@@ -43,9 +43,8 @@ def _line(action: Action, widths: list[int]) -> str:
 
 
 def shortened(text: str, num_moments: int = 6) -> str:
-    """A rendered program without its repetitions: the first moments, those around the turn from forward to
-    backward, and the last, `num_moments` of each. Long moments lose their middle. What is left still parses.
-    """
+    """A rendered program without its repetitions: `num_moments` moments each from the beginning, from the turn from
+    forward to backward, and from the end. Long moments lose their middle. The result still parses."""
     moments = [moment.splitlines() for moment in re.split(r"\n(?=\S)", text.rstrip("\n"))]
     turn = next((index for index, lines in enumerate(moments) if lines[0].startswith("before backward")), 0)
     near = num_moments // 2

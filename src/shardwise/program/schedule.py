@@ -1,18 +1,18 @@
 """Pipeline schedules: which rank computes which stage of which micro-batch, and in which order.
 
-A model is cut into `num_stages` stages, dealt out to `num_ranks` ranks: stage `s` lies on rank `s % num_ranks`. Every
-micro-batch goes forward through all stages and backward through them again. A schedule says the order on each rank and
-nothing of when: a rank starts what comes next as soon as what it needs has arrived. `timed` works out when that is.
+A model is cut into `num_stages` stages over `num_ranks` ranks: stage `s` is on rank `s % num_ranks`. Every micro-batch
+goes forward through all stages and backward through them again. A schedule gives the order on each rank, not the times:
+a rank starts its next op as soon as the inputs have arrived. `timed` computes when that is.
 
-It is text that parses back, a line for each rank:
+Its text parses back, and has a line for each rank:
 
     1f1b: 2 ranks, 2 stages, 3 micro-batches
     rank 0: F0 F1 B0 F2 B1 B2
     rank 1: F0 B0 F1 B1 F2 B2
 
 `F2` is the forward of micro-batch 2, `B2` its backward. Where a rank has several stages the stage follows: `F2@3`. A
-backward in two parts is `I2`, the gradient of the stage's input, for which the stage before waits, and `W2`, the
-gradients of its parameters, for which nobody does.
+backward in two parts is `I2`, the gradient of the stage's input, for which the previous stage waits, and `W2`, the
+gradients of its parameters, for which no stage waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.errors import ConfigError, ProgramError, nearest
 
 OpKind = Literal["F", "B", "I", "W"]
 UNIT_COSTS: Mapping[OpKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""A backward computes about twice what its forward does: gradients of the input, and of the parameters."""
+"""A backward takes about twice its forward: gradients of the input, and of the parameters."""
 _OP = re.compile(r"([FBIW])(\d+)(?:@(\d+))?")
 _HEAD = re.compile(r"(\S+): (\d+) ranks, (\d+) stages, (\d+) micro-batches")
 
@@ -42,7 +42,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order on every rank; `rows[rank]` are its ops."""
+    """The order of ops on every rank; `rows[rank]` are those of one."""
 
     name: str
     num_ranks: int
@@ -62,11 +62,14 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that `str` printed. Raises `ProgramError` for text that is none; does not `check_schedule`."""
+    """The schedule that `str` printed. Raises `ProgramError` for other text; does not check the schedule as `timed`
+    does."""
     head, *lines = text.strip().splitlines() or [""]
     found = _HEAD.fullmatch(head.strip())
     if found is None:
-        raise ProgramError(f"{head!r} is no head of a schedule, such as '1f1b: 2 ranks, 2 stages, 4 micro-batches'.")
+        raise ProgramError(
+            f"{head!r} is not the head of a schedule, such as '1f1b: 2 ranks, 2 stages, 4 micro-batches'."
+        )
     name, (num_ranks, num_stages, num_micro_batches) = found[1], map(int, found.groups()[1:])
     rows = []
     for rank, line in enumerate(lines):
@@ -80,7 +83,7 @@ def parse_schedule(text: str) -> Schedule:
 def _parsed(word: str, rank: int) -> Op:
     found = _OP.fullmatch(word)
     if found is None:
-        raise ProgramError(f"{word!r} is no op of a schedule, such as F0, B3 or F2@5.")
+        raise ProgramError(f"{word!r} is not an op of a schedule, such as F0, B3 or F2@5.")
     return Op(cast(OpKind, found[1]), int(found[2]), rank if found[3] is None else int(found[3]))
 
 
@@ -99,8 +102,8 @@ def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedu
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """One forward, one backward in turn once the pipeline is full (Narayanan et al., PipeDream-Flush,
-    arXiv:2006.09503). As long as GPipe, but rank r holds at most `num_ranks - r` micro-batches' activations."""
+    """Forwards and backwards in turn once the pipeline is full (Narayanan et al., PipeDream-Flush, arXiv:2006.09503).
+    As long as GPipe, but rank r holds the activations of at most `num_ranks - r` micro-batches."""
     _require(num_ranks, num_micro_batches)
     _require_one_chunk("1f1b", num_chunks)
     rows = []
@@ -112,10 +115,10 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> 
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B with `num_chunks` stages on every rank, dealt out in turn (Narayanan et al., arXiv:2104.04473).
+    """1F1B with `num_chunks` stages on every rank, assigned round-robin (Narayanan et al., arXiv:2104.04473).
 
-    The bubble shrinks by `num_chunks`, and messages grow in number by it. Micro-batches go in rounds of `num_ranks`,
-    so their number has to be a multiple of that.
+    The bubble is divided by `num_chunks`, the number of messages multiplied by it. Micro-batches go in rounds of
+    `num_ranks`, so their number has to be a multiple of that.
     """
     _require(num_ranks, num_micro_batches)
     if num_micro_batches % num_ranks:
@@ -139,9 +142,9 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> 
 def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """ZB-H1 (Qi et al., arXiv:2401.10241): 1F1B with each backward in two parts.
 
-    A stage hands the gradient of its input back first (`I`). Rank r makes the gradients of its parameters (`W`) r
-    micro-batches later, so that all ranks hold the activations of `num_ranks` of them, as rank 0 does under 1F1B, and
-    none waits for them. Where all costs are equal the bubble is a third of that of 1F1B.
+    A stage first computes the gradient of its input (`I`) and sends it. Rank r computes the gradients of its parameters
+    (`W`) r micro-batches later, so that every rank holds the activations of `num_ranks` micro-batches, as rank 0 does
+    under 1F1B, and no rank waits for weight gradients. With equal costs the bubble is a third of that of 1F1B.
     """
     _require(num_ranks, num_micro_batches)
     _require_one_chunk("zb-h1", num_chunks)
@@ -167,7 +170,8 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 
 
 def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule called `name`, checked. Raises `ConfigError` for one that there is not, or not with these sizes."""
+    """The schedule called `name`, checked. Raises `ConfigError` for an unknown one, or for sizes that it cannot
+    have."""
     if name not in SCHEDULES:
         raise ConfigError(f"There is no pipeline schedule {name!r}. {nearest(name, SCHEDULES)}")
     schedule = SCHEDULES[name](num_ranks, num_micro_batches, num_chunks)
@@ -176,7 +180,7 @@ def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: 
 
 
 def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
-    """The schedule that a plan asks for on so many pipeline ranks."""
+    """The schedule that a plan asks for, on `num_ranks` pipeline ranks."""
     asked = plan.pipeline
     num_chunks = asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
     return schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
@@ -202,7 +206,7 @@ def _require_one_chunk(name: str, num_chunks: int) -> None:
 
 
 def _in_turn(forwards: Sequence[Op], backwards: Sequence[Op], num_ahead: int) -> tuple[Op, ...]:
-    """`num_ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`num_ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
     ahead = min(num_ahead, len(forwards))
     steady = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
     return (*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :])
@@ -223,16 +227,16 @@ class Timing:
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they wait."""
+        """The share of the ranks' time that they spend waiting."""
         busy = sum(stop - start for row in self.spans for _, start, stop in row)
         return 1 - busy / (len(self.spans) * self.length)
 
 
 def timed(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> Timing:
-    """Play a schedule through, every op as early as can be.
+    """Simulate a schedule, with every op as early as possible.
 
-    Raises `ProgramError`, naming op and rank, unless every stage does each micro-batch's forward and backward once, on
-    the rank that has it, each after what it needs, and no rank waits for ever.
+    Raises `ProgramError`, naming op and rank, unless every stage runs the forward and backward of each micro-batch
+    once, on its own rank and after its inputs, and no rank waits for ever.
     """
     _check_counts(schedule)
     ends: dict[Op, float] = {}
@@ -256,14 +260,14 @@ def timed(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> Tim
             op = row[len(spans[rank])]
             missing = [schedule.text_of(need) for need in _needs(op, schedule) if _end_of(need, ends) is None]
             raise ProgramError(
-                f"The schedule {schedule.name} comes to no end: rank {rank} waits for {', '.join(missing)} before "
-                f"{schedule.text_of(op)}, and nobody gets there."
+                f"The schedule {schedule.name} never ends: rank {rank} waits for {', '.join(missing)} before "
+                f"{schedule.text_of(op)}, which never comes."
             )
     return Timing(tuple(map(tuple, spans)))
 
 
 def _needs(op: Op, schedule: Schedule) -> list[Op]:
-    """What has to be done before `op`. A `B` there may be an `I` in fact."""
+    """The ops that must precede `op`. A `B` among them may be an `I` in the schedule."""
     kind, batch, stage = op
     if kind == "F":
         return [Op("F", batch, stage - 1)] if stage else []
@@ -304,7 +308,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def most_in_flight(schedule: Schedule, rank: int) -> int:
-    """How many forwards of `rank` wait for their backward at most: whose activations it holds."""
+    """The most forwards of `rank` that wait for their backward, whose activations it holds."""
     most = now = 0
     for op in schedule.rows[rank]:
         now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
@@ -313,7 +317,7 @@ def most_in_flight(schedule: Schedule, rank: int) -> int:
 
 
 def picture(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> str:
-    """The grid: a line for each rank, a column for each unit of time, dots where it waits."""
+    """The schedule as a grid: a line for each rank, a column for each unit of time, dots where it waits."""
     timing = timed(schedule, costs)
     width = max(len(schedule.text_of(op)) for row in schedule.rows for op in row) + 1
     lines = []

@@ -1,4 +1,4 @@
-"""What a program is built from: units, the flat buffers in them, and the order in which they are used."""
+"""The inputs of a program: units, their flat buffers, and the order in which they are used."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Trace = tuple[Moment, ...]
 class FlatSpec:
     """One flat buffer: parameters of one dtype that share a row of the table.
 
-    `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1.
-    `updates` says of each parameter how it is updated; it is empty where no optimizer is known. With
-    `keeps_grad_buffer` the memory in which gradients wait for the step stays from one step to the next.
+    `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1. `updates` gives
+    the update of each parameter; it is empty where no optimizer is known. With `keeps_grad_buffer` the memory in which
+    gradients wait for the step is kept from one step to the next. With `runs_beside` collectives along the axes that
+    shard the update overlap with computation.
     """
 
     name: str
@@ -31,6 +32,7 @@ class FlatSpec:
     trainable: bool = True
     updates: tuple[PlacedUpdate, ...] = ()
     keeps_grad_buffer: bool = False
+    runs_beside: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -38,44 +40,51 @@ class FlatSpec:
 
     @cached_property
     def cut_axes(self) -> Axes:
-        """The replica axes that the table leaves out: along them ranks have other parts of these parameters (experts),
-        and what they compute with those has been brought to them, so that there are no gradients to add up."""
+        """The replica axes that the table leaves out. Along them ranks have different parts of these parameters
+        (experts), and the tokens were brought to those ranks, so that there are no gradients to sum."""
         replica_axes = self.mesh.replica_axes
         return tuple(axis for axis in replica_axes if axis not in self.table.axes and self.mesh.size(axis) > 1)
 
     @cached_property
     def resident(self) -> bool:
-        """The parameters lie here whole between steps: there is nothing to gather or free."""
+        """Whether parameters lie here whole between steps: there is nothing to gather or free."""
         return self.table.param == self.table.full
+
+    @cached_property
+    def gathers_behind_step(self) -> bool:
+        """Whether the gather of updated parameters may still be in flight when the step returns; the unit's next use
+        waits for it."""
+        is_gathered = self.trainable and self.resident and bool(self.table.optim.shard)
+        return self.runs_beside and is_gathered and self.table.step == "device"
 
     @property
     def master_is_param(self) -> bool:
-        """The optimizer updates the parameter's own bytes; there is no second copy in another dtype."""
+        """Whether the optimizer updates the parameter's own bytes, without a second copy in another dtype."""
         param, optim = self.table.param, self.table.optim
         return (param.dtype, param.tier) == (optim.dtype, optim.tier)
 
     @property
     def updates_below(self) -> bool:
-        """Whether the update is not done on the device, and so by itself, apart from that of other units."""
+        """Whether the update is done off the device, and so separately for each unit."""
         return self.trainable and self.table.step != "device"
 
     @property
     def updates_from_disk(self) -> bool:
-        """Whether master weights and states come from a disk to be updated."""
+        """Whether master weights and states are read from a disk to be updated."""
         return self.trainable and self.table.optim.tier == "disk"
 
     @property
     def lies_on_disk(self) -> bool:
-        """Whether there is anything of it on a disk."""
+        """Whether any of it is on a disk."""
         return self.updates_from_disk or self.rests_on_disk
 
     @property
     def rests_on_disk(self) -> bool:
-        """Whether parameters rest on a disk: of trainable ones in one file with their master weights and states."""
+        """Whether parameters rest on a disk; trainable ones in one file with their master weights and states."""
         return self.table.param.tier == "disk"
 
     def tier_of(self, buffer: Buffer) -> Tier:
-        """Where `buffer` lies; of a sum, where it is until it is evicted."""
+        """The tier of `buffer`; for a sum, the tier until it is evicted."""
         table = self.table
         where: dict[str, Tier] = {
             "param": table.param.tier,
@@ -93,7 +102,7 @@ class FlatSpec:
 
     @cached_property
     def grad_bytes(self) -> int:
-        """What gradients take on this rank while they wait for the step."""
+        """Bytes of gradients on this rank while they wait for the step."""
         return self.num_bytes(self.table.grad.shard, self.table.grad.dtype)
 
     @cached_property
@@ -114,7 +123,7 @@ class UnitSpec:
 
 
 def straight_trace(units: tuple[UnitSpec, ...]) -> Trace:
-    """The order of a model that uses its units one after the other, once: what `explain` assumes."""
+    """The order of a model that uses each unit once, one after the other: what `explain` assumes."""
     forward = [Moment(edge, "forward", unit.name) for unit in units for edge in ("before", "after")]
     backward = [Moment(edge, "backward", unit.name) for unit in reversed(units) for edge in ("before", "after")]
     return (*forward, *backward)

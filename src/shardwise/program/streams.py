@@ -1,4 +1,4 @@
-"""Communication and copies beside the computation, and the waits that this makes necessary."""
+"""Communication and copies beside the computation, and the waits that this requires."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
-from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
+from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
 from shardwise.program.effects import Buffer
+from shardwise.program.spec import UnitSpec
 
 
 def overlap(program: Program) -> Program:
-    """Put gathers and reductions on streams of their own.
+    """Put gathers and reductions on their own streams.
 
-    The computation waits for a gather in the block of the unit's own moment. A reduction is waited for
-    when the next one is about to start, so that at most two gradient buffers live; one over several
-    axes takes a step at each such point. By the end of the backward all are done.
+    The computation waits for a gather in the block of the unit's own moment. A reduction is waited for when the next
+    one is about to start, so that at most two gradient buffers are live; a reduction over several axes advances by one
+    axis at each such point. All are done by the end of the backward.
     """
     return _overlap_reductions(_overlap_gathers(program))
 
 
 def serial(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Every communication waited for at once: how a step runs that has no program yet."""
+    """Wait for every communication at once: how a step runs that has no program yet."""
     return tuple(step for action, wait in _with_waits(actions) for step in ((action, wait) if wait else (action,)))
 
 
 def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Each communication is waited for once the next one, of another flat buffer, is on its way.
+    """Wait for each communication once the next one, of another flat buffer, has started.
 
-    What stands on a stream already has its waits.
+    Actions that are already on a stream have their waits.
     """
     due: list[Action] = []
     waiting: Action | None = None
@@ -45,10 +46,10 @@ def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def pipelined_step(step: Program) -> Program:
-    """A step whose communication goes on beside it: within each moment, and from one unit's update to the next.
+    """A step whose communication runs beside it: within each moment, and from one unit's update to the next.
 
-    What is updated on the host is on its way to the device while the next unit is updated, and is gathered among ranks
-    while the one after that is.
+    What was updated on the host is copied to the device while the next unit is updated, and gathered among ranks while
+    the one after that is.
     """
     pending: list[_Chain] = []
     blocks = []
@@ -68,6 +69,17 @@ def pipelined_step(step: Program) -> Program:
         pending = [chain for chain in (*pending, *begun) if chain.started is not None]
         blocks.append(Block(block.moment, tuple(actions)))
     return tuple(blocks)
+
+
+def awaited_later(step: Program, units: Iterable[UnitSpec]) -> Program:
+    """`step` without the waits that are part of the next pass: see `gathers_behind_step` in `spec.py`."""
+    behind = {flat.name for unit in units for flat in unit.flats if flat.gathers_behind_step}
+
+    def stays(block: Block, action: Action) -> bool:
+        is_last_wait = (action.verb, action.subject) == ("wait", "param")
+        return not (block.moment == AFTER_STEP and is_last_wait and action.flat in behind)
+
+    return tuple(Block(block.moment, tuple(one for one in block.actions if stays(block, one))) for block in step)
 
 
 def _by_flat(actions: Iterable[Action]) -> dict[str, list[Action]]:
@@ -93,17 +105,17 @@ def _with_waits(actions: tuple[Action, ...]) -> list[tuple[Action, Action | None
 
 
 def _wait(action: Action, *, is_last: bool) -> Action:
-    """For what `action` makes; `is_last` unless it goes on over another axis."""
+    """The wait for what `action` makes. `is_last`: no further axis follows."""
     awaited = action.effect.awaited
     if awaited is None:
-        raise ProgramError(f"'{action}' is nothing that could be waited for.")
+        raise ProgramError(f"'{action}' makes nothing that could be waited for.")
     return Action("wait", action.flat, awaited[is_last])
 
 
 def _overlap_gathers(program: Program) -> Program:
-    """Mark gathers; the last of a bundle is waited for where its unit computes."""
+    """Put gathers on streams; the last of a bundle is waited for where its unit computes."""
     flying: dict[str, dict[str, Action]] = {}
-    """By what may be the name of the unit, flat buffers on their way, and the last gather of each."""
+    """By possible unit names: the flat buffers being gathered, and the last gather of each."""
     blocks = []
     for block in program:
         actions = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
@@ -115,7 +127,7 @@ def _overlap_gathers(program: Program) -> Program:
                 of_unit = flying.setdefault(unit, {})
                 before = of_unit.pop(action.flat, None)
                 of_unit[action.flat] = action
-            if before is not None:  # the next axis of the same bundle
+            if before is not None:  # `before` gathers the previous axis of the same bundle
                 actions.append(_wait(before, is_last=False))
             actions.append(action.on(action.effect.stream))
         waits = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
@@ -124,7 +136,7 @@ def _overlap_gathers(program: Program) -> Program:
 
 
 def _arriving(flying: dict[str, dict[str, Action]], moment: Moment) -> list[Action]:
-    """What has to be there now, since the unit that owns it computes. It is on its way no more."""
+    """The gathers of the unit that computes at `moment`, removed from `flying`."""
     if moment.edge != "before":
         return []
     gathers = list(flying.get(moment.unit, {}).values())
@@ -135,7 +147,8 @@ def _arriving(flying: dict[str, dict[str, Action]], moment: Moment) -> list[Acti
 
 
 def _possible_units(flat: str) -> list[str]:
-    """A unit's flat buffers bear its name, and a label behind a colon. A module's own name may hold colons too."""
+    """The units that a flat buffer's name may belong to: it is the unit's, perhaps with a label behind a colon, and a
+    module's own name may contain colons too."""
     return [flat[:end] for end, letter in enumerate(flat) if letter == ":"] + [flat]
 
 
@@ -149,13 +162,13 @@ def _waits_before_gathers_of_others(actions: list[Action], waits: list[Action]) 
 
 @dataclass(eq=False)
 class _Chain:
-    """The reduction of one flat buffer: a step that is under way, if one is, and those to come."""
+    """The reduction of one flat buffer: the step under way, if there is one, and those to come."""
 
     steps: deque[Action]
     started: Action | None = None
 
     def advance(self) -> Iterator[Action]:
-        """End the step under way, and start the next."""
+        """Finish the step under way, and start the next."""
         if self.started is not None:
             yield _wait(self.started, is_last=not self.steps)
             self.started = None
@@ -166,11 +179,11 @@ class _Chain:
 
 
 def _overlap_reductions(program: Program) -> Program:
-    """Start a reduction where its gradients are complete, go on with it where the next one starts, or where something
-    else has been computed meanwhile: the forward of another micro-batch.
+    """Start a reduction where its gradients are complete; advance it where the next one starts, or where something else
+    has been computed meanwhile, such as the forward of another micro-batch.
 
     A unit whose backward opens again, as in reentrant checkpointing and in the next micro-batch, has its earlier
-    reduction ended first.
+    reduction finished first.
     """
     pending: dict[str, _Chain] = {}
     blocks = []
@@ -201,7 +214,7 @@ def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
 
 
 def _drained(chain: _Chain) -> list[Action]:
-    """All that is left of a reduction, each step waited for before the next."""
+    """All remaining steps of a reduction, each waited for before the next."""
     taken: list[Action] = []
     while chain.started is not None or chain.steps:
         taken += chain.advance()

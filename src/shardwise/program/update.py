@@ -1,4 +1,4 @@
-"""What the update of a parameter asks for: what is kept for it, and how much of it must be in one place."""
+"""What the update of a parameter requires: its states, and how much of it must be in one place."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardwise.placement import WIDTH, Dtype, Span
 class States:
     """What an optimizer keeps for one parameter.
 
-    `copies` tensors of its size in the dtype of the row `optim` (Adam: 2), `element_bytes` for each element
-    besides, and `block_bytes` for each block of `block` elements, counted from the parameter's first.
+    `copies` tensors of its size in the dtype of the row `optim` (Adam: 2), plus `element_bytes` per element, plus
+    `block_bytes` per block of `block` elements, counted from the parameter's first.
     """
 
     copies: int = 0
@@ -21,17 +21,17 @@ class States:
     block_bytes: int = 0
 
     def num_bytes(self, span: Span, dtype: Dtype) -> int:
-        """For elements `span` of the parameter."""
+        """Bytes for elements `span` of the parameter."""
         blocks = -(-span.stop // self.block) - span.start // self.block if span.numel else 0
         return span.numel * (self.copies * WIDTH[dtype] + self.element_bytes) + blocks * self.block_bytes
 
 
 @dataclass(frozen=True)
 class Update:
-    """How one parameter is updated. By itself that means element by element, wherever its elements lie.
+    """How one parameter is updated. The default is elementwise, wherever its elements lie.
 
-    `needs_norm`: it needs two norms over the whole parameter. `matrix`: rows and columns, if the whole
-    matrix must be on one rank, to which it travels and on which it is worked out in `dtype`.
+    `needs_norm`: it needs two norms over the whole parameter. `matrix`: (rows, columns), if the whole matrix must be on
+    one rank; it is sent there and orthogonalized in `dtype`.
     """
 
     states: States = States()
@@ -49,9 +49,9 @@ class PlacedUpdate:
 
 
 SMALL_NUMEL = 4096
-"""Elements. Parameters with fewer keep their 8-bit states in the row's dtype, as arXiv:2110.02861 does."""
+"""Parameters with fewer elements keep their 8-bit states in the row's dtype, as in arXiv:2110.02861."""
 BLOCK = 256
-"""Elements that share a scale in 8-bit states. The paper has 2048, its authors' library has come down to 256."""
+"""Elements that share a scale in 8-bit states. The paper uses 2048; its authors' library now uses 256."""
 
 
 def state_of(dtype: str, num_states: int, numel: int) -> States:

@@ -1,4 +1,4 @@
-"""A program walked through for the bytes that come and go: what each action brings and frees, and the peak."""
+"""Walks through a program to count temporary bytes: what each action allocates and frees, and the peak."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardwise.program.spec import FlatSpec, UnitSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
-    """What lies in one buffer: so many bytes, of gradients in `dtype`."""
+class Content:
+    """The content of one buffer: its bytes, and the dtype of gradients."""
 
     num_bytes: int
     dtype: Dtype = "fp32"
     is_kept: bool = False
-    """Whether in memory that stays from step to step (`keeps_grad_buffer`), which is no part of what comes and goes."""
+    """Whether it is in memory that is kept from step to step (`keeps_grad_buffer`), which is not temporary."""
     tier: Tier = "device"
 
 
@@ -33,28 +33,34 @@ _WAITING: tuple[str, ...] = ("grad", "due")
 
 
 class Walk:
-    """Adds and takes away the bytes that each action brings and frees, and remembers the peak."""
+    """Adds and subtracts the bytes that each action allocates and frees, and records the peak."""
 
     def __init__(self, units: Sequence[UnitSpec], coordinate: Mapping[str, int] | None) -> None:
         self._flats = {flat.name: flat for unit in units for flat in unit.flats}
         self._by_unit = {unit.name: unit.flats for unit in units}
         self._coordinate = coordinate
         self._matrix_exchanges = matrix_exchanges(tuple(self._flats.values()))
-        self._live: dict[tuple[str, str], Lying] = {}
-        """By flat buffer and buffer; `next sum` is one that is on its way from another."""
+        self._live: dict[tuple[str, str], Content] = {}
+        """By flat buffer and buffer; `next sum` is the result of a step under way."""
         self._source: dict[tuple[str, Buffer], Buffer] = {}
-        """Of what is on its way, what it is made of."""
+        """For a buffer that is being made, its source."""
         self._taken: set[str] = set()
-        """The flat buffers in whose kept memory something lies."""
+        """The flat buffers whose kept memory is in use."""
         self.pooled = 0
-        """Bytes on the host that have been taken for what comes and goes: they are used again, and stay."""
-        self._free_there: Counter[int] = Counter()
-        """Of those, pieces in which nothing lies, by their size."""
+        """Host bytes taken for temporary buffers; they are reused, and stay allocated."""
+        self._free_host: Counter[int] = Counter()
+        """Unused pieces of those, by their size."""
+        self.heap = 0
+        """The most bytes of activations that lie in the heap at once. It does not shrink."""
+        self._gap = 0
+        """Bytes of it that are unused."""
         self.kept = 0
-        """Bytes that stay for gradients that are sent, whether any are or not."""
+        """Bytes kept for sending gradients, whether any are being sent or not."""
         self._num_live = self._num_sent = self._num_waiting = 0
-        """Bytes that live, and those of them that are gradients to be sent or that wait."""
+        """Live bytes, and how many of them are gradients being sent, or waiting."""
         self.peak = 0
+        self.peak_with_gaps = 0
+        """The most that is held together with the unused part of the heap."""
         self.peak_grad = 0
         self.peak_activations = 0
         self.peak_at: Moment | None = None
@@ -64,8 +70,10 @@ class Walk:
     def walk(self, block: Block, mark: Mark | None = None) -> None:
         moment = self._moment = block.moment
         if mark is not None:
-            self._look(mark.peak_bytes)
+            self._gap = 0  # how much of the heap is used at that peak is not known
+            self._update_peak(mark.peak_bytes)
             self._activations = mark.live_bytes
+            self._gap = max(0, self.heap - mark.heap_bytes)
         for action in block.actions:
             if action.flat in self._flats:
                 self._act(self._flats[action.flat], action)
@@ -79,13 +87,14 @@ class Walk:
             self._taken.clear()
 
     def _leave_gradients(self, flat: FlatSpec) -> None:
-        """As a backward leaves them: in the dtype of the wire, or as they rest if nothing travels."""
+        """Account for gradients as a backward leaves them: in the dtype of messages, or as they rest if nothing is
+        sent."""
         left = backward_makes(flat)
         if flat.trainable and (flat.name, left) not in self._live:
             dtype = flat.table.wire if left == "fresh" else flat.table.grad.dtype
             num_bytes = flat.numel * WIDTH[dtype]
             is_kept = fills_grad(flat) and self._takes_kept(flat, num_bytes, dtype)
-            self._hold(flat.name, left, Lying(num_bytes, dtype, is_kept))
+            self._hold(flat.name, left, Content(num_bytes, dtype, is_kept))
 
     def _act(self, flat: FlatSpec, action: Action) -> None:
         effect, name = action.effect, flat.name
@@ -93,21 +102,21 @@ class Walk:
             self._arrive(name, effect, effect.waits)
             return
         if effect.makes == "sum":
-            self._add_up(flat, action)
+            self._reduce(flat, action)
         elif effect.makes is not None and effect.makes not in _AT_REST and (name, effect.makes) not in self._live:
             tier = flat.tier_of(effect.makes)
-            self._hold(name, effect.makes, Lying(self._num_bytes(flat, effect.makes), tier=tier))
+            self._hold(name, effect.makes, Content(self._num_bytes(flat, effect.makes), tier=tier))
         if effect.makes is not None and effect.makes != "sum":
             for buffer in effect.consumes:
                 self._source[name, effect.makes] = buffer
         if effect.makes != "sum":
             for buffer in effect.scratch:
-                self._hold(name, buffer, Lying(self._num_bytes(flat, buffer)))
+                self._hold(name, buffer, Content(self._num_bytes(flat, buffer)))
         for buffer in effect.frees if effect.awaited or not effect.scratch else (*effect.frees, *effect.scratch):
             self._drop(name, buffer)
 
     def _num_bytes(self, flat: FlatSpec, buffer: Buffer) -> int:
-        """Of a buffer that has one size, whatever brings it."""
+        """The size of a buffer whose size does not depend on what makes it."""
         match buffer:
             case "full":
                 return flat.full_bytes
@@ -126,35 +135,35 @@ class Walk:
                 return at(over.taken_bytes, place)
             case "work":
                 return over.work_bytes(place)
-        raise ProgramError(f"{flat.name}: how large its {buffer} is depends on what makes it.")
+        raise ProgramError(f"{flat.name}: the size of its {buffer} depends on what makes it.")
 
-    def _add_up(self, flat: FlatSpec, action: Action) -> None:
-        """One step of a reduction: what it makes, and what arrives and is cast to be sent meanwhile."""
+    def _reduce(self, flat: FlatSpec, action: Action) -> None:
+        """One step of a reduction: its result, and its staging memory."""
         effect, name, wire = action.effect, flat.name, flat.table.wire
         source: Buffer = "sum" if (name, "sum") in self._live else effect.reads[0]
-        lying = self._live.get((name, source), Lying(0, flat.table.grad.dtype))
-        dtype = lying.dtype if action.dtype == "-" else action.dtype
-        numel = lying.num_bytes // WIDTH[lying.dtype]
+        content = self._live.get((name, source), Content(0, flat.table.grad.dtype))
+        dtype = content.dtype if action.dtype == "-" else action.dtype
+        numel = content.num_bytes // WIDTH[content.dtype]
         own = numel // flat.mesh.size(action.over) if effect.cuts else numel
         if action.copies:
-            self._hold(name, "next sum", Lying(lying.num_bytes, lying.dtype, tier="host"))
+            self._hold(name, "next sum", Content(content.num_bytes, content.dtype, tier="host"))
             self._source[name, "sum"] = source
             return
         if effect.sends:
-            copies = 1 if lying.dtype == wire else 2
+            copies = 1 if content.dtype == wire else 2
             staged = numel - own if effect.cuts else numel
-            self._hold(name, "staging", Lying(copies * staged * WIDTH[wire], wire))
+            self._hold(name, "staging", Content(copies * staged * WIDTH[wire], wire))
         num_bytes, is_in_place = (
             own * WIDTH[dtype],
-            adds_in_place(effect, is_same_dtype=lying.dtype == dtype, is_kept=lying.is_kept),
+            adds_in_place(effect, is_same_dtype=content.dtype == dtype, is_kept=content.is_kept),
         )
         if effect.cuts or not is_in_place:
-            is_kept = lying.is_kept if is_in_place else self._takes_kept(flat, num_bytes, dtype)
-            self._hold(name, "next sum", Lying(num_bytes, dtype, is_kept))
+            is_kept = content.is_kept if is_in_place else self._takes_kept(flat, num_bytes, dtype)
+            self._hold(name, "next sum", Content(num_bytes, dtype, is_kept))
         self._source[name, "sum"] = source
 
     def _arrive(self, name: str, effect: Effect, made: Buffer) -> None:
-        """What was on its way is there: what it is made of goes, or is the same memory."""
+        """A transfer has finished: its source is freed, or is the same memory."""
         for buffer in effect.frees:
             self._drop(name, buffer)
         source = self._source.pop((name, made), None)
@@ -165,56 +174,57 @@ class Walk:
             self._rename(name, source, made)
         elif source is not None:
             self._drop(name, source)
-        if effect.keeps is not None and (name, effect.keeps) in self._live:  # added to that
+        if effect.keeps is not None and (name, effect.keeps) in self._live:  # it was added to that
             self._drop(name, made)
         elif effect.keeps is not None:
             self._rename(name, made, effect.keeps)
 
     def _takes_kept(self, flat: FlatSpec, num_bytes: int, dtype: Dtype) -> bool:
-        """Whether that can lie in the memory that stays: there is such, this is all of it, and nothing lies there."""
+        """Whether this can use the kept memory: there is such memory, it fits exactly, and it is free."""
         fits = (num_bytes, dtype) == (flat.grad_bytes, flat.table.grad.dtype)
         if not flat.keeps_grad_buffer or not fits or flat.name in self._taken:
             return False
         self._taken.add(flat.name)
         return True
 
-    def _hold(self, name: str, buffer: str, lying: Lying) -> None:
+    def _hold(self, name: str, buffer: str, content: Content) -> None:
         self._drop(name, buffer)
-        self._live[name, buffer] = lying
-        self._count(buffer, lying, 1)
-        self._look(self._activations)
+        self._live[name, buffer] = content
+        self._count(buffer, content, 1)
+        self._update_peak(self._activations)
 
     def _drop(self, name: str, buffer: str) -> None:
-        lying = self._live.pop((name, buffer), None)
-        if lying is not None:
-            self._count(buffer, lying, -1)
+        content = self._live.pop((name, buffer), None)
+        if content is not None:
+            self._count(buffer, content, -1)
 
     def _rename(self, name: str, old: str, new: str) -> None:
-        """It is the same memory."""
-        lying = self._live.get((name, old))
-        if lying is not None and old != new:
+        """The same memory under another name."""
+        content = self._live.get((name, old))
+        if content is not None and old != new:
             self._drop(name, old)
-            self._live[name, new] = lying
-            self._count(new, lying, 1)
+            self._live[name, new] = content
+            self._count(new, content, 1)
 
-    def _count(self, buffer: str, lying: Lying, sign: int) -> None:
-        if lying.tier != "device":
-            self._count_there(lying.num_bytes, sign)
+    def _count(self, buffer: str, content: Content, sign: int) -> None:
+        if content.tier != "device":
+            self._count_host(content.num_bytes, sign)
             return
-        if not lying.is_kept:
-            self._num_live += sign * lying.num_bytes
-            self._num_sent += sign * lying.num_bytes if buffer in _SENT else 0
-            self._num_waiting += sign * lying.num_bytes if buffer in _WAITING else 0
+        if not content.is_kept:
+            self._num_live += sign * content.num_bytes
+            self._num_sent += sign * content.num_bytes if buffer in _SENT else 0
+            self._num_waiting += sign * content.num_bytes if buffer in _WAITING else 0
 
-    def _count_there(self, num_bytes: int, sign: int) -> None:
-        if sign < 0 or self._free_there[num_bytes]:
-            self._free_there[num_bytes] -= sign
+    def _count_host(self, num_bytes: int, sign: int) -> None:
+        if sign < 0 or self._free_host[num_bytes]:
+            self._free_host[num_bytes] -= sign
         else:
             self.pooled += num_bytes
 
-    def _look(self, activations: int) -> None:
-        """Whether this is the most so far, beside so many bytes of activations."""
+    def _update_peak(self, activations: int) -> None:
+        """Update the peak with what is live now and `activations` bytes."""
         held = self._num_live + max(0, self.kept - self._num_sent) + activations
+        self.peak_with_gaps = max(self.peak_with_gaps, held + self._gap)
         if held > self.peak:
             self.peak, self.peak_activations, self.peak_at = held, activations, self._moment
             self.peak_grad = self._num_waiting

@@ -1,4 +1,4 @@
-"""A forward and backward without memory and without arithmetic: what the model itself will hold."""
+"""A forward and backward without memory and without arithmetic, to measure what activations a model will hold."""
 
 from shardwise.rehearsal.rehearse import Around, Loss, Take, Work, nothing_around, rehearse, rehearse_work
 from shardwise.rehearsal.stages import StageRehearsal

@@ -1,11 +1,11 @@
-"""Products of groups of rows, as in mixtures of experts: their shapes, and the kernels that stay for them.
+"""Grouped matrix products, as in mixtures of experts: their shapes, and the cached kernels they leave behind.
 
-[Note: kernels that stay] On a CPU oneDNN compiles a kernel for every shape of a product in bf16 or fp16, and keeps the
-latest 1024 (ONEDNN_PRIMITIVE_CACHE_CAPACITY). The products of one step are always the same, and are within the
-allowance of a process; but how many tokens an expert gets is another number in every step, so that with experts all
-1024 come to be. How large one is depends on the processor: with torch 2.13 43 KiB with AVX-512 alone, 560 to 830 where
-it has instructions for bf16, of which half stay even without room in that cache. So it is measured where it matters,
-once in a process, by as many products as give a figure: a tenth of a second.
+[Note: cached kernels] On a CPU oneDNN compiles a kernel for every shape of a product in bf16 or fp16, and caches the
+latest 1024 (ONEDNN_PRIMITIVE_CACHE_CAPACITY). Usually the products of each step are the same, and their kernels are
+part of the process allowance; but the number of tokens of an expert differs in every step, so that with experts the
+cache fills up. The size of a kernel depends on the processor: with torch 2.13 it is 43 KiB with AVX-512 alone, and 560
+to 830 KiB with bf16 instructions, of which half remains even without that cache. So the size is measured on the spot,
+once per process, with enough products to give a figure; this takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NUM_KERNELS = 1024
 LEAST_KERNEL_BYTES = 44 * 2**10
 PROBED_ROWS, PROBED_SIZES = range(33, 81), (256, 1024)
-"""Products that are done to see what a kernel takes: so many rows by a matrix of these sizes."""
+"""The probing products: these numbers of rows by a matrix of these sizes."""
 ALIGNMENT_BYTES = 16
-"""Rows of what torch's kernel returns begin at multiples of this."""
+"""Rows of the output of torch's kernel begin at multiples of this."""
 
 
 class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Above a `FakeTensorMode`: answers grouped products in all dtypes, of which torch itself foresees bf16 alone."""
+    """Above a `FakeTensorMode`: computes shapes of grouped products in all dtypes; torch's own fake kernel has bf16
+    only."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.narrow: torch.dtype | None = None
-        """That of one in bf16 or fp16, if there was any."""
+        """The dtype of a product in bf16 or fp16, if there was one."""
 
     @property
     def kernel_bytes(self) -> int:
-        """What kernels for them come to take on a CPU: see [Note: kernels that stay]. Computes, and not on fakes."""
+        """The memory of the cached kernels on a CPU: see [Note: cached kernels]. Runs real products, outside of fake
+        modes."""
         has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # likewise
         if self.narrow is None or not has_onednn:
             return 0
@@ -59,20 +61,20 @@ class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def num_kept_kernels() -> int:
-    """How many kernels oneDNN keeps in this process; of fewer than are probed what remains has been measured."""
+    """The capacity of oneDNN's cache in this process; below the number of probes, the measured size covers the rest."""
     told = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", os.environ.get("DNNL_PRIMITIVE_CACHE_CAPACITY", ""))
     return int(told) if told.isdecimal() and int(told) >= len(PROBED_ROWS) else NUM_KERNELS
 
 
 @cache
 def bytes_of_a_kernel(dtype: torch.dtype) -> int:
-    """What this process grows by for a product of another shape."""
-    from shardwise.monitor import process_memory  # which a job that rehearses no experts need not load
+    """By how much this process grows for a product of another shape."""
+    from shardwise.monitor import process_memory  # only needed by rehearsals with experts
 
     width, height = PROBED_SIZES
     matrix, rows = (torch.ones(size, width, dtype=dtype) for size in (height, PROBED_ROWS.stop))
     out = torch.empty(PROBED_ROWS.stop, height, dtype=dtype)
-    torch.mm(rows, matrix.t(), out=out)  # what the first one brings with it, such as scratch
+    torch.mm(rows, matrix.t(), out=out)  # the first one allocates more, such as scratch memory
     before = process_memory().now_bytes
     for num_rows in PROBED_ROWS:
         torch.mm(rows[:num_rows], matrix.t(), out=out[:num_rows])
@@ -80,9 +82,9 @@ def bytes_of_a_kernel(dtype: torch.dtype) -> int:
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """Empty, with the shape and strides that torch's kernel gives: `left` or `right` or both have 2 dims, or neither.
+    """An empty tensor with the shape and strides of torch's kernel: `left` and `right` have 2 or 3 dimensions each.
 
-    `offs`, of shape (groups,), say where each group of rows (or of columns) ends.
+    `offs`, of shape (groups,), are the ends of the groups of rows (or of columns).
     """
     num_groups = (offs.shape[0],) if offs is not None else (left.shape[0],)
     batch = num_groups if left.dim() == right.dim() else ()

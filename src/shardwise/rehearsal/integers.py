@@ -1,9 +1,9 @@
-"""Tensors without bytes, but for small integers: those are computed.
+"""Tensors without bytes, except for small integers, which have values.
 
-[Note: integers] What a model decides by is mostly made of integers: is any position masked, do positions start anew,
-how long is the longest row. They are small, so token ids, masks and positions keep their values, and code that asks for
-them gets the answer that it gets in training. (transformers asks whether a tensor is a fake one, and if so takes masks
-that training does not need.) What floating-point numbers are is never known.
+[Note: integers] The data that a model branches on is mostly integers: whether a position is masked, whether positions
+restart, how long the longest row is. They are small, so token ids, masks and positions keep their values, and code that
+reads them gets the answer that it gets in training. (transformers checks whether a tensor is fake, and if so uses masks
+that training does not need.) Floating-point values are never known.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SMALL_NUMEL = 2**22
-"""Larger integer tensors (one-hot vectors, a mask for every head) have no values: a rehearsal takes no memory."""
+"""Larger integer tensors (one-hot vectors, a mask for every head) have no values, so that a rehearsal needs no
+memory."""
 
 
 class Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Above a `FakeTensorMode`: operations on small integers alone, with small integers as a result, are carried out.
+    """Above a `FakeTensorMode`: runs operations whose inputs and outputs are all small integers.
 
-    Random ones are not, as a rehearsal draws no numbers.
+    Random ones are not run, because a rehearsal draws no numbers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         try:
             foreseen = func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):
-            foreseen = None  # the values decide
+            foreseen = None  # depends on the values
         if not all(_is_small_integers(tensor) for tensor in _tensors(foreseen)):
             return foreseen
         with unset_fake_temporarily():
@@ -56,9 +57,9 @@ class Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 
 def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A twin on `device` with the shape, strides, dtype and wish for a gradient of `tensor`.
+    """A copy on `device` with the shape, strides, dtype and `requires_grad` of `tensor`.
 
-    It has values where those are small integers that are known, and else no bytes.
+    It has values if those are known small integers, otherwise no bytes.
     """
     if _is_small_integers(tensor) and _has_values(tensor):
         with unset_fake_temporarily():

@@ -1,4 +1,4 @@
-"""Why a model could not be rehearsed, and at which of its lines."""
+"""Errors for models that cannot be rehearsed, with the responsible line of the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from shardwise.errors import ModelError
 
-NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
 def refusal(error: Exception, model: nn.Module) -> ModelError:
-    """The error to raise for what `model` raised on tensors without values."""
+    """The `ModelError` for an exception of `model` on tensors without values."""
     name, place = type(model).__name__, _place(error)
     if isinstance(error, DataDependentOutputException):
         return ModelError(
@@ -37,15 +37,15 @@ def refusal(error: Exception, model: nn.Module) -> ModelError:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line that is neither torch's nor ours: `model.py:12, in forward, "if x.sum() > 0:"`."""
+    """The innermost line outside of torch and shardwise: `model.py:12, in forward, "if x.sum() > 0:"`."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_theirs(frame.filename)]
-    if not theirs:
+    user_frames = [frame for frame in frames if _is_user_code(frame.filename)]
+    if not user_frames:
         return "a place outside of any forward,"
-    last = theirs[-1]
+    last = user_frames[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}, {last.line!r},"
 
 
-def _is_theirs(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     path = Path(file)
-    return path.is_file() and not any(path.is_relative_to(folder) for folder in NOT_THEIRS)
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in LIBRARY_FOLDERS)

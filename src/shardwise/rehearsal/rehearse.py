@@ -1,8 +1,8 @@
-"""Run a model on a batch without memory, and note at each moment what it would hold.
+"""Runs a model on a batch without memory, and records what it would hold at each moment.
 
-The same hooks as in training say which moment it is. Tensors claim the device on which the model will train, so that
-attention and the like choose the kernels that they will choose there. Gradients go when training would take them: as
-soon as autograd hands them over. What follows a recomputation (activation checkpointing) needs no rule of its own.
+Moments come from the same hooks as in training. Tensors claim the device on which the model will train, so that
+attention and other operators choose the same kernels as there. Gradients are dropped when training would take them, as
+soon as autograd produces them. Recomputation (activation checkpointing) needs no special case.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from shardwise.storage import FullState, Unit, torch_dtype
 
 Loss = Callable[[Any], torch.Tensor]
 Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Makes the arguments of a forward, which are then their taker's alone."""
+"""Makes the arguments of a forward, which then belong to the caller alone."""
 Around = Callable[[nn.Module], AbstractContextManager[None]]
 Work = Callable[[Take, LivingBytes], None]
-"""A forward and backward on some arguments, while bytes are counted."""
+"""Runs a forward and backward on some arguments while bytes are counted."""
 PROCESS_BYTES = 2**25
-"""[Note: what no tensor shows] On a CPU a process that begins to compute grows by pages of libraries that are first
-used then, scratch of the matrix kernels (MKL packs, oneDNN compiles), gaps of the heap between living blocks, and the
-engine's own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a model that is
-all but nothing, of which plain PyTorch alone takes 12 and 24; 28 and 40 for a GPT of 34 M parameters; 31 for a small
-Whisper, 9 of which are oneDNN's convolutions. It hardly grows with the model, so one figure stands for it, but for
-[Note: kernels that stay] in `grouped.py`. Python modules that are imported late are not in it: 16 MiB by the first
-`shard`, and some 80 by the first optimizer of torch, with or without us. On a GPU the allocator's peak has none of it.
+"""[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
+then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), heap gaps between live blocks, and the engine's
+own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which
+plain PyTorch takes 12 and 24; 28 and 40 for a GPT of 34 M parameters; 31 for a small Whisper, 9 of which are oneDNN's
+convolutions. It hardly grows with the model, so a constant is used, plus [Note: cached kernels] in `grouped.py`. Python
+modules that are imported late are not included: 16 MiB by the first `shard`, and some 80 by the first optimizer of
+torch, with or without shardwise. On a GPU the allocator's peak contains none of this.
 
-Gaps can be more. By default glibc takes blocks of up to 32 MiB from one heap, and cannot give back what lies below a
-block that lives on. Where blocks of many sizes come and go (long sequences beside short ones, groups of other sizes in
-every step) they were another half of the promise for a Whisper, and three times it for a small Mixtral in bf16. With
-MALLOC_MMAP_THRESHOLD_=131072 in the environment there are next to none, at the price of fresh pages.
+What freed activations leave in the heap is counted by moment on top of that ([Note: the heap does not shrink] in
+`living.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return memory
+below a live block. Where blocks of many sizes come and go (long sequences beside short ones, groups of different sizes
+in every step), gaps were another half of the predicted bytes for a Whisper, and three times as much for a small Mixtral
+in bf16. With MALLOC_MMAP_THRESHOLD_=131072 in the environment there are hardly any, at the cost of fresh pages.
 """
 MAX_PASSES = 4
-"""Each one may teach how to see more: modules that reach into others, parameters without a gradient."""
+"""Each pass may discover more: modules that read units without calling them, parameters without a gradient."""
 
 
 def rehearse(
@@ -67,17 +68,17 @@ def rehearse(
     around: Around | None = None,
     treatments: Treatments | None = None,
 ) -> Activations:
-    """The activations of one forward and backward of `model` on `batch`; neither is changed, no other rank is asked.
+    """The activations of one forward and backward of `model` on `batch`. Changes neither; needs no other rank.
 
-    `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments; only its
-    shapes and dtypes count, and its integers. What is sent back is `loss(output)`; without `loss` the output itself if
-    it is a tensor, or its `loss`, or else the sum of its floating-point tensors. As in `loss = model(...)`, the rest of
-    the output is dropped before the backward. `units` are those of the model, whose parameters may be on the meta
-    device. `around` is entered with the twin of the model while that computes. `treatments` say which units'
-    activations are recomputed, or kept elsewhere.
+    `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Only its
+    shapes, dtypes and integers matter. The backward starts from `loss(output)`; without `loss`, from the output itself
+    if it is a tensor, or its `loss`, or else the sum of its floating-point tensors. As in `loss = model(...)`, the rest
+    of the output is freed before the backward. `units` are those of the model, whose parameters may be on the meta
+    device. `around` is entered with the model's copy while that computes. `treatments`: the units whose activations are
+    recomputed or offloaded.
 
-    Raises `ModelError` for a model that asks for values of floating-point tensors, or that fails on the batch, and
-    `ConfigError` for a `batch` of another kind.
+    Raises `ModelError` for a model that reads values of floating-point tensors or fails on the batch, and `ConfigError`
+    for a `batch` of another type.
     """
 
     def prepare(twin: Twin) -> Work:
@@ -110,8 +111,8 @@ def rehearse_work(
     compute: Dtype,
     treatments: Treatments | None = None,
 ) -> Activations:
-    """As `rehearse`, for a forward and backward that run otherwise: the work that `prepare` makes for the twin of
-    `model`, once hooks are hung. It may be done several times."""
+    """As `rehearse`, for another kind of forward and backward: `prepare` makes the work for the copy of `model`, once
+    its hooks are registered. The work may run several times."""
     args, kwargs = _arguments(batch)
     fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
     with fakes, Integers(), products, torch.enable_grad():
@@ -140,11 +141,12 @@ def rehearse_work(
     on_cpu = device.type == "cpu"
     process_bytes = PROCESS_BYTES + products.kernel_bytes if on_cpu else 0
     on_host, on_disk = elsewhere["offload"].peak_bytes, elsewhere["disk"].peak_bytes
-    return Activations(tuple(stage.marks), process_bytes, on_cpu, on_host, on_disk)
+    heap_bytes = stage.peak_heap_bytes if on_cpu else 0
+    return Activations(tuple(stage.marks), process_bytes, on_cpu, on_host, on_disk, heap_bytes)
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """What a backward starts from: see `rehearse`."""
+    """The tensor from which the backward starts: see `rehearse`."""
     if isinstance(output, torch.Tensor):
         return output
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -153,7 +155,7 @@ def loss_in(output: Any) -> torch.Tensor:
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not tensors:
         raise ModelError(
-            f"The model returns {type(output).__name__}, in which there is nothing to send back: no tensor, no `loss`, "
+            f"The model returns {type(output).__name__}, from which no backward can start: no tensor, no `loss`, "
             f"no floating-point tensors that depend on trained parameters. Return the loss."
         )
     return torch.stack([tensor.sum() for tensor in tensors]).sum()
@@ -173,7 +175,7 @@ def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class _Stage:
-    """Listens to the hooks of one twin, as the runner does to those of a model, and marks moments."""
+    """Listens to the hooks of the copied model, as the runner does in training, and records moments."""
 
     def __init__(self, twin: Twin, device: torch.device) -> None:
         self._twin = twin
@@ -181,13 +183,14 @@ class _Stage:
         self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._hooks = Hooks(twin.model, twin.units, self, Halves())
         self.marks: list[Mark] = []
+        self.peak_heap_bytes = 0
         self.is_wiser = False
         self._open: set[str] = set()
         self._reached: list[tuple[Unit, nn.Module]] = []
         self._callers: Callers | None = None
 
     def perform(self, work: Work, batch: tuple[Any, Any], compute: Dtype) -> None:
-        """One pass: `marks` are then those of this one, and `is_wiser` says whether the next will see more."""
+        """Run one pass, which sets `marks`, and `is_wiser` if another pass will discover more."""
         self.marks, self.is_wiser = [], False
         self._open.clear()
         self._reached.clear()
@@ -208,7 +211,7 @@ class _Stage:
         self._reach = Reach(self._twin.units, self._reach_for)
         self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
-    def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # then nobody looks at the marks
+    def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # marks are not used then
         self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     def before_forward(self, unit: Unit) -> None:
@@ -231,10 +234,10 @@ class _Stage:
         self._mark(Moment("after", "backward", unit.name))
 
     def await_graph(self, unit: Unit) -> None:
-        """A rehearsal makes no graph in its backward."""
+        """Nothing to do: a rehearsal builds no graph in its backward."""
 
     def await_end(self, unit: Unit) -> None:
-        """What a rehearsal marks says nothing of which units are whole."""
+        """Nothing to do: the marks do not depend on which units are gathered."""
 
     def end_of_backward(self) -> None:
         for unit in self._twin.units:
@@ -245,10 +248,12 @@ class _Stage:
         self._mark(END_OF_BACKWARD)
 
     def _mark(self, moment: Moment) -> None:
-        self.marks.append(Mark(moment, self._living.take_peak(), self._living.live_bytes))
+        living = self._living
+        self.marks.append(Mark(moment, living.take_peak(), living.live_bytes, living.heap_bytes))
+        self.peak_heap_bytes = living.peak_heap_bytes
 
     def _reach_for(self, unit: Unit) -> None:
-        """A module reads `unit` without calling it: in the next pass it is gathered for that module."""
+        """A module reads `unit` without calling it: from the next pass on the unit is gathered for that module."""
         _become(unit, FullState.READY)
         site = (self._callers.innermost() if self._callers is not None else None) or self._twin.model
         if all(site is not known for known in unit.sites):
@@ -256,7 +261,7 @@ class _Stage:
             self.is_wiser = True
 
     def _forget_callers(self) -> None:
-        """Only while no module runs."""
+        """Remove the hooks of `Callers`; only while no module runs."""
         if self._callers is not None:
             self._callers.remove()
             self._callers = None

@@ -1,6 +1,7 @@
-"""What the stages of a pipeline hold on one rank: each rehearsed by itself, and what is in flight added up.
+"""What the stages of a pipeline hold on one rank: each stage is rehearsed separately, and micro-batches in flight are
+added up.
 
-A stage is rehearsed on what the stage before it hands over, of which only shape and dtype count; these are found by a
+The input of a stage is the output of the stage before it, of which only shape and dtype matter; these are found by one
 forward of each stage in turn.
 """
 
@@ -31,12 +32,12 @@ Tensor = torch.Tensor
 
 
 Exchange = Callable[[bytes], list[bytes]]
-"""Gives every rank of the pipeline everybody's message, by place."""
+"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by place."""
 
 
 @dataclass
 class StageRehearsal:
-    """What is known of a rank's stages, and of the micro-batch that goes through them."""
+    """Rehearses the stages of one rank with one micro-batch."""
 
     staged: StagedModel
     units: Sequence[Unit]
@@ -46,14 +47,14 @@ class StageRehearsal:
     loss: Loss | None = None
     treatments: Treatments | None = None
     around: Around = nothing_around
-    """Entered with the twin of a stage while that computes."""
+    """Entered with the copy of a stage while that computes."""
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
 
     def activations(self, exchange: Exchange) -> Activations:
-        """As `together`, once all stages of this rank have been gone through.
+        """As `together`, after rehearsing all stages of this rank.
 
-        All ranks of the pipeline call; if the stage of one cannot be rehearsed, all raise `ModelError`.
+        All ranks of the pipeline must call; if one cannot rehearse a stage, all raise `ModelError`.
         """
         num_stages = len(self.staged.layout.stages)
         arrived: Layout | None = None
@@ -62,18 +63,18 @@ class StageRehearsal:
             error: ModelError | None = None
             if stage in self.staged.stages:
                 try:
-                    handed_over = self.go_through(stage, arrived)
+                    handed_over = self.rehearse(stage, arrived)
                 except ModelError as raised:
                     error = raised
             if stage + 1 < num_stages:
-                arrived = self._told(exchange, stage, handed_over, error)
+                arrived = self._layout_from(exchange, stage, handed_over, error)
             elif error is not None:
                 raise error
         return self.together()
 
-    def go_through(self, stage: int, arrived: Layout | None) -> Layout | None:
-        """Rehearse one of the stages; what it gives to the next one, if it is not the last. `arrived` is what the one
-        before it gives."""
+    def rehearse(self, stage: int, arrived: Layout | None) -> Layout | None:
+        """Rehearse one stage, and return the layout of its output, if it is not the last. `arrived` is the layout of
+        its input."""
 
         def prepare(twin: Twin) -> Work:
             staged: StagedModel = twin.copied(self.staged)
@@ -94,7 +95,7 @@ class StageRehearsal:
         return held.handed_over
 
     def together(self) -> Activations:
-        """Those of all micro-batches of a step, as the schedule has them on this rank."""
+        """The activations of all micro-batches of a step, in the order of this rank's schedule."""
         row = self.staged.layout.schedule.rows[self.staged.place]
         linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
         halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
@@ -107,27 +108,35 @@ class StageRehearsal:
         on_host, on_disk = self._beside(lambda one: one.host_bytes), self._beside(lambda one: one.disk_bytes)
         return replace(found, host_bytes=on_host, disk_bytes=on_disk)
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of one micro-batch that go to the host, and to a disk, in all stages of this rank."""
+        counted = self._counted.values()
+        return sum(one.host_bytes for one in counted), sum(one.disk_bytes for one in counted)
+
     def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
-        """What a first half leaves: what linear layers put aside, and gradients of the other parameters of their
-        units."""
+        """Bytes that a first half of a backward keeps: inputs and output gradients of linear layers, and the gradients
+        of other parameters in their units."""
         own = {param for module in self.staged.modules_of(stage) for param in module.parameters()}
         others = (param for unit in halved for param in unit.params if param in own and param not in linear)
         return self._found[stage].aside + sum(param.nbytes for param in others if param.requires_grad)
 
     def _beside(self, there: Callable[[Activations], int]) -> int:
-        """Of what forwards of all stages have below the device, the most at once."""
+        """The most bytes that forwards of all stages keep on a lower tier at once."""
         held = {stage: there(one) for stage, one in self._counted.items()}
         beside = held_beside(self.staged.layout.schedule, self.staged.place, held, held)
         return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
 
-    def _told(self, exchange: Exchange, stage: int, handed_over: Layout | None, error: ModelError | None) -> Layout:
-        """What `stage` hands over, from the rank that has it."""
-        said: dict[str, Any] = {}
+    def _layout_from(
+        self, exchange: Exchange, stage: int, handed_over: Layout | None, error: ModelError | None
+    ) -> Layout:
+        """The layout of the output of `stage`, from the rank that has it."""
+        message: dict[str, Any] = {}
         if error is not None:
-            said = {"error": str(error)}
+            message = {"error": str(error)}
         elif handed_over is not None:
-            said = {"numbers": handed_over.numbers().tolist()}
-        answer = json.loads(exchange(json.dumps(said).encode())[self.staged.layout.place_of(stage)])
+            message = {"numbers": handed_over.numbers().tolist()}
+        answer = json.loads(exchange(json.dumps(message).encode())[self.staged.layout.place_of(stage)])
         if error is not None:
             raise error
         if "error" in answer:
@@ -137,23 +146,24 @@ class StageRehearsal:
 
 @dataclass
 class _Held:
-    """Bytes of one micro-batch in one stage."""
+    """What one micro-batch holds in one stage, in bytes."""
 
     after_forward: int = 0
-    """Until the backward: what autograd saves, what has arrived, and what is handed over."""
+    """Held until the backward: what autograd saves, the received input, and the output that is sent."""
     messages: int = 0
-    """On their way meanwhile: what comes next from either side, and copies of what was sent to both."""
+    """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
     handed_over: Layout | None = None
     _linear: dict[int, int] = field(default_factory=dict)
     _num_gradients: int = 0
 
     @property
     def aside(self) -> int:
-        """What the first half of a backward puts aside: inputs of linear layers, and the gradients of their outputs."""
+        """Bytes that the first half of a backward keeps: inputs of linear layers, and the gradients of their
+        outputs."""
         return sum(self._linear.values()) + self._num_gradients
 
     def watch(self, staged: StagedModel, stage: int) -> None:
-        """Count what the linear layers of `stage` are given, each tensor once, and what they make."""
+        """Count inputs of the linear layers of `stage`, each tensor once, and their outputs."""
 
         def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if torch.is_grad_enabled() and args:
@@ -180,7 +190,7 @@ def _through_stage(
     take: Take,
     living: LivingBytes,
 ) -> None:
-    """One forward and backward of a twin's stage, as a pipeline does them."""
+    """One forward and backward of a copied stage, as a pipeline runs them."""
     with rehearsal.around(staged.model):
         _forward_and_backward(staged, stage, arrived, rehearsal, held, take, living)
 
@@ -215,7 +225,7 @@ def _forward_and_backward(
 
 
 def _message_bytes(schedule: Schedule, given: Tensor | None, output: Tensor | None) -> int:
-    """What is on its way beside an op: from either side what the next one needs, a copy of what was handed over last,
-    and gradients that were handed back and have perhaps not left."""
+    """Bytes in flight beside an op: the next messages from either side, a copy of the last output sent, and gradients
+    that may not have been sent yet."""
     most = 1 + min(most_under_way(schedule.num_ranks), schedule.num_micro_batches)
     return (0 if given is None else most * given.nbytes) + (0 if output is None else 2 * output.nbytes)

@@ -1,9 +1,9 @@
-"""A twin of a model, whose tensors have shapes, dtypes and a device, but no bytes.
+"""A twin of a model: a copy whose tensors have shapes, dtypes and a device, but no bytes.
 
-[Note: twins] The model itself is not touched: modules keep what they compute (tables of positions, counters), and a
-rehearsal must not leave tensors without bytes behind. So everything of a module is copied but its tensors, and but the
-hooks of an engine that is training the model meanwhile. Parameters are views of flat buffers, as in training. For
-tensors that do have bytes see [Note: integers] in `integers.py`.
+[Note: twins] The model itself is not used, because modules keep what they compute (tables of positions, counters), and
+a rehearsal must not leave tensors without bytes in it. So everything in a module is copied except its tensors and the
+hooks of an engine that trains the model. Parameters are views of flat buffers, as in training. [Note: integers] in
+`integers.py` says which tensors have bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ OURS = f"{__name__.partition('.')[0]}."
 
 
 class TwinGradients(FlatGradients):
-    """Gradients of which only note is taken."""
+    """Records that gradients arrived, without storing them."""
 
-    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> bool:  # noqa: ARG002  # only that it came
+    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> bool:  # noqa: ARG002  # not stored
         self.touched_here[index] = True
         if is_last:
             self._arrived.add(index)
@@ -37,19 +37,19 @@ class TwinGradients(FlatGradients):
 
 
 class TwinFlat(Flat):
-    """A flat buffer that is always there, and that only takes note of gradients."""
+    """A flat buffer that is always allocated, and only records gradients."""
 
     def __init__(self, flat: Flat, device: torch.device) -> None:
         super().__init__(flat.spec, flat.slots, flat.params, flat.coordinate, ByteMeter(), device)
         self.full = torch.empty(flat.spec.numel, dtype=torch_dtype(flat.spec.table.compute), device=device)
-        self.params = tuple(self._param(index) for index in range(len(flat.slots)))
+        self.params = tuple(self._twin_of(index) for index in range(len(flat.slots)))
         self.grads = TwinGradients(flat.spec, flat.slots, flat.coordinate, self.meter, device)
 
-    def _param(self, index: int) -> nn.Parameter:
+    def _twin_of(self, index: int) -> nn.Parameter:
         slot, original = self.slots[index], self.params[index]
         view = self.full[slot.start : slot.span.stop].view(slot.shape)
         param = nn.Parameter(view, requires_grad=original.requires_grad)
-        param.__dict__.update(original.__dict__)  # some models note things on their parameters
+        param.__dict__.update(original.__dict__)  # some models keep attributes on their parameters
         return param
 
     def become(self, state: FullState) -> None:
@@ -58,7 +58,7 @@ class TwinFlat(Flat):
 
 
 class Twin:
-    """`model` and `units` as twins of those given. Made and used inside of one and the same `FakeTensorMode`."""
+    """Twins of a model and its units. Must be made and used inside one and the same `FakeTensorMode`."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
         self._device = device
@@ -72,12 +72,12 @@ class Twin:
         self.units = [self._unit(unit) for unit in units]
 
     def copied(self, thing: Any) -> Any:
-        """A copy of what knows the model, or tensors of it, that knows the twin's instead."""
+        """A copy of an object that refers to the model or its tensors; the copy refers to the twin's."""
         return copy.deepcopy(thing, self._memo)
 
     @property
     def resting(self) -> list[torch.Tensor]:
-        """What is no activation: parameters, buffers, and other tensors that modules keep."""
+        """Tensors that are not activations: parameters, buffers, and other tensors that modules keep."""
         kept = [tensor for module in self.model.modules() for tensor in tensors_in(vars(module))]
         return kept + [flat.full for flat in self._flats.values()]
 
@@ -116,6 +116,6 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
 
 
 def _is_ours(hook: object) -> bool:
-    """Whether an engine hung it there."""
+    """Whether an engine registered this hook."""
     called = hook.func if isinstance(hook, partial) else hook
     return str(getattr(called, "__module__", "")).startswith(OURS)

@@ -1,4 +1,4 @@
-"""Hooks to events, the recorder of the first step, and the executor of the program."""
+"""Hooks, the recorder of the first step, and the executor of the program."""
 
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
@@ -6,7 +6,7 @@ from shardwise.runtime.compiled import WrappedForward, check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
-from shardwise.runtime.nested import named_tensors, tensors_in
+from shardwise.runtime.nested import argument_tensors, named_tensors, tensors_in
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.runner import Runner, Settings
 
@@ -22,6 +22,7 @@ __all__ = [
     "Runner",
     "Settings",
     "WrappedForward",
+    "argument_tensors",
     "changed_inside",
     "check_backend",
     "in_backward",

@@ -1,4 +1,4 @@
-"""What the ranks that share a flat buffer tell each other besides its program. All of them call; everything blocks."""
+"""Small messages between the ranks that share a flat buffer, apart from its program. Collective and blocking."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Tensor = torch.Tensor
 
 
 class Agreement:
-    """Over all axes of a flat buffer's table, one after the other."""
+    """Agreement among all ranks of a flat buffer's table, one axis after the other."""
 
     def __init__(self, collectives: Collectives, groups: Mapping[str, Group]) -> None:
         self._collectives = collectives
         self._groups = groups
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._boxes: dict[str, list[Box]] = {}
-        """By parameter: the parts that the ranks along the axis that cuts it have."""
+        """Per parameter: the boxes of the ranks along the axis that cuts it."""
 
     def any_rank(self, flat: Flat, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -32,16 +32,17 @@ class Agreement:
         return flag
 
     def merged(self, flat: Flat, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """The `facts`, anything JSON can hold, of all ranks in one dict; the first one's stay."""
+        """The union of all ranks' `facts` (anything JSON can hold); for a key that several ranks have, the first rank's
+        value."""
         known = dict(facts)
         for axis in flat.spec.table.axes:
-            said = self._collectives.exchange(json.dumps(known).encode(), self._groups[axis], flat.name)
-            known = {key: value for message in reversed(said) for key, value in json.loads(message).items()}
+            messages = self._collectives.exchange(json.dumps(known).encode(), self._groups[axis], flat.name)
+            known = {key: value for message in reversed(messages) for key, value in json.loads(message).items()}
         return known
 
     def mean(self, flat: Flat, values: Tensor, slot: Slot | None = None) -> Tensor:
-        """The mean of every rank's `values`, one-dimensional and of one length and dtype: of those that have copies of
-        `slot` too."""
+        """The mean of `values` over all ranks of the table, and over the ranks with copies of `slot`. `values` is
+        one-dimensional, of one length and dtype on all ranks."""
         for axis in self._copying(flat, slot):
             values = sum_small(values, self._collectives, self._groups[axis], flat.name) / len(self._groups[axis].ranks)
         for axis in flat.spec.table.axes:
@@ -49,14 +50,14 @@ class Agreement:
         return values
 
     def broadcast(self, flat: Flat, values: Tensor, slot: Slot | None = None) -> None:
-        """Give all ranks the first one's `values`, one-dimensional and contiguous, in place: those that have copies of
-        `slot` too."""
+        """Overwrite `values` (one-dimensional, contiguous) on all ranks with the first rank's, including the ranks with
+        copies of `slot`."""
         for axis in (*flat.spec.table.axes, *self._copying(flat, slot)) if values.numel() else ():
             group = self._groups[axis]
             self._collectives.broadcast(values, group.ranks[0], group, flat.name).wait()
 
     def gather(self, flat: Flat, whole: Tensor, shard: Axes) -> None:
-        """Make `whole`, as long as `flat`, of which each rank has filled what `shard` gives it, the same on all."""
+        """Fill `whole`, as long as `flat`, on all ranks. Each rank has filled the part that `shard` gives it."""
         for axis in reversed(flat.spec.table.order):
             if axis in shard:
                 shard = tuple(other for other in shard if other != axis)
@@ -64,7 +65,7 @@ class Agreement:
                 self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
 
     def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:
-        """The unsplit tensor, in its shape, of which each rank along the axis that cuts it has its slot's `part`."""
+        """The unsplit tensor, in its own shape, from `part`: this rank's part of the slot that model axes cut."""
         if slot.box is None:
             return part.view(slot.shape)
         whole = part.view(slot.shape)
@@ -79,16 +80,16 @@ class Agreement:
             self._collectives.all_gather(parts.view(-1), group, slot.name).wait()
             whole = part.new_empty(slot.whole_shape)
             for box, theirs in zip(boxes, parts, strict=True):
-                if box.place == boxes[0].place:  # once each of copies
+                if box.place == boxes[0].place:  # copies count once
                     put_part(whole, box, theirs[: box.numel])
         return whole
 
     def _boxes_of(self, slot: Slot, group: Group) -> list[Box]:
-        """Asked once for each parameter."""
+        """The boxes along `group`; exchanged once per parameter."""
         if slot.name not in self._boxes:
             assert slot.box is not None
-            said = self._collectives.exchange(json.dumps(slot.box.to_json()).encode(), group, slot.name)
-            self._boxes[slot.name] = [Box.from_json(json.loads(message)) for message in said]
+            messages = self._collectives.exchange(json.dumps(slot.box.to_json()).encode(), group, slot.name)
+            self._boxes[slot.name] = [Box.from_json(json.loads(message)) for message in messages]
         return self._boxes[slot.name]
 
     def _copying(self, flat: Flat, slot: Slot | None) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
-"""Buffers that a forward changes (running statistics): after each step all ranks of a data-parallel group take the
-first one's, rank 0's where there are no model axes.
+"""Buffers that a forward changes (running statistics). After each step all ranks of a data-parallel group take the
+values of its first rank, which is rank 0 if there are no model axes.
 
-[Note: which buffers change] Nobody says it, and it may begin at any time: a batch norm that is unfrozen, a statistic
-that is assigned anew. So before each verdict a rank compares its buffers with what they were when the ranks last
-agreed, by object and by bytes; version counters would not do, because batch norm and `.data` write without them.
-Buffers that are known to change are not compared, they are sent. What is new on any rank is told with the verdict,
-which travels anyway, and only then do the ranks exchange names and shapes. Buffers on a device are compared there, and
-what came of it goes with the verdict as a tensor.
+[Note: which buffers change] This is not declared anywhere, and it may start at any time: a batch norm is unfrozen, a
+statistic is assigned anew. So before each verdict a rank compares its buffers, by object and by bytes, with what they
+were when the ranks last agreed. Version counters would miss changes, because batch norm and `.data` write without them.
+Buffers known to change are sent, not compared. A change on any rank is reported with the verdict, which is sent anyway;
+only then do the ranks exchange names and shapes. Buffers on a device are compared there, and the result goes with the
+verdict as a tensor.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ Tensor = torch.Tensor
 Layout = tuple[torch.Size, torch.dtype]
 
 _EXACT_BYTES = 64 << 10
-"""Up to this a buffer is compared with a copy, beyond with sums, which take no memory to speak of."""
+"""A buffer of up to this many bytes is compared with a copy, a larger one with sums, which take hardly any memory."""
 _WORDS = 1024
-"""In a row of what is summed, 8 bytes each."""
+"""Words of 8 bytes per row of a sum."""
 
 
 class BufferSync:
-    """Finds out which buffers change on any rank, and from then on keeps them the same."""
+    """Finds the buffers that change on any rank, and from then on keeps them the same on all."""
 
     def __init__(self, model: nn.Module, data_group: DataGroup, on_host: Callable[[torch.device], bool]) -> None:
-        """`on_host(device)` says whether the host can look at what lies there without waiting."""
+        """`on_host(device)`: whether the host can read memory of that device without waiting."""
         self._data_group = data_group
         self._on_host = on_host
         self._owners = {f"{name}." if name else "": module._buffers for name, module in model.named_modules()}
         self._shared: dict[str, Layout] = {}
-        """The buffers that are kept the same, and what they are on rank 0."""
+        """The buffers that are kept the same, and their shape and dtype on rank 0."""
         self._watch = _Watch(self._present())
 
     def has_news(self) -> bool:
-        """Whether on this rank a buffer has changed that is not kept the same, or one that is has another shape."""
+        """Whether a buffer that is not kept the same has changed on this rank, or one that is has another shape or
+        dtype."""
         present = self._present()
         if not self._shared.keys() <= present.keys():
             return True
@@ -56,16 +57,19 @@ class BufferSync:
         return any(self._watch.has_seen_change(device) for device in self._watch.devices if self._on_host(device))
 
     def news_on_device(self) -> Tensor | None:
-        """The same of what lies where the host does not look: a bool without dimensions, `None` if nothing does."""
+        """`has_news` for devices that the host cannot read without waiting: a 0-d bool tensor, `None` if there is no
+        such device."""
         away = [device for device in self._watch.devices if not self._on_host(device)]
         changes = [self._watch.change_on(device) for device in away]
         return reduce(torch.logical_or, (changed.to(away[0]) for changed in changes[1:]), changes[0]) if away else None
 
     def learn(self) -> int:
-        """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
-        said = [json.loads(one) for one in self._data_group.exchange(json.dumps(self._changes()).encode(), "buffers")]
-        changed = {name for one in said for name in one["changed"]} | self._shared.keys()
-        of_first = said[0]["layouts"]
+        """Decide which buffers are kept the same. Collective. Returns the bytes that this sends per step. Raises
+        `ModelError` for a sparse or quantized buffer that changes."""
+        sent = self._data_group.exchange(json.dumps(self._changes()).encode(), "buffers")
+        messages = [json.loads(message) for message in sent]
+        changed = {name for one in messages for name in one["changed"]} | self._shared.keys()
+        of_first = messages[0]["layouts"]
         for name in sorted(changed & of_first.keys()):
             shape, dtype, is_dense = of_first[name]
             if not is_dense:
@@ -84,7 +88,7 @@ class BufferSync:
         return sum(present[name].nbytes for name in self._shared)
 
     def share(self) -> None:
-        """Give everybody rank 0's values, all buffers of a dtype in one message. All ranks call."""
+        """Give all ranks rank 0's values, in one message per dtype. Collective."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
         for name in self._shared:
             prefix, key = _split(name)
@@ -99,14 +103,14 @@ class BufferSync:
             start = 0
             for name, buffer in named:
                 values = together[start : start + buffer.numel()].view(buffer.shape)
-                if buffer.is_inference():  # may not be written to
+                if buffer.is_inference():  # an inference tensor cannot be written to
                     self._put(name, values.clone())
                 else:
                     copy_into(buffer.detach(), values)
                 start += buffer.numel()
 
     def _present(self) -> dict[str, Tensor]:
-        """Every buffer that is there, once, by its first name."""
+        """All buffers of the model, each once, by the first of its names."""
         seen: set[int] = set()
         present: dict[str, Tensor] = {}
         for prefix, buffers in self._owners.items():
@@ -117,7 +121,7 @@ class BufferSync:
         return present
 
     def _changes(self) -> dict[str, object]:
-        """What this rank says: which buffers are not what they were, and what each is."""
+        """This rank's message: which buffers have changed, and the shape and dtype of each."""
         present = self._present()
         others = {name for name, one in present.items() if not self._watch.knows(name, one)}
         changed = (self._watch.changed() | others) - self._shared.keys()
@@ -142,7 +146,7 @@ class BufferSync:
 
 
 class _Watch:
-    """Some buffers as they were: which objects, and what bytes."""
+    """A snapshot of some buffers: which objects, and which bytes."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self._buffers = dict(buffers)
@@ -167,11 +171,11 @@ class _Watch:
         return not torch.equal(self._seen[device], _digest(self._bytes[device].values()))
 
     def change_on(self, device: torch.device) -> Tensor:
-        """The same as a tensor on `device`, for which nobody waits."""
+        """`has_seen_change` as a tensor on `device`, so that the host need not wait."""
         return (self._seen[device] != _digest(self._bytes[device].values())).any()
 
     def changed(self) -> set[str]:
-        """The names of those whose bytes are others now."""
+        """The names of the buffers whose bytes have changed."""
         found: set[str] = set()
         for device, views in self._bytes.items():
             start = 0
@@ -184,7 +188,7 @@ class _Watch:
 
 
 def _digest(views: Iterable[Tensor]) -> Tensor:
-    """Bytes by which to tell a change: those of small buffers themselves, of large ones sums by rows and columns."""
+    """The bytes that are compared: of a small buffer its own, of a large one sums over rows and columns."""
     parts: list[Tensor] = []
     for view in views:
         rows = view.numel() // (8 * _WORDS) if view.numel() > _EXACT_BYTES else 0
@@ -199,7 +203,8 @@ def _digest(views: Iterable[Tensor]) -> Tensor:
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    """Its memory as bytes; what lies between its elements too, since a copy of them would not change with it."""
+    """The buffer's memory as bytes, including gaps between elements: a copy made without them would not follow later
+    changes."""
     one = buffer.detach()
     if not one.is_contiguous():
         extent = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))

@@ -1,13 +1,13 @@
-"""`torch.compile` for each unit: its computation becomes one graph, our hooks stay outside of it.
+"""`torch.compile` for each unit: its computation becomes one graph, with our hooks outside of it.
 
-What is compiled is a site's `forward`, not its call: PyTorch runs a module's hooks around `forward`, so gathering
-and freeing happen before the graph is entered and after it is left, and break nothing in it. Blocks of one
-class share a graph. A site that is a single operation (an embedding, a head) has nothing to fuse and is left alone.
+A site's `forward` is compiled, not its `__call__`: PyTorch runs a module's hooks around `forward`, so gathers and frees
+happen outside the graph and do not break it. Blocks of one class share a graph. A site that is a single operation (an
+embedding, a head) has nothing to fuse and is not compiled.
 
-[Note: caches] A decoder of transformers that is called with `use_cache`, as is its default, gives all of its blocks one
-cache, in which each has a layer of its own. Which layers are filled is then part of what a graph was made for: every
-block gets its own, and torch gives up after 8 of one class and runs the rest without compiling. So as many are allowed
-as there are blocks, and a warning says how they would share one.
+[Note: caches] A decoder of transformers called with `use_cache`, which is the default, passes one cache to all of its
+blocks, with a layer for each block. Which layers are filled then becomes part of a graph's guards: every block gets its
+own graph, and after 8 graphs of one class torch stops compiling. So as many graphs are allowed as there are blocks, and
+a warning says how the blocks could share one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _RECORDS_ADDRESSES = "cudagraphs"
 
 
 def check_backend(backend: str | None, *, stays_whole: bool = True) -> None:
-    """Raise `ConfigError` for a backend that torch.compile does not know; none at all is fine. Changes nothing.
+    """Raise `ConfigError` for a backend that torch.compile does not know. `None` is accepted.
 
-    `stays_whole`: no parameter is freed between steps. A recorded graph of CUDA reads memory by the addresses that it
-    had when it was recorded, and what is gathered anew lies elsewhere.
+    `stays_whole`: no parameter is freed between steps. A CUDA graph replays reads at the addresses of its recording,
+    and parameters that are gathered again lie elsewhere.
     """
     if backend is None:
         return
@@ -49,8 +49,7 @@ def check_backend(backend: str | None, *, stays_whole: bool = True) -> None:
 
 
 class WrappedForward:
-    """What stands in the place of a module's `forward`, is called instead, and calls it. Copies of the module have the
-    forward alone."""
+    """Replaces a module's `forward` and calls the original. A deep copy of the module gets the original forward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -78,7 +77,7 @@ class CompiledUnits:
         self._are_installed = False
 
     def install(self) -> None:
-        """Compile, from the next call on. Asked twice it does nothing."""
+        """Compile from the next call on. Idempotent."""
         if self._are_installed:
             return
         self._are_installed = True
@@ -107,12 +106,13 @@ class CompiledUnits:
 
 
 def _code_of(site: nn.Module) -> object:
-    """What graphs are kept by: sites of one class have one."""
+    """The key under which torch caches graphs: one for all sites of a class."""
     return getattr(type(site).forward, "__code__", type(site))
 
 
 def _compiled(forward: Callable[..., Any], backend: str, num_alike: int) -> Callable[..., Any]:
-    """`forward` compiled, with room for a graph for each of the `num_alike` sites: see [Note: caches]."""
+    """`forward` compiled, with a recompile limit that allows a graph for each of the `num_alike` sites; see
+    [Note: caches]."""
     limit = torch._dynamo.config.recompile_limit + num_alike
     has_option = "recompile_limit" in inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {"recompile_limit": limit} if has_option else {}
@@ -127,14 +127,14 @@ def _compiled(forward: Callable[..., Any], backend: str, num_alike: int) -> Call
 def _looks_for_cache(
     site: nn.Module, holder: nn.Module | WrappedForward, compiled: Callable[..., Any], num_alike: int
 ) -> Callable[..., Any]:
-    """`compiled`, which it puts in its own place at the first call, after a look at the arguments."""
+    """A forward that at its first call warns if an argument is a cache, then replaces itself with `compiled`."""
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
         holder.forward = compiled
         for value in (*args, *kwargs.values()):
             if any((base.__name__, base.__module__) == _CACHE for base in type(value).__mro__):
                 warnings.warn(
-                    f"{type(site).__name__} is given a {type(value).__name__}, with which torch.compile makes a graph "
+                    f"{type(site).__name__} is given a {type(value).__name__}, for which torch.compile makes a graph "
                     f"for each of {num_alike} blocks instead of one for all. The results are right. To train, call the "
                     f"model with use_cache=False, or set model.config.use_cache = False.",
                     UserWarning,
@@ -142,44 +142,44 @@ def _looks_for_cache(
                 )
         return compiled(*args, **kwargs)
 
-    first_call._torchdynamo_orig_callable = compiled  # type: ignore[attr-defined]  # that a forward is a compiled one
+    first_call._torchdynamo_orig_callable = compiled  # type: ignore[attr-defined]  # marks the forward as compiled
     return first_call
 
 
 _CACHE = ("Cache", "transformers.cache_utils")
-"""The base of all that transformers keeps keys and values in, and its module."""
+"""The base class of transformers' key-value caches, and its module."""
 _COMPILED_CALL = ("compile_wrapper", "torch._dynamo.eval_frame")
-"""The function that calls what `torch.compile` was given."""
+"""The function through which `torch.compile` calls its target."""
 
 
 class OuterCompile:
-    """Says once that a `torch.compile` around the model, or around some of its units, is in vain."""
+    """Warns once that a `torch.compile` around the model, or around one of its units, has no effect."""
 
     def __init__(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
-        self._was_said = False
-        self._num_looks = 2
+        self._has_warned = False
+        self._num_checks = 2
         wraps = hasattr(model, "_orig_mod")  # torch.compile(model): the hooks of what is inside end each graph
         if wraps or any(site._compiled_call_impl is not None for site in (model, *sites)):
-            self._say()
+            self._warn()
 
-    def look_around(self) -> None:
-        """Called as the root is entered, the first few times: while all operations are watched nothing is traced."""
-        if self._num_looks > 0 and not self._was_said:
-            self._num_looks -= 1
+    def check_callers(self) -> None:
+        """Called when the root is entered, the first two times; while operations are watched nothing is traced."""
+        if self._num_checks > 0 and not self._has_warned:
+            self._num_checks -= 1
             frame = sys._getframe()
             while (outer := frame.f_back) is not None:
                 frame = outer
                 if (frame.f_code.co_name, frame.f_globals.get("__name__")) == _COMPILED_CALL:
-                    self._say()
+                    self._warn()
                     return
 
-    def notice(self) -> None:
-        """Called from a hook: true in one that is being traced, false elsewhere, whatever other threads do."""
-        if torch.compiler.is_dynamo_compiling() and not self._was_said:
-            torch.compiler.disable(self._say)()  # type: ignore[no-untyped-call]  # torch's own
+    def check_tracing(self) -> None:
+        """Called from a hook. Dynamo's flag is true only in a hook that is being traced, whatever other threads do."""
+        if torch.compiler.is_dynamo_compiling() and not self._has_warned:
+            torch.compiler.disable(self._warn)()  # type: ignore[no-untyped-call]  # torch's own
 
-    def _say(self) -> None:
-        self._was_said = True
+    def _warn(self) -> None:
+        self._has_warned = True
         warnings.warn(
             "torch.compile around a sharded model compiles next to nothing: parameters come and go at its units, and "
             "each of them ends the graph. The results are right. Call the plain model, and have each unit compiled by "

@@ -19,11 +19,11 @@ from shardwise.telemetry import ON_THE_WAY, Timeline
 Call = Callable[[], None]
 Step = tuple[Action, Call]
 _TRAVELS_AS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "update", "given": "update"}
-"""What a timeline calls that of which a buffer is made."""
+"""Names in a timeline, by the buffer that a transfer fills."""
 
 
 class BoundBlock:
-    """A moment, and the calls that are due at it."""
+    """A moment, and the calls to make at it."""
 
     def __init__(
         self,
@@ -33,24 +33,24 @@ class BoundBlock:
         timeline: Timeline,
         units: Mapping[str, str],
     ) -> None:
-        """`units` are those of flat buffers, by name."""
+        """`units`: the name of the unit of each flat buffer."""
         self.moment = block.moment
         ends_backward = block.moment.edge == "after" and block.moment.phase in ("backward", "backward_input")
         self.closes = block.moment.unit if ends_backward else ""
-        """The unit whose backward ends at this moment, if one does."""
+        """The unit whose backward ends at this moment, or ""."""
         self._journal, self._together = collectives.journal, collectives.together
         self._steps: tuple[Step, ...] = tuple(zip(block.actions, calls, strict=True))
         self._unit_of_gather = {action: units.get(action.flat) for action in block.actions if action.verb == "gather"}
         self._gathers_several = not collectives.is_host and any(len(run) > 1 for run in self._runs(self._steps))
         self.frees = frozenset(action.flat for action in block.actions if action.verb == "free")
-        """The flat buffers that are freed at it."""
+        """The flat buffers that this block frees."""
         self._keeping = tuple(step for step in self._steps if step[0].verb != "free")
         self._timeline = timeline
 
     def run(self, *, frees: bool = True) -> None:
-        """Make the calls in order, and say in the journal which: it is what a fault is explained by.
+        """Make the calls in order. Each is noted in the journal first, because faults are explained from it.
 
-        Without `frees` what is whole stays so.
+        `frees=False` leaves gathered buffers gathered.
         """
         journal = self._journal
         journal.moment = self.moment
@@ -80,13 +80,14 @@ class BoundBlock:
                 self._make(run)
 
     def _runs(self, steps: Sequence[Step]) -> Iterator[list[Step]]:
-        """Gathers of one unit that follow each other over one axis; all else by itself."""
+        """Consecutive gathers of one unit over one axis as one run; every other action is a run of its own."""
         for key, some in groupby(steps, lambda step: (self._unit_of_gather.get(step[0]), step[0].over)):
             run = list(some)
             yield from [run] if key[0] is not None else ([step] for step in run)
 
     def _timed(self, action: Action, call: Call) -> None:
-        """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
+        """Make the call within a span of the timeline and of torch's profiler, and record its transfer until it is
+        waited for."""
         effect = action.effect
         made = effect.makes or effect.waits
         travelling = f"{action.flat} {_TRAVELS_AS.get(made, made) if made is not None else ''}"
@@ -113,14 +114,14 @@ class Executor:
         self._common: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, subject: str, call: Callable[[Action], None]) -> None:
-        """Who does all that has this subject: what is not a move of one flat buffer."""
+        """Let `call` carry out all actions with this subject: those that are not moves of one flat buffer."""
         self._common[subject] = call
 
     def bind(self, program: Program) -> tuple[BoundBlock, ...]:
         return tuple(self._bind_block(block) for block in program)
 
     def run(self, moment: Moment, actions: Sequence[Action]) -> None:
-        """Bind and run at once: for a step that has no program yet."""
+        """Bind and run at once, for a step that has no program yet."""
         self._bind_block(Block(moment, tuple(actions))).run()
 
     def _bind_block(self, block: Block) -> BoundBlock:
@@ -131,5 +132,5 @@ class Executor:
         if action.subject in self._common:
             return partial(self._common[action.subject], action)
         if action.flat not in self.movers:
-            raise ProgramError(f"'{action}' is of no flat buffer of this model.")
+            raise ProgramError(f"'{action}' names no flat buffer of this model.")
         return self.movers[action.flat].method(action)

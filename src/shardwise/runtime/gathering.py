@@ -1,4 +1,4 @@
-"""Units made whole, and let go: by the program where it is followed, else by the table, waited for at once."""
+"""Gathers and frees units: by the program where it is followed, else by the table, waiting for each gather."""
 
 from __future__ import annotations
 
@@ -7,47 +7,63 @@ from contextlib import contextmanager
 
 from shardwise.program import Moment, drop_due, gather_due, serial
 from shardwise.runtime.executor import BoundBlock, Executor
+from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.passes import Pass
 from shardwise.runtime.reach import Reach
 from shardwise.storage import ABSENT, GATHERING, Flat, Unit
 
 
 class Gathering:
-    """What is done to the units of one model. All ranks call every method."""
+    """Gathers and frees the units of one model. All ranks call every method."""
 
     def __init__(self, units: Sequence[Unit], executor: Executor) -> None:
         self.units = list(units)
         self._executor = executor
+        self.was_read = False
+        """Whether code between two computations has read parameters."""
         self.watcher: Reach | None = None
-        """Who looks at every operation just now, and shall not look at ours."""
+        """The mode that watches every operation just now; it is paused during our own actions."""
 
     def open(self, unit: Unit) -> None:
-        """`unit` is whole, and its parameters are plain ones, while it computes."""
-        self.make_sure(unit)
+        """Gather `unit` and make its parameters plain tensors, for as long as it computes."""
+        self.ensure_whole(unit)
         unit.wake()
 
-    def make_sure(self, unit: Unit) -> None:
-        """`unit` is whole when it computes, whatever the program thought."""
+    def ensure_whole(self, unit: Unit) -> None:
+        """Gather what is absent of `unit`, even if the program did not foresee that."""
         for flat in unit.flats:
             if flat.is_whole:
                 continue
-            if flat.state is GATHERING:
+            if flat.state is GATHERING or flat.is_updating:
                 self._executor.movers[flat.name].params.wait_full()
             if flat.state is ABSENT:
                 moment = unit.moments.before_forward
                 with self._unwatched():
                     self._executor.run(moment, serial(gather_due(unit.spec, moment)))
 
+    def await_updates(self) -> None:
+        """All parameters are what the step before has made them."""
+        for params in self._updating():
+            params.wait_param()
+
+    def abandon_updates(self) -> None:
+        """Nothing is under way any more, whether it has come or never will."""
+        for params in self._updating():
+            params.abandon()
+
+    def _updating(self) -> list[ParamMover]:
+        return [mover.params for mover in self._executor.movers.values() if mover.params.flat.is_updating]
+
     def begin(self, unit: Unit) -> None:
-        """What makes `unit` whole is on its way: `open` waits for it."""
+        """Start to gather `unit`; `open` waits for it."""
         moment = unit.moments.before_forward
         absent = {flat.name for flat in unit.flats if flat.state is ABSENT}
         due = serial(tuple(action for action in gather_due(unit.spec, moment) if action.flat in absent))
         with self._unwatched():
             self._executor.run(moment, [action for action in due if (action.verb, action.subject) != ("wait", "full")])
 
-    def let_go(self, unit: Unit) -> None:
-        """Nobody needs `unit` whole, or on its way."""
+    def free(self, unit: Unit) -> None:
+        """Free `unit`, after waiting for a gather that is under way."""
         unit.rest()
         for flat in unit.flats:
             self._executor.movers[flat.name].params.wait_full()
@@ -56,7 +72,7 @@ class Gathering:
     def run(
         self, block: BoundBlock | None, moment: Moment, unit: Unit, current: Pass, *, training: bool = True
     ) -> None:
-        """What the program has for `moment` of `current`; without one what is due by the table."""
+        """Run the program's block for `moment`; without a block, what the table requires."""
         if block is not None and self.watcher is None:
             block.run()
             return
@@ -84,7 +100,7 @@ class Gathering:
                 yield
 
     def make_whole(self, flats: Sequence[Flat]) -> None:
-        """Gather `flats` outside of any forward; `free_all` lets them go."""
+        """Gather `flats` outside of any forward; `free_all` frees them."""
         wanted = set(flats)
         for unit in self.units:
             if wanted & set(unit.flats):
@@ -92,10 +108,11 @@ class Gathering:
 
     @contextmanager
     def borrowed(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Inside, `units` are whole, for whoever reads them between two computations. All ranks enter."""
+        """Inside, `units` are gathered, for code that reads them between two computations. All ranks enter."""
+        self.was_read = True
         absent = [flat for unit in units for flat in unit.flats if not flat.is_whole]
         for unit in units:
-            self.make_sure(unit)
+            self.ensure_whole(unit)
         try:
             yield
         finally:
@@ -103,7 +120,7 @@ class Gathering:
                 flat.free_full()
 
     def free_all(self) -> None:
-        """Let go of everything that is whole and need not be."""
+        """Free every gathered buffer that is not always kept whole."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.guard.rest()
@@ -113,13 +130,13 @@ class Gathering:
                 flat.free_held()
 
     def owe_frees(self, unit: Unit, block: BoundBlock) -> None:
-        """What `block` would have freed of `unit` has to stay until the backward is through."""
+        """Remember what `block` would have freed of `unit`; it is freed when the backward has ended."""
         for flat in unit.flats:
             flat.owes_free |= flat.name in block.frees
 
     def free_owed(self) -> None:
-        """A backward in the middle of a schedule is through: what had to stay until then goes, if the program counts on
-        that; what it keeps, or has on its way, stays."""
+        """At the end of a backward within a schedule, free what was owed. What the program keeps or is gathering
+        stays."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.guard.rest()
@@ -128,36 +145,37 @@ class Gathering:
                     flat.free_full()
 
     def expect_gradients(self) -> None:
-        """Those that come from here on are of another backward."""
+        """Gradients from here on belong to another backward."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.grads.have_come = False
 
     def forget_graphs(self) -> bool:
-        """What was to stay whole because a graph may read it may go. Whether there was any; it has not gone yet."""
+        """Allow buffers that were kept for a graph to be freed. Returns whether there were any; frees nothing
+        itself."""
         staying = [flat for unit in self.units for flat in unit.flats if flat.stays]
         for flat in staying:
             flat.stays = False
         return bool(staying)
 
     def finish_reductions(self) -> None:
-        """Bring reductions that the program left under way to their end."""
+        """Finish the reductions that the program left under way."""
         for mover in self._executor.movers.values():
             mover.grads.finish_reduction()
 
     def come_to_rest(self) -> None:
-        """Reductions done, gathered buffers freed."""
+        """Finish reductions and free gathered buffers."""
         self.finish_reductions()
         self.free_all()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, those of backwards before included."""
+        """Drop all gradients, including those of earlier backwards."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.grads.drop()
 
     def abandon(self) -> None:
-        """A forward or backward raised: wait for what is on its way, and let go of what is whole."""
+        """After a forward or backward raised: wait for transfers under way, and free what is gathered."""
         for mover in self._executor.movers.values():
             mover.abandon()
         self.free_all()

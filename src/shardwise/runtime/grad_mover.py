@@ -1,5 +1,5 @@
-"""The moves of one flat buffer's gradients: `grad` from what a backward left, `due` in the step from what has waited
-for it."""
+"""The moves of one flat buffer's gradients: `grad` is the result of a backward, `due` is reduced during the step from
+gradients that have waited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class GradMover:
-    """What is on its way of one flat buffer's gradients on this rank: one reduction at a time."""
+    """One flat buffer's gradients on this rank, with at most one reduction under way."""
 
     def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
         self.flat = flat
@@ -29,10 +29,10 @@ class GradMover:
         self._reduction: Reduction | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
-        """Whether gradients wait just as the update needs them, so that nothing moves at the step."""
+        """Whether gradients wait in the form that the update needs, so that nothing moves at the step."""
 
     def reduce_scatter_grad(self, action: Action) -> None:
-        """Start to sum over one axis; each rank gets its part."""
+        """Start a sum over one axis of which each rank gets its part."""
         reduction, group = self._sum(action), self._groups[action.over]
         source, dtype = reduction.current, self._dtype_of(action, reduction)
         numel, flat = source.numel() // len(group.ranks), self.flat
@@ -46,7 +46,7 @@ class GradMover:
         reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
 
     def all_reduce_grad(self, action: Action) -> None:
-        """Start to sum over one axis; each rank gets all of it."""
+        """Start a sum over one axis of which each rank gets all."""
         reduction, group = self._sum(action), self._groups[action.over]
         source, dtype = reduction.current, self._dtype_of(action, reduction)
         is_kept, is_same_dtype = self.flat.grads.is_in_grad_buffer(source), source.dtype == dtype
@@ -63,13 +63,13 @@ class GradMover:
         reduction.finish(reduction.current.to(self._dtype_of(action, reduction)))
 
     def evict_grad(self, action: Action) -> None:
-        """Start to bring a sum to the host."""
+        """Start to copy a sum to the host."""
         reduction, host = self._sum(action), self.flat.host
         out = host.buffer(reduction.current.numel(), reduction.current.dtype)
         reduction.leave(out, host.evict(out, reduction.current))
 
     def slice_due(self, action: Action) -> None:
-        """Every rank has the sum, and updates its own part."""
+        """Keep this rank's part of a sum that every rank has."""
         reduction, group = self._sum(action), self._groups[action.over]
         reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
 
@@ -77,18 +77,18 @@ class GradMover:
     evict_due = evict_grad
 
     def wait_sum(self, _: Action) -> None:
-        """A sum over some of the axes is there."""
+        """Wait for a sum over some of the axes."""
         if self._reduction is not None:
             self._reduction.wait()
 
     def wait_grad(self, _: Action) -> None:
-        """The gradient of one more backward waits for the step."""
+        """Wait for the gradient of a backward, and keep it for the step."""
         if self._reduction is not None:
             reduction = self._reduction
             self.flat.grads.keep_grad(self._ended(reduction), reduction.landing)
 
     def wait_due(self, _: Action) -> None:
-        """The update can read its gradient."""
+        """Wait for the gradient that the update reads."""
         if self._reduction is not None:
             reduction = self._reduction
             due = self._ended(reduction)
@@ -96,7 +96,7 @@ class GradMover:
             self.flat.grads.keep_due(due)
 
     def _sum(self, action: Action) -> Reduction:
-        """What gradients have been summed to so far; at first, where the action's subject has them from."""
+        """The running reduction; if there is none, a new one from the gradients that the action's subject names."""
         if self._reduction is None:
             self._reduction = self._of_backward() if action.subject == "grad" else self._of_waiting()
         return self._reduction
@@ -107,7 +107,7 @@ class GradMover:
 
     def _of_waiting(self) -> Reduction:
         source = self.flat.grads.take_grad()
-        if source is None:  # no backward reached this buffer here, but others may wait for our part
+        if source is None:  # no backward reached this buffer here, but other ranks may need our part
             numel, dtype = self.flat.grads.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
             source = self.flat.grads.sum_memory(numel, dtype).zero_()
         return Reduction(source, self.flat, None)
@@ -116,14 +116,14 @@ class GradMover:
         return torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
 
     def _ended(self, reduction: Reduction) -> Tensor:
-        """What a reduction has come to, once its last step is done."""
+        """Wait for the last step of a reduction, and return its result."""
         reduction.wait()
         self._reduction = None
         reduction.release()
         return reduction.current
 
     def finish_reduction(self) -> None:
-        """Bring a reduction that the program left under way to its end."""
+        """Finish a reduction that the program left under way."""
         while self._reduction is not None:
             started = self._reduction.num_started
             if started == len(self._chain):
@@ -135,13 +135,13 @@ class GradMover:
                 move(action)
 
     def keep_due(self) -> None:
-        """Where gradients wait as the update needs them, nothing moves."""
+        """Hand over gradients that wait in the form that the update needs."""
         grad = self.flat.grads.take_grad()
         if grad is not None:
             self.flat.grads.keep_due(grad)
 
     def abandon(self) -> None:
-        """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
+        """Wait for the reduction under way and forget it. A `CommError` has been reported already."""
         if self._reduction is None:
             return
         with suppress(CommError):

@@ -1,10 +1,10 @@
-"""Backwards in two halves: which gradients of a unit wait for the second, and in which order units are gone through.
+"""Backwards in two halves: which gradients of a unit wait for the second half, and the order of the units.
 
 [Note: a unit's halves] In the first half of a backward (see [Note: two halves] in `pipeline/weight_grads.py`) linear
-layers put aside what their weights' gradients need. What comes of other parameters of the same unit (norms) waits as
-it came, beside that: so no memory of a whole flat buffer is taken for it, and the second half brings all gradients of a
-unit together, which is reduced then and there, while the next is computed. A unit without such layers (an embedding)
-has all of its gradients in the first half, and is reduced in that.
+layers store what their weight gradients need. Gradients of other parameters of the same unit (norms) are kept beside
+that as they came, so that no whole flat buffer is allocated for them. The second half then produces all gradients of a
+unit together, and reduces them while the next unit is computed. A unit without such layers (an embedding) gets all of
+its gradients in the first half, and is reduced there.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from shardwise.storage import Flat, Unit
 
 @dataclass
 class _First:
-    """What the first half of one backward has left."""
+    """What the first half of one backward leaves."""
 
     closed: dict[str, Unit] = field(default_factory=dict)
-    """In the order in which it was through with them, which is the same on all ranks of a stage."""
+    """Units in the order in which the first half closed them, the same on all ranks of a stage."""
     kept: dict[str, list[tuple[Flat, int, Tensor]]] = field(default_factory=dict)
-    """By unit, gradients of single parameters."""
+    """By unit: gradients of single parameters."""
 
 
 class Halves:
-    """Of one model; without `units` no backward has halves."""
+    """The split backwards of one model. While `units` is empty, backwards are not split."""
 
     def __init__(self) -> None:
         self.unit_of: dict[Tensor, str] = {}
-        """Of parameters whose gradients come in a second half, the unit that they are in."""
+        """The unit of each parameter whose gradient comes in a second half."""
         self.units: frozenset[str] = frozenset()
         """Those units."""
         self.are_second = False
-        """Whether a second half is computed."""
+        """Whether a second half is running."""
         self._now: _First | None = None
         self._waiting: dict[int, _First] = {}
 
     def foresee(self, units: Iterable[Unit], params: Container[nn.Parameter]) -> None:
-        """Gradients of `params` come in a second half."""
+        """Declare that gradients of `params` come in a second half."""
         self.unit_of = {param: unit.name for unit in units for param in unit.params if param in params}
         self.units = frozenset(self.unit_of.values())
 
     @contextmanager
     def first(self, micro_batch: int) -> Iterator[None]:
-        """Inside, a backward is a first half."""
+        """Inside, the backward of `micro_batch` runs its first half."""
         self._now = self._waiting[micro_batch] = _First()
         try:
             yield
@@ -58,7 +58,7 @@ class Halves:
 
     @contextmanager
     def second(self) -> Iterator[None]:
-        """Inside, the second half of one unit is computed."""
+        """Inside, the second half of one unit runs."""
         self.are_second = True
         try:
             yield
@@ -66,29 +66,29 @@ class Halves:
             self.are_second = False
 
     def is_first_of(self, unit: Unit) -> bool:
-        """Whether a first half runs that leaves something of `unit`."""
+        """Whether a first half is running that postpones gradients of `unit`."""
         return self._now is not None and unit.name in self.units
 
     def keep(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> bool:
-        """Whether a gradient that has come waits for the second half."""
+        """Postpone a gradient to the second half. False if it is not postponed."""
         if self._now is None or unit.name not in self.units:
             return False
         self._now.kept.setdefault(unit.name, []).append((flat, index, grad))
         return True
 
     def note_closed(self, unit: Unit) -> None:
-        """The backward of `unit` has ended, on all ranks alike."""
+        """The backward of `unit` has been closed, on all ranks alike."""
         if self._now is not None and unit.name in self.units:
             self._now.closed.setdefault(unit.name, unit)
 
     def take(self, micro_batch: int) -> Iterator[tuple[Unit, Callable[[], None]]]:
-        """The units of a second half in their order; with what brings the gradients that have waited."""
+        """The units of a second half in order, each with a call that delivers its postponed gradients."""
         left = self._waiting.pop(micro_batch)
         for name, unit in left.closed.items():
             yield unit, partial(_arrive, left.kept.pop(name, []))
 
     def forget(self) -> None:
-        """Something raised: nothing waits any more."""
+        """Drop all postponed gradients, after an exception."""
         self._now, self.are_second = None, False
         self._waiting.clear()
 

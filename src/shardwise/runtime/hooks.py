@@ -1,31 +1,33 @@
-"""From PyTorch's hooks to events: which unit is about to compute, and which has.
+"""Turns PyTorch's hooks into events: a unit is about to compute, or has computed.
 
-The only module that registers hooks. What it reports, per unit:
+This is the only module that registers hooks. Events per unit:
 
 - `before_forward` and `after_forward`, once per outermost call of one of its sites;
-- `before_backward`, when the first gradient of an output is about to be used, and again whenever a
-  forward is recomputed inside a backward (activation checkpointing);
-- `after_backward`, when every trainable parameter has its gradient and, if the unit has frozen
-  parameters, also the gradients of its inputs have gone out: until then frozen ones are still read.
-  Where some parameters were found to get no gradient, those of the inputs alone decide;
-- `end_of_backward`, when autograd is through.
+- `before_backward`, when the first gradient of an output is about to be used, and again whenever a forward is
+  recomputed inside a backward (activation checkpointing);
+- `after_backward`, when every trainable parameter has its gradient and, if the unit has frozen parameters, the
+  gradients of its inputs have been computed too, because frozen parameters are read until then. For units found to have
+  parameters that get no gradient, the gradients of the inputs alone decide;
+- `end_of_backward`, when autograd has finished.
 
-[Note: calls] Several forwards may wait for their backwards, and one graph may be sent back several times. So what a
-unit's backward waits for is known by the call: its inputs count from the moment a gradient of its own outputs comes,
-and anew in each backward.
+[Note: calls] Several forwards may wait for their backwards, and one graph may be run backward several times. So what a
+unit's backward waits for is tracked per call: a call's inputs count from the moment a gradient of its own outputs
+comes, and anew in each backward.
 
-[Note: blind calls] A call none of whose inputs gets a gradient never says that it is through. Of trainable parameters
-that does no harm, because nothing reads one after its gradient is complete. Frozen ones are read until the last
-gradient of whatever was computed inside of the call has gone out, in other units too: where the model itself is the
-call, the head's gradient is there long before that of a block below a frozen norm. Nobody sees the last one before the
-backward ends, and so the frozen parameters of such a call stay whole until then (`await_end`). An input that is a leaf
-tells too little as well: autograd hands its gradient out at once, while all others wait for what was computed later.
-But where a leaf stands for an input that is recomputed from, in an autograd of its own, that one's end is soon enough.
+[Note: blind calls] A call whose inputs get no gradient never reports that its backward has ended. For trainable
+parameters this is harmless, because none is read after its gradient is complete. Frozen parameters are read until the
+last gradient of anything computed inside the call has been passed on, in other units too: if the call is that of the
+whole model, the head's gradient comes long before that of a block below a frozen norm. The last one cannot be detected
+before the backward ends, so the frozen parameters of such a call stay whole until then (`await_end`). An input that is
+a leaf does not help either: autograd delivers its gradient at once, while other inputs wait for what was computed
+later. If the leaf stands for an input of a recomputation, which runs an autograd of its own, the end of that one is
+late enough.
 
-[Note: a backward inside] Reentrant checkpointing runs a backward inside of the backward, and at its end gradients have
-arrived. If a module around the checkpointed one is a site of the unit as well, since it reads a parameter itself
-perhaps, its own backward is still to come, and reads parameters again. The outer backward has opened the unit, so the
-inner one cannot close it, and none of its gradients is the last. Autograd numbers backwards as they begin.
+[Note: a backward inside] Reentrant checkpointing runs a backward inside the backward, and when the inner one ends
+gradients have arrived. If a module around the checkpointed one is a site of the same unit, for instance because it
+reads a parameter itself, its own backward is still to come and reads parameters again. The outer backward has opened
+the unit, so the inner one must not close it, and none of its gradients is the last. Autograd numbers backwards in the
+order in which they begin.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from shardwise.storage import Flat, Unit
 
 Tensor = torch.Tensor
 Prehook = Callable[[object], None]
-"""Called by a node of autograd's graph with the gradients that it is about to use."""
+"""Called by a node of autograd's graph before it uses the gradients that are its argument."""
 
 NO_COPY = (
     "A sharded model cannot be copied or pickled as it is: its parameters are in the engine's memory. Build another "
@@ -62,7 +64,7 @@ _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class EndOfForward(Exception):  # noqa: N818  # it is no error
-    """Raised inside of a forward that ends early on purpose, with `output`; whoever began it catches this."""
+    """Raised inside a forward to end it early, with `output`; the caller that asked for it catches this."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class EndOfForward(Exception):  # noqa: N818  # it is no error
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receives the events."""
 
     def enter_root(self) -> None: ...
     def leave_root(self, *, raised: bool) -> None: ...
@@ -85,23 +87,23 @@ class Listener(Protocol):
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a unit, and how many of its inputs' gradients still have to go out; see [Note: calls]."""
+    """One forward of a unit, and how many gradients of its inputs are still to come; see [Note: calls]."""
 
     num_inputs: int = 0
     num_left: int = 0
     backward: int = -1
-    """The backward that `num_left` is of, by autograd's number."""
+    """The backward that `num_left` belongs to, by autograd's number."""
     is_blind: bool = False
-    """Whether its inputs do not tell when it is through; see [Note: blind calls]."""
+    """Whether its inputs cannot show that its backward has ended; see [Note: blind calls]."""
     leaves: list[Node] = field(default_factory=list)
-    """Nodes of inputs that are leaves: nobody else keeps them until the leaf is used."""
+    """The nodes of inputs that are leaves; nothing else keeps them alive until the leaf is used."""
 
     waits_for_end: bool = False
-    """Whether the end of the backward that it is sent back in is one more of its inputs: it is recomputed from leaves,
-    in an autograd of its own."""
+    """Whether the end of its backward counts as one more input: it was recomputed from leaves, in an autograd of its
+    own."""
 
     def join(self, backward: int) -> bool:
-        """Something of this call takes part in `backward`. Whether it is the first."""
+        """Something of this call takes part in `backward`. Returns whether it is the first."""
         if self.backward == backward:
             return False
         self.backward, self.num_left = backward, self.num_inputs
@@ -110,42 +112,42 @@ class _Call:
 
 @dataclass
 class _Use:
-    """How often a unit is open in forward, and what its backward still waits for."""
+    """How often a unit is open in forwards, and what its backward still waits for."""
 
     depth: int = 0
     num_writes: int = 0
-    """How often its parameters had been written to when it opened."""
+    """The unit's write counter when it opened."""
     call: _Call | None = None
-    """The forward that is running, if its inputs are watched."""
+    """The running forward, if its inputs are watched."""
     recomputed: list[_Call | None] = field(default_factory=list)
-    """Likewise of the forwards that run inside a backward, the innermost last."""
+    """The same for forwards recomputed inside a backward, innermost last."""
     sent_back: set[_Call] = field(default_factory=set)
-    """The calls whose gradients have come in the backward that runs."""
+    """The calls whose output gradients have come in the running backward."""
     backward: int | None = None
-    """The backward in which gradients of its outputs have come, the outermost if one runs inside of another."""
+    """The backward in which gradients of its outputs have come; the outermost if one runs inside another."""
 
     def open_in(self, backward: int) -> bool:
-        """Whether it was open in a backward that ran inside of this one, and has to begin anew."""
+        """Returns whether it was open in a backward that ran inside this one, and so has to start over."""
         is_anew = self.backward is not None and backward < self.backward
         if self.backward is None or is_anew:
             self.backward = backward
         return is_anew
 
     def is_open_around(self, backward: int) -> bool:
-        """Whether `backward` runs inside of the one that it is open in; see [Note: a backward inside]."""
+        """Whether `backward` runs inside the one in which this unit is open; see [Note: a backward inside]."""
         return self.backward is not None and self.backward < backward
 
     def close(self) -> None:
-        """Its backward is through."""
+        """Its backward has ended."""
         self.sent_back.clear()
         self.backward = None
 
 
 class Hooks:
-    """The hooks of one model. `remove()` leaves it as it was.
+    """The hooks of one model. `remove()` takes them off.
 
-    Whoever is told owns the hooks and is known to them weakly, so that its buffers go with it, and do not wait for a
-    garbage collection. A graph may outlive both: sent back then, it raises `StateError`.
+    The listener owns the hooks and is referenced weakly, so that its buffers are freed with it and need no garbage
+    collection. A graph may outlive both; its backward then raises `StateError`.
     """
 
     def __init__(self, root: nn.Module, units: list[Unit], listener: Listener, halves: Halves) -> None:
@@ -168,11 +170,12 @@ class Hooks:
                     self._watch_params(unit, flat)
 
     def report_to(self, listener: Listener) -> None:
-        """Tell another one than before, who passes on what it hears to the one that owns the hooks."""
+        """Report to `listener` from here on; it forwards events to the owner of the hooks."""
         self._listener = listener
 
     def add_site(self, unit: Unit, site: nn.Module, *, num_running: int = 0) -> None:
-        """Gather `unit` before `site` runs. Calls of `site` that are running now will be seen only as they end."""
+        """Gather `unit` before `site` runs. `num_running` calls of `site` have started already; only their ends will be
+        seen."""
         use = self._uses[unit.name]
 
         def open_backward(_: object) -> None:
@@ -187,7 +190,8 @@ class Hooks:
         self._hook_root()
 
     def _hook_root(self) -> None:
-        """The root is entered before and left after anything else that hangs on it, a site of a unit perhaps."""
+        """Keep the root's own hooks outermost: before and after all others on it, for the root may be a site of a
+        unit."""
         for handle in self._root_handles:
             handle.remove()
         self._root_handles = [
@@ -196,7 +200,7 @@ class Hooks:
         ]
 
     def watch_inputs(self, unit: Unit) -> None:
-        """From the next forward on the unit is through when its inputs' gradients have gone out."""
+        """From the next forward on, the unit's backward ends when the gradients of its inputs have been computed."""
         self._inputs_decide.add(unit.name)
 
     def remove(self) -> None:
@@ -220,7 +224,7 @@ class Hooks:
                 "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
             )
         if not in_backward():
-            self._outer_compile.look_around()
+            self._outer_compile.check_callers()
             self._listener.enter_root()
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
@@ -234,11 +238,11 @@ class Hooks:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether a backward was begun whose end never came."""
+        """Whether a backward has begun and autograd left it without reaching its end."""
         return self._awaits_end and not in_backward()
 
     def _before(self, unit: Unit, use: _Use, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._outer_compile.notice()
+        self._outer_compile.check_tracing()
         if in_backward():
             self._open_backward(unit)
             use.recomputed.append(self._watch_inputs(unit, (args, kwargs)))
@@ -255,7 +259,7 @@ class Hooks:
         use: _Use,
         open_backward: Prehook,
         _: nn.Module,
-        args: object,  # noqa: ARG002  # of a hook
+        args: object,  # noqa: ARG002  # torch's hook signature
         output: object,
     ) -> None:
         if in_backward():
@@ -275,7 +279,7 @@ class Hooks:
             raise changed_inside(unit.name)
         opening = self._opening(unit, use, call, open_backward)
         opaque = torch.is_grad_enabled() and not _watch_outputs(output, opening)
-        if opaque and call is not None:  # nothing will tell when its backward begins
+        if opaque and call is not None:  # no hook will report the start of its backward
             call.num_left = call.num_inputs
             use.sent_back.add(call)
             self._await_end_if_blind(unit, call)
@@ -284,8 +288,8 @@ class Hooks:
     # -- backward ---------------------------------------------------------------------------------------
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> _Call | None:
-        """See the gradients of `inputs` go out, also those of a leaf (an embedding's output under adapters), if the
-        end of the unit's backward depends on it."""
+        """Count the gradients of `inputs`, leaves included (an embedding's output under adapters), if the end of the
+        unit's backward depends on them."""
         if not (unit.has_frozen or unit.name in self._inputs_decide) or not torch.is_grad_enabled():
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
@@ -299,17 +303,17 @@ class Hooks:
             call.num_inputs += 1
 
         for node in nodes:
-            node.register_prehook(partial(self._gone_out, unit, call))
+            node.register_prehook(partial(self._input_grad_done, unit, call))
         return call
 
-    def _gone_out(self, unit: Unit, call: _Call, *_: object) -> None:
-        """One of those that a call of `unit` waits for has come."""
+    def _input_grad_done(self, unit: Unit, call: _Call, *_: object) -> None:
+        """One of the gradients that a call of `unit` waits for has come."""
         call.join(_graph_task_id())
         call.num_left -= 1
         self._close_backward(unit)
 
     def _opening(self, unit: Unit, use: _Use, call: _Call | None, open_backward: Prehook) -> Prehook:
-        """What is to happen when a gradient of an output comes, at the end of the forward."""
+        """The prehook for gradients of this forward's outputs."""
         if call is None:
             return open_backward
         call.leaves.clear()
@@ -318,7 +322,7 @@ class Hooks:
     def _send_back(self, unit: Unit, use: _Use, call: _Call, _: object) -> None:
         """A gradient of an output of `call` is about to be used."""
         if call.join(_graph_task_id()) and call.waits_for_end:
-            _at_end_of_backward(partial(self._gone_out, unit, call))
+            _at_end_of_backward(partial(self._input_grad_done, unit, call))
         use.sent_back.add(call)
         self._open_for_gradient(unit)
         self._await_end_if_blind(unit, call)
@@ -328,7 +332,7 @@ class Hooks:
             self._listener.await_end(unit)
 
     def _open_for_gradient(self, unit: Unit) -> None:
-        """A gradient has come; a forward that is recomputed in a backward does not lead here."""
+        """Open the unit's backward for a gradient that has come, as opposed to a recomputed forward."""
         if self._alive() is None:
             raise StateError(
                 "The engine that held this model's parameters is gone, or follows another plan now, so what was "
@@ -374,7 +378,7 @@ class Hooks:
         use = self._uses[unit.name]
         trained = unit.trained_grads
         if not trained and not use.sent_back:
-            return  # it is through already: a forward that was recomputed has the inputs of the one that it repeats
+            return  # it has ended already: a recomputed forward has the inputs of the original
         if any(call.num_left > 0 for call in use.sent_back):
             return
         have_all = all(grads.complete() for grads in trained)
@@ -402,7 +406,7 @@ class Hooks:
         self._listener.end_of_backward()
 
     def forget(self) -> None:
-        """Nothing is open any more: a forward or backward ended in an exception."""
+        """A forward or backward raised: nothing is open any more."""
         self._awaits_end = False
         for unit in self._units:
             for flat in unit.flats:
@@ -425,24 +429,24 @@ def _cannot_sum(grad: Tensor, name: str) -> ModelError:
 
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:
-    """The gradient that autograd has put there; to read `param.grad` means another one then."""
+    """Take the gradient that autograd has stored; at rest, `param.grad` is a property of ours."""
     with torch._C.DisableTorchFunctionSubclass():
         grad, param.grad = param.grad, None
         return grad
 
 
 def in_backward() -> bool:
-    """Whether autograd is calling us: a forward is being recomputed."""
+    """Whether autograd is running on this thread; a forward that starts now is a recomputation."""
     return _graph_task_id() != -1
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call it when the autograd that is calling us is through, the innermost one."""
+    """Call it when the innermost running autograd has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # torch has no public name
 
 
 def _watch_outputs(output: object, open_backward: Prehook) -> bool:
-    """Open the unit's backward before any gradient of `output` is used. False if nothing could be watched."""
+    """Open the unit's backward before any gradient of `output` is used. False if there is nothing to watch."""
     tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     for node in nodes:
@@ -451,12 +455,12 @@ def _watch_outputs(output: object, open_backward: Prehook) -> bool:
 
 
 def _is_unwinding(output: object) -> bool:
-    """Whether a forward hook is called because the forward raised: there is no output, and an error is handled."""
+    """Whether a forward hook is called because the forward raised: no output, and an exception being handled."""
     return output is None and sys.exc_info()[0] is not None
 
 
 def changed_inside(unit: str) -> ModelError:
-    """For parameters that a forward writes to (weight clipping, an embedding's `max_norm`)."""
+    """The error for a forward that writes to parameters (weight clipping, an embedding's `max_norm`)."""
     return ModelError(
         f"A parameter of {unit} was changed in place while the model computed. Each rank would change it by its own "
         f"batch, and where parameters are gathered the change would be lost. Change parameters between steps, under "

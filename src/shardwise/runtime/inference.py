@@ -1,15 +1,15 @@
 """Forwards without gradients, each rank at its own pace: ranks may call anything, any number of times.
 
-[Note: rounds] A unit that is not kept whole is gathered when a rank needs it, and a gather needs all ranks. So
-whoever needs one calls a round: every rank says which unit it needs, or that it is through, and all of them gather
-what the first rank that needs one has said. A rank that wanted another asks again. A rank that is through
-takes part in rounds until all are. No rank has to know what the others run, or how often.
+[Note: rounds] A unit that is not kept whole is gathered when a rank needs it, and a gather needs all ranks. So a rank
+that needs a unit starts a round: every rank sends which unit it needs, or that it has finished, and all gather the unit
+that the first such rank asked for. A rank that asked for another asks again. A rank that has finished takes part in
+rounds until all have. No rank has to know what the others run, or how often.
 
-[Note: units that stream] What rests on the host or on a disk is not kept whole, unless somebody asks for that: it would
-not be there if it fitted. Rounds are the same for all ranks, so all know what was gathered after the same two units the
-last time, and have that on its way while they compute: from the last unit of a token to the first of the next, too.
-A gather needs all ranks, and what one of them computes with cannot be gathered behind its back: so with its wish each
-rank says what is whole there.
+[Note: units that stream] Parameters that rest on the host or on a disk are not kept whole unless asked for: they are
+there because they do not fit. Rounds are the same for all ranks, so all know which unit was gathered after the same two
+units the last time, and prefetch it while they compute, also from the last unit of one token to the first of the next.
+A unit that some rank is computing with must not be gathered underneath it, so each rank sends with its request which
+units are whole there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.reach import Reach
 from shardwise.storage import Unit
 
-THROUGH, FAILED = b"through", b"failed"
+FINISHED, FAILED = b"through", b"failed"
 
 
 class Inference:
-    """What happens instead of a pass while every rank runs by itself. `gather` makes a unit whole, on all ranks."""
+    """Replaces passes while every rank runs by itself."""
 
     def __init__(self, units: Sequence[Unit], gathering: Gathering, world: World, keep_bytes: int | None):
         self._units = list(units)
@@ -40,15 +40,15 @@ class Inference:
         self._last: tuple[int, int] = (-1, -1)
         """The units of the last two rounds."""
         self._after: dict[tuple[int, int], int] = {}
-        """That of the round after two others."""
-        self._on_its_way: Unit | None = None
+        """By the units of two consecutive rounds, the unit of the next."""
+        self._prefetched: Unit | None = None
         self._kept = _kept(units, keep_bytes)
         self._reach: Reach | None = None
         self._is_over = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, ranks run what they like; after it nothing is whole. All ranks enter."""
+        """Inside, ranks run what they like; afterwards nothing is whole. All ranks enter."""
         failed = True
         try:
             with torch.no_grad():
@@ -65,7 +65,7 @@ class Inference:
                     self._gathering.free_all()
 
     def _begin(self) -> None:
-        """Make whole what is kept."""
+        """Gather the units that are kept."""
         for unit in self._units:
             if unit.name in self._kept:
                 self._gathering.open(unit)
@@ -74,7 +74,7 @@ class Inference:
             self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def _end(self, *, failed: bool) -> None:
-        """Take part in the others' rounds until all are through."""
+        """Take part in the other ranks' rounds until all have finished."""
         if self._reach is not None:
             self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             self._reach = None
@@ -83,12 +83,12 @@ class Inference:
         while len(self._kept) < len(self._units) and not self._is_over:
             if failed:
                 self._is_over = True
-                self._say(FAILED)
+                self._exchange(FAILED)
             else:
                 self._round(None)
 
     def need(self, unit: Unit) -> None:
-        """`unit` is whole when this returns."""
+        """Return when `unit` is whole."""
         if torch.is_grad_enabled():
             raise StateError(
                 "A module was called with gradients enabled inside engine.inference(), where none can be computed. "
@@ -110,64 +110,65 @@ class Inference:
                 flat.free_full()
 
     def release_all(self) -> None:
-        """The model has returned: what modules had reached for may go."""
+        """The model has returned: free what modules have reached for."""
         for unit in self._units:
             self.release(unit)
 
-    def _say(self, message: bytes) -> list[bytes]:
-        """What every rank says, wherever it has come to: one and the same call in the eyes of the watch."""
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Exchange `message` under one name, wherever each rank is, so that the watchdog sees the same call
+        everywhere."""
         return self._world.exchange(message, "inference")
 
     def _round(self, wish: int | None) -> None:
-        """With the number of the unit that this rank needs; `None`: it is through."""
-        said = self._say(THROUGH if wish is None else json.dumps([wish, *self._whole_here()]).encode())
-        if FAILED in said:
+        """One round. `wish` is the number of the unit that this rank needs, `None` if it has finished."""
+        messages = self._exchange(FINISHED if wish is None else json.dumps([wish, *self._whole_here()]).encode())
+        if FAILED in messages:
             self._is_over = True
             raise StateError(
-                f"Rank {said.index(FAILED)} left engine.inference() with an error, so its part of the parameters "
-                f"cannot be had any more; its own report says why."
+                f"Rank {messages.index(FAILED)} left engine.inference() with an error, so its part of the parameters "
+                f"is no longer available; its own report says why."
             )
-        wishes: list[list[int]] = [json.loads(message) for message in said if message != THROUGH]
+        wishes: list[list[int]] = [json.loads(message) for message in messages if message != FINISHED]
         if not wishes:
             self._is_over = True
             return
         number = wishes[0][0]
         unit = self._units[number]
         was_whole = _is_whole(unit)
-        if self._on_its_way is not unit:
-            self._stop_ahead()
+        if self._prefetched is not unit:
+            self._cancel_prefetch()
             for flat in unit.flats:
-                flat.free_full()  # others need our part: it is gathered anew
-        self._on_its_way = None
+                flat.free_full()  # another rank needs our part, so the unit is gathered again
+        self._prefetched = None
         self._gathering.open(unit)
         if number != wish and not was_whole:
             self.release(unit)
-        self._start_ahead(number, {number, *(whole for _, *elsewhere in wishes for whole in elsewhere)})
+        self._start_prefetch(number, {number, *(whole for _, *elsewhere in wishes for whole in elsewhere)})
 
     def _whole_here(self) -> list[int]:
-        """The units of which something is whole, and need not stay."""
+        """The units of which something is whole and may be freed."""
         own = ((number, unit) for number, unit in enumerate(self._units) if unit.name not in self._kept)
         return [number for number, unit in own if any(flat.is_whole and not flat.spec.resident for flat in unit.flats)]
 
-    def _start_ahead(self, number: int, whole: set[int]) -> None:
-        """Have that on its way which came after the unit of this number, if it streams and is `whole` nowhere."""
+    def _start_prefetch(self, number: int, whole: set[int]) -> None:
+        """Prefetch the unit that followed last time, if it streams and is not in `whole`."""
         self._after[self._last] = number
         self._last = self._last[1], number
         expected = self._after.get(self._last)
         if expected is None or expected in whole or not _streams(self._units[expected]):
             return
-        self._on_its_way = self._units[expected]
-        self._gathering.begin(self._on_its_way)
+        self._prefetched = self._units[expected]
+        self._gathering.begin(self._prefetched)
 
-    def _stop_ahead(self) -> None:
-        unit, self._on_its_way = self._on_its_way, None
+    def _cancel_prefetch(self) -> None:
+        unit, self._prefetched = self._prefetched, None
         if unit is not None:
-            self._gathering.let_go(unit)
+            self._gathering.free(unit)
 
 
 def _kept(units: Sequence[Unit], keep_bytes: int | None) -> set[str]:
-    """The units that stay whole: as many as fit into `keep_bytes`, in the model's order; those that always are. Without
-    `keep_bytes` all that do not stream."""
+    """The units that stay whole: in the model's order, as many as fit into `keep_bytes`, and those that always are.
+    With `None`, all that do not stream."""
     kept, left = set(), keep_bytes
     for unit in units:
         if keep_bytes is None and _streams(unit):
@@ -180,7 +181,7 @@ def _kept(units: Sequence[Unit], keep_bytes: int | None) -> set[str]:
 
 
 def _streams(unit: Unit) -> bool:
-    """Whether parameters of it rest on another tier than the device: see [Note: units that stream]."""
+    """Whether some of its parameters rest on another tier than the device: see [Note: units that stream]."""
     return any(flat.spec.tier_of("param") != "device" for flat in unit.flats)
 
 

@@ -1,8 +1,8 @@
-"""The moves of one flat buffer: memory on one side, collectives on the other.
+"""The moves of one flat buffer, between memory and collectives.
 
-For every action of a program that concerns one flat buffer there is the method `verb_subject` of its `ParamMover` or
-`GradMover`, which does what `program/effects.py` says of it. Those that make or drop the whole buffer may be asked
-twice: a buffer that is whole already is not gathered again.
+Each action of a program on a flat buffer is carried out by the method `verb_subject` of its `ParamMover` or
+`GradMover`, with the effect given in `program/effects.py`. Methods that make or free the whole buffer are idempotent: a
+buffer that is whole is not gathered again.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from shardwise.storage import Flat
 
 
 class Mover:
-    """What is on its way for one flat buffer on this rank."""
+    """The moves of one flat buffer on this rank."""
 
     def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
         self.params = ParamMover(flat, collectives, groups)
         self.grads = GradMover(flat, collectives, groups)
 
     def method(self, action: Action) -> Callable[[], None]:
-        """What does `action`: its verb and subject say which method it is."""
+        """The method that carries out `action`, found by its verb and subject."""
         for part in (self.params, self.grads):
             method: Callable[[Action], None] | None = getattr(part, f"{action.verb}_{action.subject}", None)
             if method is not None:
                 return partial(method, action)
-        raise ProgramError(f"'{action}' is not something a runtime can do.")
+        raise ProgramError(f"The runtime has no method for '{action}'.")
 
     def abandon(self) -> None:
-        """Wait for whatever is on its way and forget it."""
+        """Wait for transfers under way and forget them."""
         self.params.abandon()
         self.grads.abandon()

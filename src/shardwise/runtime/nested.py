@@ -1,4 +1,4 @@
-"""The tensors in what a module is called with, or returns."""
+"""The tensors in a module's arguments or outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
-    """Every tensor in the arguments of a call, by the argument's name, and a number if there are several in it."""
+    """Every tensor in the arguments of a call, by the argument's name, numbered if an argument has several."""
     named = {}
     for name, value in {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}.items():
         found = list(tensors_in(value))
@@ -36,3 +36,15 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
         inner = list(getattr(value, "__dict__", {}).values())
     for item in inner:
         yield from tensors_in(item, depth - 1)
+
+
+def argument_tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor among the arguments or results of an operator, which come in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from argument_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from argument_tensors(item)

@@ -1,4 +1,4 @@
-"""The moves of one flat buffer's parameters: gathered for a pass and freed, and brought back after an update."""
+"""The moves of one flat buffer's parameters: gathered and freed in a pass, restored after an update."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, TierError
@@ -18,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class ParamMover:
-    """What is on its way of one flat buffer's parameters on this rank."""
+    """One flat buffer's parameters on this rank, and the transfer under way."""
 
     def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
         self.flat = flat
@@ -34,16 +35,16 @@ class ParamMover:
         self._spread: Axes = ()
         self._arriving: Work | None = None
         self._outgoing: Tensor | None = None
-        """On the host, the cast of what was updated there, while it is fetched."""
+        """On the host: the cast of what was updated there, while it is being fetched."""
 
     # -- parameters, in a pass ----------------------------------------------------------------------------
 
     def gather_param(self, action: Action) -> None:
-        """Start to make `full` whole over one axis, from what rests."""
+        """Start to gather `full` over one axis, from the resting parameters."""
         self._gather(action.over, self.flat.param, self.flat.spec.table.param.shard)
 
     def fetch_param(self, _: Action) -> None:
-        """Start to bring what rests on the host, or on a disk, to its place in `full`."""
+        """Start to copy the resting parameters from the host, or from a disk, to their place in `full`."""
         flat = self.flat
         if flat.state is not ABSENT:
             return
@@ -56,35 +57,35 @@ class ParamMover:
             self._arriving = flat.reading = flat.host.fetch(part, flat.param)
 
     def _read(self, out: Tensor) -> Copy:
-        """Begin to bring the parameters that rest on the disk into `out`, on the device."""
+        """Start to read the parameters from the disk into `out`, on the device."""
         flat, num_bytes = self.flat, self.flat.param.nbytes
         assert flat.disk is not None
         assert flat.rows is not None
         return flat.disk.read(flat.rows, lambda buffer: flat.host.fetch(out, buffer[:num_bytes].view(out.dtype)))
 
     def gather_held(self, action: Action) -> None:
-        """The same from what is held; from what rests, if nothing is."""
+        """Start to gather from what is held; if nothing is, from the resting parameters."""
         if self.flat.held is not None:
             self._gather(action.over, self.flat.held, self.flat.spec.table.held.shard)
         else:
             self.gather_param(action)
 
     def wait_range(self, _: Action) -> None:
-        """A larger range of `full` is there."""
+        """Wait until a larger range of `full` is filled."""
         if self.flat.spec.rests_on_disk and isinstance(self._arriving, DiskRead):
             self._wait_for_all_disks(self._arriving)
         self._wait_arriving()
 
     def _wait_for_all_disks(self, read: DiskRead) -> None:
-        """Before ranks give each other what they have read: if a disk of any of them failed, all raise `TierError`."""
+        """Before ranks exchange what they have read: if a disk of any rank failed, all raise `TierError`."""
         why = ""
         try:
             read.wait()
         except TierError as error:
             why = str(error)
         for axis in self.flat.spec.table.axes:
-            said = self._collectives.exchange(json.dumps(why).encode(), self._groups[axis], self._gathering)
-            why = next((text for text in map(json.loads, said) if text), "")
+            messages = self._collectives.exchange(json.dumps(why).encode(), self._groups[axis], self._gathering)
+            why = next((text for text in map(json.loads, messages) if text), "")
         if why:
             raise TierError(why)
 
@@ -95,10 +96,9 @@ class ParamMover:
         self.flat.hold()
 
     def wait_full(self, _: Action | None = None) -> None:
-        """`full` is whole, if it was on its way, and what was held of it is free."""
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
+        """Wait for the gather under way; `full` is then whole, and what was held of it is freed."""
+        self._wait_arriving()
+        self.flat.end_update()
         if self.flat.state is GATHERING and not self._spread:
             if self.flat.shared is not None:
                 self.flat.shared.wait_closed()
@@ -109,7 +109,7 @@ class ParamMover:
         flat = self.flat
         if flat.is_whole and not flat.owes_free:
             return
-        if flat.is_whole:  # ranks that have let it go count on this one's part; what comes is what is there
+        if flat.is_whole:  # other ranks have freed it and need this one's part; what arrives equals what is there
             flat.owes_free = False
             self._spread = shard
             flat.state = GATHERING
@@ -123,7 +123,7 @@ class ParamMover:
         for other in reversed(flat.spec.table.order):
             if other == axis:
                 break
-            if other in self._spread:  # nothing was held, so what rests is gathered, over more axes
+            if other in self._spread:  # nothing was held, so the resting parameters are gathered over more axes
                 self._gather_over(other)
                 self._wait_arriving()
         self._gather_over(axis)
@@ -131,7 +131,7 @@ class ParamMover:
     def _gather_over(self, axis: str) -> None:
         spread = self._spread = tuple([other for other in self._spread if other != axis])
         gathered, group = self._part_of_full(spread), self._groups[axis]
-        if self.flat.shared is not None:  # it is there already
+        if self.flat.shared is not None:  # shared memory holds it already
             self._count_read(gathered, group)
             return
         chunks = self._chunks_of_full.get((spread, axis))
@@ -140,16 +140,22 @@ class ParamMover:
         self._arriving = self._collectives.all_gather(gathered, group, self._name, chunks)
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
-        """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
+        """Count what the other ranks read of this rank's part as if it had been sent, and mark it so that ranks that
+        differ are detected."""
         self._journal.mark(self._gathering, is_of_part=True)
         ledger, num_ranks = self._collectives.ledger, len(group.ranks)
         ledger.called("gather", group.axis)
         ledger.sent("gather", group.axis, (num_ranks - 1) * (gathered.nbytes // num_ranks))
 
     def _wait_arriving(self) -> None:
-        if self._arriving is not None:
+        if self._arriving is None:
+            return
+        if peek_interpreter_stack() is None:
             self._arriving.wait()
-            self._arriving = None
+        else:  # inside a torch.func transform, which refuses writes to memory that it has not made
+            with torch._C._DisableFuncTorch():
+                self._arriving.wait()
+        self._arriving = None
 
     # -- parameters, after an update ----------------------------------------------------------------------
 
@@ -157,7 +163,7 @@ class ParamMover:
         self.flat.accept_master()
 
     def cast_outgoing(self, _: Action) -> None:
-        """What has been updated on the host, as it is to travel, unless the update has left it so."""
+        """Cast what was updated on the host to the dtype in which it travels, unless the update has done so."""
         self._outgoing, self.flat.outgoing = self.flat.outgoing, None
         if self._outgoing is not None:
             return
@@ -166,12 +172,12 @@ class ParamMover:
         self.flat.copy_master(self._outgoing)
 
     def fetch_outgoing(self, _: Action) -> None:
-        """Start to bring that to where parameters rest."""
+        """Start to copy `outgoing` to where parameters rest."""
         assert self._outgoing is not None
         self._bring(self._outgoing)
 
     def fetch_updated(self, _: Action) -> None:
-        """The same of what has been updated as it is."""
+        """Start to copy updated parameters there in their own dtype."""
         master = self.flat.require_master()
         if self.flat.on_disk(master) is not None:
             self._outgoing = self.flat.host.buffer(master.numel(), master.dtype)
@@ -183,7 +189,7 @@ class ParamMover:
         self._arriving = self.flat.reading = self.flat.host.fetch(self.flat.param[span.start : span.stop], source)
 
     def gather_updated(self, action: Action) -> None:
-        """Start to bring updated parameters to where they rest, from the ranks that updated them."""
+        """Start to gather updated parameters, from the ranks that updated them to where they rest."""
         table = self.flat.spec.table
         if not self._spread:
             self._spread = table.optim.shard
@@ -193,17 +199,21 @@ class ParamMover:
         self._arriving = self._collectives.all_gather(resting, self._groups[action.over], self._name)
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
+            if self.flat.spec.gathers_behind_step:
+                self.flat.begin_update(self.wait_param)
 
     def wait_updated(self, _: Action) -> None:
-        """A larger range of what rests is up to date."""
+        """Wait until a larger range of the resting parameters is up to date."""
         self._wait_arriving()
-        self._let_outgoing_go()
+        self._return_outgoing()
 
-    def wait_param(self, _: Action) -> None:
+    def wait_param(self, _: Action | None = None) -> None:
+        """What rests is up to date. Nothing is done if it is already."""
         self._wait_arriving()
-        self._let_outgoing_go()
+        self.flat.end_update()  # not if the wait raised: the next reader has to get the error too
+        self._return_outgoing()
 
-    def _let_outgoing_go(self) -> None:
+    def _return_outgoing(self) -> None:
         outgoing, self._outgoing = self._outgoing, None
         if outgoing is not None:
             self.flat.host.give_back(outgoing, self.flat.reading)
@@ -211,11 +221,11 @@ class ParamMover:
     # -- when something raised ------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
-        if self._arriving is not None:
-            with suppress(CommError, TierError):
-                self._arriving.wait()
-            self._arriving = None
+        """Wait for the transfer under way and forget it. A `CommError` has been reported already."""
+        with suppress(CommError, TierError):
+            self._wait_arriving()
+        self._arriving = None
+        self.flat.end_update()
         if self.flat.disk is not None:
             self.flat.disk.abandon_reads()
         self._spread = ()
@@ -223,7 +233,7 @@ class ParamMover:
             self.flat.state = READY
 
     def _part_of_full(self, shard: Axes) -> Tensor:
-        """What this rank has of `full` under `shard`. Bytes come and go, but the tensor stays, so it is made once."""
+        """This rank's part of `full` under `shard`. The tensor outlives its bytes, so it is made once."""
         part = self._parts_of_full.get(shard)
         if part is None:
             part = self._parts_of_full[shard] = self._spanned(self.flat.full, shard)

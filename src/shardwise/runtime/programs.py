@@ -1,4 +1,5 @@
-"""The programs of one model: as foreseen until the first backward is through, then as recorded."""
+"""The programs of one model: planned from the model's order until the first backward has ended, then from the
+record."""
 
 from __future__ import annotations
 
@@ -25,22 +26,24 @@ from shardwise.runtime.script import LONGEST_TRACE, Script
 
 
 class Programs:
-    """Plans what was recorded, and binds it to memory and collectives."""
+    """Plans programs from recorded passes, and binds them to memory and collectives."""
 
     def __init__(self, specs: Sequence[UnitSpec], executor: Executor, prefetch_bytes: int | None) -> None:
         self.specs = tuple(specs)
         self.num_recordings = 0
+        self.have_learned = False
+        """Whether a pass has been recorded, be it an evaluation."""
         self._executor = executor
         self._prefetch_bytes = prefetch_bytes
         self._buffers_bytes = 0
         self.program = self._planned(straight_trace(self.specs))
-        """The training step."""
+        """The program of the training step."""
         self.step = self._bound_step()
         self._restore = executor.bind((Block(AFTER_STEP, pipelined(build_restore(self.specs))),))[0]
 
     @property
     def restore(self) -> BoundBlock:
-        """What brings parameters anew from what the optimizer updates, wherever that lies."""
+        """The block that copies master weights back to the parameters."""
         is_of_units = any(moment.unit for moment in self.step)
         return self._restore if is_of_units else self.step[AFTER_STEP]
 
@@ -56,12 +59,13 @@ class Programs:
         return tuple(block.moment for block in self.program.micro_batch if block.moment != END_OF_BACKWARD)
 
     def foresee_schedule(self, row: Sequence[Op], stages: Mapping[int, Sequence[UnitSpec]]) -> None:
-        """Steps will go over `row` of a pipeline's schedule; `stages` are the units of each stage of this rank."""
+        """Plan steps over `row` of a pipeline's schedule; `stages` are the units of each stage on this rank."""
         self.program = self._planned(schedule_trace(row, straight_passes(row, stages)))
         self.step = self._bound_step()
 
     def learn_training(self, script: Script, *, reduces: bool) -> bool:
-        """Make the program of the pass that `script` has recorded. False, and nothing done, if it is too long."""
+        """Make the program of the pass that `script` has recorded. False, and no change, if the record is too long."""
+        self.have_learned = True
         if script.is_too_long:
             return False
         row = script.recorded_row()
@@ -77,7 +81,8 @@ class Programs:
         return True
 
     def learn_evaluation(self, script: Script) -> bool:
-        """The same of an evaluation; false too if it used nothing."""
+        """Make the program of a recorded evaluation. False also if it used no unit."""
+        self.have_learned = True
         trace = tuple(script.trace)
         if not 0 < len(trace) < LONGEST_TRACE:
             return False
@@ -86,7 +91,7 @@ class Programs:
         return True
 
     def foresee_buffers(self, num_bytes: int) -> None:
-        """Every step ends with rank 0's changed buffers, `num_bytes` of them, given to all."""
+        """Plan for broadcasting `num_bytes` of rank 0's changed buffers at the end of every step."""
         self._buffers_bytes = num_bytes
         self.program = self._planned(self.trace)
         self.step = self._bound_step()

@@ -1,8 +1,8 @@
-"""Modules that reach into others: found while the first step is watched, and from then on gathered for.
+"""Modules that read parameters of other modules: found while the first step is watched, and gathered for from then on.
 
-A model may read `self.wte.weight` without calling `wte`, and then no hook of `wte` fires. While a forward
-is recorded, every operation is looked at: if one reads a unit that is not gathered, the unit is gathered on
-the spot, and the module that is running becomes one of its sites.
+A model may read `self.wte.weight` without calling `wte`, so no hook of `wte` fires. While a forward is recorded, every
+operation is inspected: if it reads a unit that is not gathered, the unit is gathered on the spot, and the running
+module becomes one of the unit's sites.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.hooks import changed_inside
+from shardwise.runtime.nested import argument_tensors
 from shardwise.storage import FullState, Unit
 
 
 class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Watches operations; calls `gather(unit)` before one reads a unit that is not there."""
+    """Watches operations and calls `gather(unit)` before one reads a unit that is not gathered."""
 
     def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
@@ -30,7 +31,7 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While our own actions touch the buffers."""
+        """Inside, operations are not watched, because our own actions touch the buffers."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -39,7 +40,7 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(
         self,
-        func: Any,  # an operator with its schema
+        func: Any,  # an operator, with its schema
         types: Sequence[type],  # torch's signature
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -52,36 +53,25 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return func(*args, **(kwargs or {}))
 
     def _require_unchanged(self, func: Any, args: Sequence[Any]) -> None:
-        """Raise if `func` writes to a parameter: not even a write to `param.data` passes unseen here."""
+        """Raise if `func` writes to a parameter. This sees even writes to `param.data`."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for tensor in _tensors(value):
+            for tensor in argument_tensors(value):
                 with torch._C.DisableTorchFunctionSubclass():
                     found = self._units.get(tensor.untyped_storage()._cdata)
                 if found is not None:
                     raise changed_inside(found[0].name)
 
     def _missing(self, values: object) -> list[Unit]:
-        """The units that tensors among `values` read and that are not there."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would not tell where they are
-            found = [self._units.get(tensor.untyped_storage()._cdata) for tensor in _tensors(values)]
+        """The units that tensors among `values` belong to and that are not gathered."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
+            found = [self._units.get(tensor.untyped_storage()._cdata) for tensor in argument_tensors(values)]
         return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 class Callers:
-    """Which modules of the model are running, innermost last. Made while `model` itself has just been called."""
+    """The modules of the model that are running, innermost last. Create it just after `model` itself was called."""
 
     def __init__(self, model: nn.Module) -> None:
         self._running: list[nn.Module] = [model]
@@ -98,11 +88,12 @@ class Callers:
         return self._running[-1] if self._running else None
 
     def num_running(self, module: nn.Module) -> int:
-        """How many calls of `module` are under way, one inside the other."""
+        """How many nested calls of `module` are running."""
         return self._running.count(module)
 
     def remove(self) -> None:
-        """Not while one of the modules runs: PyTorch may be going through its hooks."""
+        """Remove the hooks. Call it only while none of the modules runs, for PyTorch may be iterating over its
+        hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""A gradient on its way, and what its collectives hold besides."""
+"""One gradient reduction in flight, and the memory that its collectives take."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Tensor = torch.Tensor
 
 
 def staging_bytes(action: Action, source: Tensor, num_ranks: int, wire: torch.dtype) -> int:
-    """What the collective of `action` over so many ranks holds besides: the others' chunks, and ours if they are cast
-    to be sent.
+    """Bytes that the collective of `action` over `num_ranks` ranks takes beside input and output: the other ranks'
+    chunks, and ours if they are cast to be sent.
 
-    For an all-reduce one more chunk, so that the same figure covers a sum that is not made in place.
+    An all-reduce counts one more chunk, so that the figure also covers a sum that is not made in place.
     """
     copies = 1 if source.dtype == wire else 2
     num_chunks = num_ranks - (action.verb != "all_reduce")
@@ -25,29 +25,29 @@ def staging_bytes(action: Action, source: Tensor, num_ranks: int, wire: torch.dt
 
 
 class Reduction:
-    """A gradient on its way: what has been summed so far, and the collective that is under way."""
+    """A gradient being reduced: the sum so far, and the collective under way."""
 
     def __init__(self, source: Tensor, flat: Flat, fresh: FreshGradients | None) -> None:
         self.current = source
         self._flat = flat
         self._fresh = fresh
-        """What `current` is the memory of, as long as it is that of fresh gradients."""
+        """The fresh gradients whose memory `current` is, if it is."""
         self._meter = flat.meter
         self._bytes = flat.grads.bytes_beside_grad_buffer(source)
-        """What `current` is counted as."""
+        """The bytes that `current` is counted with."""
         self._next_bytes = 0
         self._meter.hold("working", self._bytes)
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
         self._is_replaced = False
-        """Whether what is on its way takes the place of `current`, byte for byte."""
+        """Whether the output takes the place of `current`, byte for byte."""
         self.landing: Copy | None = None
-        """What has brought `current` to the host, where its memory is counted."""
+        """The copy of `current` to the host, where its memory is counted."""
         self.num_started = 0
 
     def chunks(self, num_ranks: int) -> Sequence[Tensor] | None:
-        """What `current` is for each rank, if that is known without cutting it."""
+        """`current` cut into one chunk per rank, if these views exist already."""
         return self._fresh.chunks(num_ranks) if self._fresh is not None else None
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
@@ -59,7 +59,7 @@ class Reduction:
         self.num_started += 1
 
     def leave(self, out: Tensor, landing: Copy) -> None:
-        """`out`, on the host, is what comes of it."""
+        """`landing` is copying `current` to `out`, on the host."""
         self._next = out
         self._work = self.landing = landing
         self._next_bytes = self._flat.grads.bytes_beside_grad_buffer(out)
@@ -67,7 +67,7 @@ class Reduction:
         self.num_started += 1
 
     def land(self) -> None:
-        """Block until it is on the host, if that is where it goes."""
+        """Block until the copy to the host is done, if there is one."""
         if self.landing is not None:
             self.landing.land()
 
@@ -91,6 +91,6 @@ class Reduction:
         self.num_started += 1
 
     def release(self) -> None:
-        """From here on whoever takes `current` counts its bytes."""
+        """Stop counting the bytes of `current`: its taker counts them from here on."""
         if self.landing is None:
             self._meter.drop("working", self._bytes)

@@ -1,8 +1,8 @@
-"""From events to actions: a step is recorded once, then its program is followed.
+"""Turns events into actions: a step is recorded once, then its program is followed.
 
-What is under way is in `passes.py`, where units are made whole in `gathering.py`, where their backwards end in
-`closings.py`, what is read from elsewhere in `watching.py`, the programs in `programs.py`, and the step in `step.py`.
-Here is what each event sets going, in the order in which it happens.
+The state of passes is in `passes.py`, gathers in `gathering.py`, ends of unit backwards in `closings.py`, units read by
+other modules in `watching.py`, programs in `programs.py`, and the step in `step.py`. This module says what each event
+sets off, in order.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from shardwise.telemetry import UNITS
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a plan is about how programs run."""
+    """The part of a plan that concerns how programs run."""
 
     prefetch_bytes: int | None
-    """Bytes that may lie gathered ahead of their use; `None`: the largest unit."""
+    """Bytes that may be gathered ahead of their use; `None`: as many as the largest unit has."""
     compile_backend: str | None = None
 
 
 class Runner:
-    """Executes one model's programs as its hooks report events."""
+    """Executes the programs of one model as its hooks report events."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Runner:
         self._timeline = executor.timeline
         self._evaluation = Evaluation(executor.journal)
         self._is_training_root: bool | None = None
-        """Whether the model was called with gradients enabled, while it computes; `None` between its calls."""
+        """Whether the running call of the model had gradients enabled; `None` between calls."""
         self._inference: Inference | None = None
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
@@ -76,13 +76,14 @@ class Runner:
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 
     def remove(self) -> None:
+        self.gathering.abandon_updates()
         self._hooks.remove()
         self._watching.stop()
         if self._compiled is not None:
             self._compiled.remove()
 
     def let_report(self, listener: Listener) -> None:
-        """Whatever the hooks say goes to `listener`, who passes it on to this."""
+        """Send the hooks' events to `listener`, which forwards them to this runner."""
         self._hooks.report_to(listener)
 
     # -- events: the model ------------------------------------------------------------------------------
@@ -91,14 +92,14 @@ class Runner:
         if self._inference is not None:
             return
         self.recover_if_cut_short()
-        if not is_dynamo_compiling():  # a clock is nothing that it could trace
+        if not is_dynamo_compiling():  # the clock cannot be traced
             self._journal.clock.work()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
             self._evaluation.begin()
         if not self._watching.has_seen(training=training):
-            self._watching.look()
+            self._watching.start()
             return
         self._watching.stop()
         if self._compiled is not None:
@@ -112,7 +113,7 @@ class Runner:
             self._journal.note(sys.exc_info()[1])
             self._recover()
             return
-        self._watching.look_away()
+        self._watching.pause()
         self._is_training_root = None
         if self._evaluation.is_running:
             self._end_evaluation()
@@ -122,10 +123,10 @@ class Runner:
             self._journal.clock.rest()
         self._evaluation.is_running = False
         script, current = self._evaluation.script, self.passes.current
-        if not script.is_finished() and not current.is_wiser and self.programs.learn_evaluation(script):
+        if not script.is_finished() and not current.must_record_again and self.programs.learn_evaluation(script):
             self._watching.note_seen(training=False)
         if not current.is_running:
-            current.is_wiser = False
+            current.must_record_again = False
             current.lasting.clear()
             self.gathering.free_all()
 
@@ -152,7 +153,7 @@ class Runner:
         if self._timeline.is_on:
             self._timeline.end(UNITS, f"forward {unit.name}")
         current = self.passes.current
-        if opaque:  # no output could be watched, so its backward cannot be foreseen: it stays whole
+        if opaque:  # no output could be watched, so the start of its backward will not be seen: keep it whole
             current.kept.add(unit.name)
         training = self._is_training()
         moment = self._moments(unit, training=training).after_forward
@@ -161,7 +162,7 @@ class Runner:
             self.gathering.run(block, moment, unit, current, training=training)
         unit.rest()
         for flat in unit.flats:
-            flat.relax()  # of what stays whole until its backward: the loss comes first, when activations are most
+            flat.relax()  # pages of what stays whole until its backward: the loss comes first, when activations peak
 
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
@@ -194,11 +195,11 @@ class Runner:
             return
         if self._timeline.is_on:
             self._timeline.end(UNITS, f"backward {unit.name}")
-        self._closings.note_through(unit)
+        self._closings.note_ended(unit)
 
     def end_of_backward(self) -> None:
-        """Everything back to rest, or in the middle of a schedule what the program does not count on; and learn from
-        what was recorded."""
+        """Bring everything back to rest, or within a schedule only what the program does not count on, and learn from
+        the recording."""
         current = self.passes.current
         if self.halves.are_second:
             return
@@ -219,20 +220,20 @@ class Runner:
         self._journal.clock.rest()
 
     def _learn(self, ended: Pass, *, reduces: bool) -> None:
-        """Follow from now on what was done in a pass that followed nothing, if it showed all there is."""
-        if ended.script.is_finished() or ended.is_wiser:
+        """Make a program of a pass that was recorded to its end, unless it found new sites."""
+        if ended.script.is_finished() or ended.must_record_again:
             return
         if self.programs.learn_training(ended.script, reduces=reduces):
             self._watching.note_seen(training=True)
 
     def await_graph(self, unit: Unit) -> None:
-        """A graph is being made by a backward, and may read `unit` in another backward: it stays whole until
-        `forgive`."""
+        """A backward is building a graph that may read `unit` in another backward: keep it whole until
+        `clear_faults`."""
         for flat in unit.flats:
             flat.stays = True
 
     def await_end(self, unit: Unit) -> None:
-        """Nobody will know when the frozen parameters of `unit` are read for the last time in this pass."""
+        """The last read of the frozen parameters of `unit` in this pass cannot be detected: keep them until it ends."""
         for flat in unit.flats:
             flat.lasts = not flat.spec.trainable
 
@@ -241,10 +242,9 @@ class Runner:
     def foresee_schedule(
         self, row: Sequence[Op], stages: Mapping[int, Sequence[UnitSpec]], halved: set[nn.Parameter] | None
     ) -> None:
-        """Steps will go over `row` of a pipeline's schedule. `stages` are the units of each stage of this rank;
-        `halved` the parameters whose gradients come in the second half of a backward, if backwards have halves: then a
-        unit is through with the first, and need not be whole any more, when the gradients of its inputs have gone out.
-        """
+        """Plan steps over `row` of a pipeline's schedule. `stages` are the units of each stage of this rank. `halved`
+        are the parameters whose gradients come in the second half of a backward, if backwards are split: a unit's first
+        half then ends, and the unit may be freed, when the gradients of its inputs have been computed."""
         self.programs.foresee_schedule(row, stages)
         if halved is not None:
             self.halves.foresee(self.units, halved)
@@ -252,13 +252,13 @@ class Runner:
                 self._hooks.watch_inputs(unit)
 
     def begin_evaluation_of(self, stage: Hashable) -> None:
-        """Evaluations from here on are of this stage of a pipeline, which has a program of its own."""
+        """Evaluations from here on are of this stage of a pipeline, which has its own program."""
         self._evaluation.segment = stage
 
     @contextmanager
     def over_schedule(self) -> Iterator[None]:
-        """Inside, the ops of a pipeline's schedule run, and `passes.begin_op` says which: see [Note: a schedule is a
-        pass] in `passes.py`."""
+        """Inside, the ops of a pipeline's schedule run, announced by `passes.begin_op`: see
+        [Note: a schedule is a pass] in `passes.py`."""
         self.recover_if_cut_short()
         self.passes.begin_schedule(self.halves.units)
         try:
@@ -285,7 +285,7 @@ class Runner:
     # -- when something raised --------------------------------------------------------------------------
 
     def recover_if_cut_short(self) -> None:
-        """If a backward raised since the last event: let go of everything, and of all gradients."""
+        """If a backward has raised since the last event: free everything, and drop all gradients."""
         if not self._hooks.is_cut_short:
             return
         self._recover()
@@ -293,18 +293,18 @@ class Runner:
         self.passes.note_cut_short()
 
     def _recover(self) -> None:
-        """A forward or backward raised: nothing is under way any more, and nothing is whole."""
+        """A forward or backward raised: reset to a state in which nothing runs and nothing is gathered."""
         self._hooks.forget()
         self.halves.forget()
-        self._watching.look_away()
+        self._watching.pause()
         self.gathering.abandon()
         self.passes.abandon()
         self._evaluation.is_running = False
         self._is_training_root = None
 
-    def forgive(self) -> None:
-        """Gradients were zeroed, and whatever was wrong with them is no more."""
-        self.passes.forgive()
+    def clear_faults(self) -> None:
+        """Gradients were zeroed: forget what was wrong with them."""
+        self.passes.clear_faults()
         if self.gathering.forget_graphs() and not self.passes.current.is_running:
             self.gathering.free_all()
 
@@ -315,10 +315,11 @@ class Runner:
         """Inside, ranks run what they like without gradients; see [Note: rounds] in `inference.py`."""
         is_between = self.passes.current.is_running
         if is_between or self._inference is not None:
-            what = "a forward and its backward" if is_between else "the two ends of another one"
-            raise StateError(f"engine.inference() was entered between {what}; finish that first.")
-        if self._compiled is not None:  # every length would be compiled anew; training puts it back
+            where = "between a forward and its backward" if is_between else "inside another engine.inference()"
+            raise StateError(f"engine.inference() was entered {where}; finish that first.")
+        if self._compiled is not None:  # every sequence length would be compiled anew; training installs it again
             self._compiled.remove()
+        self.gathering.await_updates()
         self._inference = Inference(self.units, self.gathering, world, keep_bytes)
         try:
             with self._inference.running():
@@ -330,12 +331,12 @@ class Runner:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the model's forward, or a backward, is running, or ranks run any method at their own pace."""
+        """Whether a forward or backward of the model is running, or `inference` is active."""
         is_inside = self._is_training_root is not None or self._evaluation.is_running or self._inference is not None
         return is_inside or self._hooks.is_open or in_backward()
 
     def reach(self, unit: Unit) -> None:
-        """A computation reads `unit` without having called it: it is whole, and plain, until that is over."""
+        """A computation reads `unit` without calling it: keep it gathered and plain until that computation ends."""
         if self._inference is not None:
             self._inference.need(unit)
             unit.wake()

@@ -1,4 +1,4 @@
-"""A recorded order of moments, the program made from it, and how far the present pass has come."""
+"""A recorded order of moments, the program made from it, and the position of the current pass in it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Script:
     """
 
     def __init__(self, journal: Journal) -> None:
-        """`journal` is told how each pass goes: where ranks part, that is what explains it."""
+        """Each pass is noted in `journal`, which explains where ranks diverge."""
         self._journal = journal
         self.blocks: tuple[BoundBlock, ...] = ()
         self.trace: list[Moment] = []
         self.is_followed = False
         self._next = 0
         self._ops: list[tuple[Op, int]] = []
-        """Of a schedule the ops so far, and how long the trace was when each began."""
+        """The ops of a schedule so far, each with the length of the trace when it began."""
 
     def begin(self) -> None:
         """A pass starts: follow the program, if there is one."""
@@ -38,20 +38,20 @@ class Script:
         self.is_followed = bool(self.blocks)
 
     def begin_op(self, op: Op) -> None:
-        """What is recorded from here on is of `op`."""
+        """Moments recorded from here on belong to `op`."""
         self._ops.append((op, len(self.trace)))
 
     def learn(self, blocks: Sequence[BoundBlock]) -> None:
         self.blocks = tuple(blocks)
 
     def expected(self) -> BoundBlock | None:
-        """What comes next, as long as the program is followed."""
+        """The next block, as long as the program is followed."""
         if self.is_followed and self._next < len(self.blocks):
             return self.blocks[self._next]
         return None
 
     def expects(self, moment: Moment) -> bool:
-        """Whether `moment` is what comes next in the program."""
+        """Whether `moment` comes next in the program."""
         expected = self.expected()
         return expected is not None and (expected.moment is moment or expected.moment == moment)
 
@@ -61,7 +61,7 @@ class Script:
         self.is_followed = False
 
     def take(self, moment: Moment) -> BoundBlock | None:
-        """The block that is due at `moment`, if that is what comes next; else the pass is recorded from here on."""
+        """The block for `moment`, if that comes next; else None, and the pass is recorded from here on."""
         if len(self.trace) < LONGEST_TRACE * max(1, len(self._ops)):
             self.trace.append(moment)
         block = self.expected()
@@ -73,16 +73,16 @@ class Script:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether not all of the pass could be recorded."""
+        """Whether the record of the pass was cut off."""
         return len(self.trace) >= LONGEST_TRACE * max(1, len(self._ops))
 
     def recorded_row(self) -> tuple[Op, ...]:
-        """Of a schedule the ops that there were."""
+        """The ops of the recorded schedule."""
         return tuple(op for op, _ in self._ops)
 
     def recorded_passes(self) -> PassTraces:
-        """Of a schedule the order in which units were used in one op of each kind and stage, the last: by then all was
-        seen that there was to see."""
+        """The order in which units are used in an op, by kind and stage: of the last op of each, when all uses had been
+        seen."""
         stops = [start for _, start in self._ops[1:]] + [len(self.trace)]
         return {
             (op.kind, op.stage): tuple(replace(one, micro_batch=None) for one in _in_order(self.trace[start:stop]))
@@ -98,10 +98,10 @@ class Script:
 
 
 def _in_order(recorded: Sequence[Moment]) -> Trace:
-    """What was recorded, without ends.
+    """The record, without ends that were premature.
 
-    Where a program was followed at first, it may have closed a backward too early, which was closed again when it was
-    through: only then did it end.
+    A program that was followed at first may have closed a backward too early; it was closed again when it had ended,
+    and only that counts.
     """
     trace, closed = [], set()
     for moment in reversed(recorded):

@@ -1,4 +1,4 @@
-"""The optimizer step: gradients to where the update needs them, and new parameters to where they rest."""
+"""The optimizer step: gradients to where the update needs them, new parameters to where they rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.runtime.programs import Programs
 
 
 class Step:
-    """Runs what the program has around an update. All ranks call every method."""
+    """Runs the program's blocks around an update. All ranks call every method."""
 
     def __init__(
         self,
@@ -32,22 +32,24 @@ class Step:
         self._closings = closings
         self._shared_buffers = shared_buffers
         self._keeps_memory = all(flat.spec.resident for unit in gathering.units for flat in unit.flats)
-        """Where parameters come and go it is memory that is short, and the forward shall have it."""
+        """Whether memory may be kept between steps. Where parameters come and go memory is short, and the forward needs
+        it."""
 
     def before(self) -> None:
-        """Gradients to where the optimizer's states are, and the ranks' verdict on them.
+        """Bring gradients to where the optimizer states are, and compute the ranks' verdict on them.
 
-        What `no_sync` left behind, with no backward since that reduced it, is reduced first.
+        Gradients that `no_sync` left unreduced, with no reducing backward since, are reduced first.
         """
         if self._passes.owes_reductions:
             self._reduce_left()
+        self._gathering.await_updates()
         for mover in self._executor.movers.values():
             if mover.grads.waits_where_due:
                 mover.grads.keep_due()
         self._programs.step[BEFORE_STEP].run()
 
     def reduce_unforeseen(self) -> None:
-        """Reduce the gradients that the program has left on some rank, and record the next pass."""
+        """Reduce the gradients that the program left on some rank, and record the next pass."""
         self._reduce_left()
         self._passes.forget_programs()
 
@@ -61,16 +63,16 @@ class Step:
         self._gathering.free_all()
 
     def update_units(self) -> None:
-        """The updates that are done before the optimizer's own step: unit by unit, with the parameters' way back."""
+        """Run the updates that precede the optimizer's own step, unit by unit, with the parameters' way back."""
         self._programs.update_units()
 
     def during(self) -> None:
-        """What the update needs of whole parameters, if it needs any."""
+        """Gather the whole parameters that the update needs, if it needs any."""
         if DURING_STEP in self._programs.step:
             self._programs.step[DURING_STEP].run()
 
     def after(self) -> None:
-        """New parameters to where they rest."""
+        """Bring new parameters to where they rest, or start to: see `gathers_behind_step` in `program/spec.py`."""
         self._executor.journal.num_backwards = 0
         self._executor.journal.note(None)
         self._programs.step[AFTER_STEP].run()
@@ -78,13 +80,16 @@ class Step:
         self._executor.rest(keeps_some=self._keeps_memory)
 
     def open_params(self) -> None:
-        """Before parameters are written where they rest: no rank reads them any more."""
+        """Call before parameters are written where they rest: waits until no rank reads them any more, and none of the
+        update before is still on its way."""
+        self._gathering.await_updates()
         for shared_buffers in self._shared_buffers:
             shared_buffers.open()
 
     def restore_params(self) -> None:
-        """Parameters anew from the master weights, which have been written."""
+        """Bring the master weights, which have been written, back to the parameters."""
         self._programs.restore.run()
+        self._gathering.await_updates()
         self.close_params()
 
     def close_params(self) -> None:

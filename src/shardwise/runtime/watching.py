@@ -1,4 +1,4 @@
-"""Finding parameters that are read from elsewhere, while a pass is recorded: see `reach.py`."""
+"""Finds parameters that other modules read, while a pass is recorded: see `reach.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.storage import Unit
 
 
 class Watching:
-    """Looks at every operation of a forward until all that it reads is known."""
+    """Watches every operation of a forward until all that it reads is known."""
 
     def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes) -> None:
         self._model = model
@@ -24,18 +24,18 @@ class Watching:
         self._passes = passes
         self._callers: Callers | None = None
         self._has_seen = {True: False, False: False}
-        """Whether everything that passes read is known: of training ones, and of others."""
+        """By whether a pass is a training pass: whether everything that it reads is known."""
 
     def has_seen(self, *, training: bool) -> bool:
-        """Whether nothing has to be looked for in a pass of this kind."""
+        """Whether passes of this kind need not be watched."""
         return self._has_seen[training]
 
     def note_seen(self, *, training: bool) -> None:
-        """A pass of this kind was watched from end to end, and taught nothing new."""
+        """A pass of this kind was watched from end to end and found nothing new."""
         self._has_seen[training] = True
 
-    def look(self) -> None:
-        """Look at every operation until the root is left."""
+    def start(self) -> None:
+        """Watch every operation until the root is left."""
         if self._callers is None:
             self._callers = Callers(self._model)
         if self._gathering.watcher is None:
@@ -43,22 +43,22 @@ class Watching:
             watcher.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = watcher
 
-    def look_away(self) -> None:
+    def pause(self) -> None:
         if self._gathering.watcher is not None:
             self._gathering.watcher.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = None
 
     def stop(self) -> None:
-        """Nothing has to be found any more. Only while no module runs."""
-        self.look_away()
+        """Stop watching for good. Call it only while no module runs."""
+        self.pause()
         if self._callers is not None:
             self._callers.remove()
             self._callers = None
 
     def gather_reached(self, unit: Unit) -> None:
-        """A module reads `unit` without calling it: gather it now, and from the next pass on before that module.
+        """A module reads `unit` without calling it: gather it now, and from the next pass on before that module runs.
 
-        Where nobody has watched which module that is, the next pass is watched.
+        If it is unknown which module that is, the next pass is watched.
         """
         self._passes.current.keep(unit)
         if self._callers is None:

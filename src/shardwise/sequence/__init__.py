@@ -1,4 +1,4 @@
-"""Sequence parallelism: the tokens of a sample over the ranks of a line; Ulysses and ring attention."""
+"""Sequence parallelism: the tokens of a sample are split over the ranks along `sp`; Ulysses and ring attention."""
 
 from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.check import check_model

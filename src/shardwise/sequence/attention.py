@@ -1,4 +1,4 @@
-"""Attention over a split sequence, whoever asks for it: what the model says, put into the terms of one method."""
+"""Attention over a split sequence, independent of who calls it and of the method (Ulysses or ring)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What is known of the batch whose tokens are computed: where they lie, and which of them belong together."""
+    """What is known about a split batch: its layout over the ranks, its documents and its padding.
+
+    `documents` (int) and `kept` (bool, False for padding) are `[batch, tokens]` of the whole sample; see `Visibility`.
+    """
 
     layout: Layout
     documents: Tensor | None = None
     kept: Tensor | None = None
     num_padded: int = 0
-    """Of the layout's tokens, those behind that were not in the batch."""
+    """How many tokens at the end of the layout are padding that was added by the split."""
 
-    def goes_with(self, other: Sample) -> bool:
-        """Whether attention over the two is split in the same way."""
+    def is_attended_like(self, other: Sample) -> bool:
+        """Whether attention over the two batches is computed in the same way."""
         plain = self.documents is None is other.documents and self.kept is None is other.kept
         return self is other or (plain and self.layout == other.layout)
 
     def rows(self, place: int, num: int) -> Sample:
-        """Of rows that are cut into `num` micro-batches, those of the one at `place`."""
+        """The sample of micro-batch `place`, if the rows are cut into `num` micro-batches."""
         documents, kept = (None if one is None else one.chunk(num)[place] for one in (self.documents, self.kept))
         return Sample(self.layout, documents, kept, self.num_padded)
 
 
-class Asked(NamedTuple):
-    """What a model says of one call of attention, besides its tensors. `scale` defaults to 1 / sqrt(dim)."""
+class AttentionCall(NamedTuple):
+    """The parameters of one attention call, besides its tensors. `scale` defaults to 1 / sqrt(dim)."""
 
     is_causal: bool
     scale: float | None = None
@@ -61,34 +64,36 @@ class Attention:
         self.line = line
         self.is_ring = is_ring
         self.sample: Sample | None = None
-        """Of the batch that was split last."""
+        """The sample of the batch that was split last."""
         self.num_calls = 0
-        """How often it was asked for."""
-        self._going_back: list[Sample] = []
-        """Of the forwards that take part in the backward that runs, or ran last, where they differ."""
+        """How many calls there were in the last forward."""
+        self._in_backward: list[Sample] = []
+        """The distinct samples of the forwards in the current backward, or in the last one."""
         self._backward = -1
-        """The number that autograd gave to that."""
+        """Autograd's graph task id of that backward."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, *, recomputed: bool) -> Tensor:
-        """Like `scaled_dot_product_attention` over the whole sequence, for this rank's tokens.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, *, recomputed: bool) -> Tensor:
+        """Like `scaled_dot_product_attention` over the whole sequence, for this rank's tokens. All ranks of the line
+        call.
 
-        `query` is `[batch, heads, local tokens, dim]`; keys may have fewer heads. `recomputed`: in a backward.
+        `query` is `[batch, heads, local tokens, dim]`; keys may have fewer heads. `recomputed`: the call is made in a
+        backward.
         """
         sample = self._sample_of(query, key, recomputed=recomputed)
         self.num_calls += 1
-        scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
-        weighing = Weighing(scale, asked.softcap)
+        scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
+        weighing = Weighing(scale, call.softcap)
         query, key, value = _in_one_dtype(query, key, value)
         if query.shape[1] % key.shape[1]:
             raise ModelError(f"{query.shape[1]} heads of queries do not divide among {key.shape[1]} heads of keys.")
-        visibility = Visibility(asked.is_causal, asked.window, sample.documents, sample.kept)
-        dropout, whole = asked.dropout, (sample.layout, self.line, visibility, weighing)
+        visibility = Visibility(call.is_causal, call.window, sample.documents, sample.kept)
+        dropout, whole = call.dropout, (sample.layout, self.line, visibility, weighing)
         if self.is_ring and dropout:
             raise ModelError(
                 f"Ring attention has no dropout, and this model asks for {dropout:g} in its attention. Set it to 0, or "
                 f"use sequence: {{attention: ulysses}}."
             )
-        with torch._C.DisableTorchFunction():  # what is computed here is not to be led here again
+        with torch._C.DisableTorchFunction():  # so that attention calls in here are not routed here again
             if self.is_ring:
                 out = ring_attention(query, key, value, *whole)
             else:
@@ -110,26 +115,26 @@ class Attention:
             )
         return sample
 
-    def go_back(self, sample: Sample) -> None:
-        """A gradient of what a forward over `sample` returned is about to be used."""
+    def note_backward(self, sample: Sample) -> None:
+        """Record that the backward has reached the output of a forward over `sample`."""
         backward = _graph_task_id()
         if backward != self._backward:
-            self._backward, self._going_back = backward, []
-        if not any(sample.goes_with(other) for other in self._going_back):
-            self._going_back.append(sample)
+            self._backward, self._in_backward = backward, []
+        if not any(sample.is_attended_like(other) for other in self._in_backward):
+            self._in_backward.append(sample)
 
     def _recomputed(self) -> Sample | None:
-        """Of the forward that is run again in a backward. Whose it is nobody says where several are sent back."""
-        if len(self._going_back) > 1:
+        """The sample of the forward that is recomputed in a backward. It is ambiguous if the backward has several."""
+        if len(self._in_backward) > 1:
             raise StateError(
-                "A forward is recomputed in a backward that goes through batches of different lengths, documents or "
-                "padding, and nobody knows which of them it is of. Call backward for each by itself."
+                "A forward is recomputed in a backward over batches that differ in length, documents or "
+                "padding, so it is unknown which of them it belongs to. Call backward for each separately."
             )
-        return self._going_back[0] if self._going_back else self.sample
+        return self._in_backward[0] if self._in_backward else self.sample
 
 
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In that of autocast, if it is on."""
+    """The tensors in one dtype, which is autocast's if it is on."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""A batch of whole samples, cut into what each rank of a sequence line computes."""
+"""Splits a batch of whole samples into the part of each rank of a sequence line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardwise.sequence.layout import Layout
 Tensor = torch.Tensor
 IGNORED = -100
 _PADDING: dict[str, float] = {"input_ids": 0, "inputs_embeds": 0.0, "labels": IGNORED, "position_ids": 0}
-"""What padding to a multiple of the ranks is made of."""
+"""The values with which tensors are padded to a multiple of the ranks."""
 
 
 class Splitter:
-    """Cuts the batches of one model."""
+    """Splits the batches of one model."""
 
     def __init__(self, model: nn.Module, line: Line, *, is_zigzag: bool) -> None:
         self._line = line
@@ -32,17 +32,18 @@ class Splitter:
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         is_pretrained = bool(pretrained_in(model))
         self._shifts = takes_shifted_labels(model) and (takes_any or "shift_labels" in parameters)
-        """Whether the model takes labels that are shifted already."""
+        """Whether the model accepts labels that are already shifted."""
         self._loses_labels = is_pretrained and not self._shifts
-        """Whether it works its loss out in a way that tokens of one rank do not allow for."""
+        """Whether the model computes its loss in a way that is wrong for the tokens of one rank."""
         self._numbers = is_pretrained and (takes_any or "position_ids" in parameters)
         self._name = type(model).__name__
         self._signature = inspect.signature(model.forward)
 
     def split(self, batch: Any, documents: Tensor | None) -> tuple[Any, Sample]:
-        """This rank's part of `batch`, as `Engine.split_sequence` has it, and what attention has to know of the whole.
+        """This rank's part of `batch`, as `Engine.split_sequence` describes it, and what attention needs to know of the
+        whole.
 
-        All ranks of the line call, with the same batch.
+        All ranks of the line must call, with the same batch.
         """
         if isinstance(batch, torch.Tensor):
             (part,), sample = self._split_tensors((batch,), documents)
@@ -58,7 +59,7 @@ class Splitter:
         )
 
     def whole_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """What the model is called with, by name, if that is a batch of transformers' kind."""
+        """The arguments of a call of the model by name, if they are a batch as transformers has them."""
         called = {**self._signature.bind_partial(*args, **kwargs).arguments}
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -77,7 +78,7 @@ class Splitter:
         if odd:
             raise ConfigError(
                 f"engine.split_sequence cuts dimension 1 of every tensor, which has {num_tokens} tokens in the first "
-                f"and not in {', '.join(odd)}. Keep what is not by token out of it."
+                f"and not in {', '.join(odd)}. Leave out tensors without a token dimension."
             )
         require_same_batch({**named, **_maybe(documents=documents)}, self._line)
         self._require_no_padding(num_tokens, ", ".join(named))
@@ -114,14 +115,14 @@ class Splitter:
         return layout.take(value, self._line.place) if is_by_token else value
 
     def _kept(self, mask: Any, first: Tensor, num_tokens: int) -> Tensor | None:
-        """The padding that the batch tells of; `None` if there is none."""
+        """Which tokens are not padding according to the batch; `None` if all are."""
         if mask is None:
             return None
         if not isinstance(mask, torch.Tensor) or mask.shape != (len(first), num_tokens):
             shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise ConfigError(
-                f"attention_mask is {shape}, but over a split sequence it says which tokens are no padding: "
-                f"[{len(first)}, {num_tokens}]. Packed documents are told by documents=."
+                f"attention_mask is {shape}, but over a split sequence it marks the tokens that are not padding: "
+                f"[{len(first)}, {num_tokens}]. Give packed documents as documents=."
             )
         kept = mask.bool()
         return None if kept.device.type == "cpu" and bool(kept.all()) else kept
@@ -136,14 +137,14 @@ class Splitter:
             )
 
     def _shift_labels(self, batch: dict[str, Any]) -> None:
-        """Labels of transformers are for the token before, which may be on another rank: they are shifted here."""
+        """Shift transformers' labels here, because the next token of a position may be on another rank."""
         if batch.get("labels") is None:
             return
         if self._loses_labels:
             raise ConfigError(
-                f"{self._name} is no causal language model that takes shift_labels, so its own loss would be that of "
-                f"this rank's tokens alone. Leave labels out of the batch, cut them as a tensor of their own, and work "
-                f"the loss out from the logits with engine.mean_over_tokens."
+                f"{self._name} is not a causal language model that takes shift_labels, so its own loss would be that "
+                f"of this rank's tokens only. Leave labels out of the batch, split them as a separate tensor, and "
+                f"compute the loss from the logits with engine.mean_over_tokens."
             )
         if self._shifts and "shift_labels" not in batch:
             shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -169,7 +170,7 @@ class Splitter:
         if num_tokens % multiple:
             raise ConfigError(
                 f"{num_tokens} tokens do not divide into {multiple} parts for the {self._line.num_ranks} ranks of axis "
-                f"{self._line.axis!r}, and what {names} would be padded with is not known. Pad to a multiple of "
+                f"{self._line.axis!r}, and the padding for {names} is not known. Pad to a multiple of "
                 f"{multiple}, or give a dict of {', '.join(_PADDING)} and attention_mask."
             )
 
@@ -196,7 +197,8 @@ def _checked_documents(documents: Tensor | None, first: Tensor) -> Tensor | None
 
 
 def _documents_of(positions: Tensor, batch_size: int) -> Tensor | None:
-    """Where positions do not go up by one another document begins. `None` if there is one only."""
+    """Document numbers from positions: a new document begins where positions do not increase by one. `None` if there is
+    only one document."""
     steps = positions.diff(dim=1) != 1
     if not bool(steps.any()):
         return None
@@ -208,5 +210,5 @@ def _maybe(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 
 def _pad(tensor: Tensor, num_tokens: int, value: float) -> Tensor:
-    """Behind the tokens of dimension 1."""
+    """Append padding to the tokens of dimension 1."""
     return functional.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, num_tokens), value=value)

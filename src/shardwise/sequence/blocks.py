@@ -1,9 +1,9 @@
-"""Attention between some queries and some keys, tile by tile, with what is needed to add up several such results.
+"""Attention between some queries and some keys, tile by tile, with the statistics needed to merge several results.
 
-[Note: tiles] A matrix of scores is never made whole: of `TILE` queries and `TILE` keys at a time, as in FlashAttention
-(arXiv:2205.14135). What a query has seen so far is kept as its largest score, the sum of its weights and the weighted
-sum of values (Milakov and Gimelshein, arXiv:1805.02867), so results over other keys, from another rank perhaps, are
-added in any order and the end is exact. Arithmetic is in fp32, or in fp64 for inputs in fp64.
+[Note: tiles] The matrix of scores is never materialized: it is computed for `TILE` queries and `TILE` keys at a time,
+as in FlashAttention (arXiv:2205.14135). For each query the maximum score, the sum of weights and the weighted sum of
+values so far are kept (Milakov and Gimelshein, arXiv:1805.02867), so that results over other keys, for example from
+another rank, can be added in any order and the end result is exact. Arithmetic is in fp32, or in fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TILE = 512
 
 
 class Tile(NamedTuple):
-    """Queries and keys by where they lie on this rank, and by which tokens they are."""
+    """Queries and keys, by their positions on this rank and by their token numbers."""
 
     query_at: slice
     key_at: slice
@@ -30,15 +30,15 @@ class Tile(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """How products of queries and keys become scores: times `scale`, then bent so that none passes `softcap`."""
+    """How products of queries and keys become scores: multiplied by `scale`, then softcapped to at most `softcap`."""
 
     scale: float
     softcap: float | None = None
 
 
 class Scores(NamedTuple):
-    """Scores `[batch, kv heads, rows, keys]`, the scaled queries and the keys that they are of, and how much of a
-    gradient goes back through a cap."""
+    """Scores `[batch, kv heads, rows, keys]`, the scaled queries and the keys behind them, and the derivative of the
+    softcap."""
 
     scores: Tensor
     queries: Tensor
@@ -47,12 +47,12 @@ class Scores(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype sums are kept."""
+    """The dtype of accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def tiles(query_runs: Sequence[Run], key_runs: Sequence[Run], visibility: Visibility) -> Iterator[Tile]:
-    """Those in which something is seen; all tiles of some queries follow each other."""
+    """The tiles in which any query sees any key; all tiles of some queries are consecutive."""
     key_tiles = list(_cut(key_runs))
     for query_at, queries in _cut(query_runs):
         for key_at, keys in key_tiles:
@@ -70,9 +70,9 @@ def _cut(runs: Sequence[Run]) -> Iterator[tuple[slice, Run]]:
 
 
 class Queries:
-    """Queries `[batch, heads, tokens, dim]`, several for each of `num_kv_heads` heads of keys, and what they have seen.
+    """Queries `[batch, heads, tokens, dim]`, several for each of `num_kv_heads` key heads, with their running softmax.
 
-    Rows are queries of one head of keys, `[batch, num_kv_heads, heads per kv head, tokens, ...]`.
+    Rows are the queries of one key head, `[batch, num_kv_heads, heads per kv head, tokens, ...]`.
     """
 
     def __init__(self, query: Tensor, num_kv_heads: int, weighing: Weighing, value_dim: int) -> None:
@@ -86,7 +86,7 @@ class Queries:
         self._sum = query.new_zeros((*rows, value_dim), dtype=self.dtype)
 
     def scores(self, tile: Tile, key: Tensor, visibility: Visibility) -> Scores:
-        """Of one tile."""
+        """The masked scores of one tile."""
         query = self.query[:, :, :, tile.query_at].to(self.dtype).flatten(2, 3) * self.scale
         keys = key[:, :, tile.key_at].to(self.dtype)
         scores, slope = query @ keys.transpose(-1, -2), None
@@ -103,13 +103,13 @@ class Queries:
     def attend(
         self, key: Tensor, value: Tensor, query_runs: Sequence[Run], key_runs: Sequence[Run], visibility: Visibility
     ) -> None:
-        """See these keys, `[batch, kv heads, tokens, dim]`, too."""
+        """Add the attention to these keys, `[batch, kv heads, tokens, dim]`."""
         for tile in tiles(query_runs, key_runs, visibility):
             scores = self.scores(tile, key, visibility).scores
             values = value[:, :, tile.key_at].to(self.dtype)
             before = self._largest[:, :, :, tile.query_at].flatten(2, 3)
             largest = torch.maximum(before, scores.amax(-1))
-            known = largest.masked_fill(largest == -torch.inf, 0.0)  # who has seen nothing yet
+            known = largest.masked_fill(largest == -torch.inf, 0.0)  # rows that have seen no key yet
             weights = scores.sub_(known[..., None]).exp_()
             fades = (before - known).exp_()
             shape = self._largest[:, :, :, tile.query_at].shape
@@ -120,16 +120,17 @@ class Queries:
             self._sum[:, :, :, tile.query_at] += (weights @ values).view(*shape, -1)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output `[batch, heads, tokens, dim]`, and the logarithm of the sum of exponentials of each row's scores.
+        """The output `[batch, heads, tokens, dim]`, and the logsumexp of each row's scores.
 
-        Nothing more can be seen afterwards: the sums are divided where they lie.
+        The object is finished afterwards, because the sums are divided in place.
         """
         out = self._sum.div_(self._weight[..., None])
         return out.flatten(1, 2), self._largest.add_(self._weight.log_())
 
 
 class Gradients:
-    """Of queries, and of keys as they come, from the gradient of an output `[batch, heads, tokens, dim]`."""
+    """Gradients of queries, and of keys and values as they arrive, from that of an output `[batch, heads, tokens,
+    dim]`."""
 
     def __init__(self, queries: Queries, out: Tensor, log_sum: Tensor, grad_out: Tensor) -> None:
         self._queries = queries
@@ -147,7 +148,8 @@ class Gradients:
         runs: tuple[Sequence[Run], Sequence[Run]],
         visibility: Visibility,
     ) -> None:
-        """What these keys and values get goes to `grads`, shaped as they are; what the queries get to `query`.
+        """Add the gradients of these keys and values to `grads`, which have their shapes, and that of the queries to
+        `query`.
 
         `runs` are those of the queries and of the keys.
         """

@@ -1,4 +1,4 @@
-"""What is refused before anything is changed."""
+"""Refusals before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerD
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
-    """Raise for a model, or a plan, under which a rank would compute something else from some of the tokens."""
+    """Raise for a model or a plan for which a rank would compute wrong results from a part of the tokens."""
     if plan.compile is not None:
         raise ConfigError(
             f"The plan compiles with {plan.compile!r} and splits sequences over sp, whose attention sends messages "
@@ -33,7 +33,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
 
 def is_ring(model: nn.Module, plan: Plan, num_shares: int) -> bool:
-    """Whether attention goes round a ring: as the plan says, else where heads are known not to divide among so many."""
+    """Whether attention goes around a ring: if the plan says so, or if heads are known not to divide by
+    `num_shares`."""
     if plan.sequence.attention != "auto":
         return plan.sequence.attention == "ring"
     return any(number % num_shares for number in hugging_face.num_heads(model))

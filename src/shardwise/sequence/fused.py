@@ -1,14 +1,15 @@
-"""Attention between some queries and some keys by torch's fused kernels, where these tell what adding up needs.
+"""Attention between some queries and some keys by torch's fused kernels, where they return the logsumexp.
 
-[Note: parts] A fused kernel gives, with its output, the logarithm of each row's sum of exponentials. So results over
-some of the keys can be added up as [Note: tiles] in `blocks.py` has it, and given the output and that logarithm of all
-keys, its backward makes the gradients of a part. What a kernel takes is a rectangle in which all is seen, or a square
-under a causal mask; parts of a sequence that are of one length, and in the order of the sequence on each rank, are made
-of these: keys that are the queries' own are the square, of any others a run of tokens sees all or nothing.
+[Note: parts] A fused kernel returns, with its output, the logsumexp of each row's scores. So results over parts of the
+keys can be merged as in [Note: tiles] in `blocks.py`, and from the output and logsumexp over all keys its backward
+computes the gradients of a part. A kernel accepts a rectangle in which everything is visible, or a square with a causal
+mask. Parts of a sequence that have equal lengths and keep the order of the sequence on each rank consist of these: a
+rank's own keys form the square, and of any other keys a run of queries sees all or none.
 
-All else (windows, documents, padding, capped scores, values of another width) is computed tile by tile. So are tensors
-on devices whose kernels are not known here, and bf16 and fp16 on the CPU, where torch's kernel takes longer: on an AMD
-EPYC with torch 2.13 1.2 times the tiles, which in fp32 take 2.1 times the kernel.
+Everything else (windows, documents, padding, softcaps, values of another width) is computed tile by tile. So are
+tensors on devices whose kernels are not known here, and bf16 and fp16 on the CPU, where torch's kernel is slower: on an
+AMD EPYC with torch 2.13 it takes 1.2 times as long as the tiles, while in fp32 the tiles take 2.1 times as long as the
+kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST_HEAD_DIM = 256
 
 
 class Attending(Protocol):
-    """Queries that see keys part by part; see `Queries`."""
+    """The interface of `Queries`: queries that see keys part by part."""
 
     def attend(self, key: Tensor, value: Tensor, query_runs: Runs, key_runs: Runs, visibility: Visibility) -> None: ...
 
@@ -37,7 +38,7 @@ class Attending(Protocol):
 
 
 class Part(NamedTuple):
-    """Queries and keys by where they lie on this rank, under a causal mask or without."""
+    """Queries and keys by their positions on this rank, with or without a causal mask."""
 
     queries: slice
     keys: slice
@@ -45,14 +46,14 @@ class Part(NamedTuple):
 
 
 def attending(query: Tensor, key: Tensor, value: Tensor, weighing: Weighing, visibility: Visibility) -> Attending:
-    """What is to see keys like `key`."""
+    """The queries, ready to attend to keys shaped like `key`: fused if there is a kernel, else tiled."""
     if is_fused(query, value, weighing, visibility):
         return FusedQueries(query, weighing.scale)
     return Queries(query, key.shape[1], weighing, value.shape[-1])
 
 
 def is_fused(query: Tensor, value: Tensor, weighing: Weighing, visibility: Visibility) -> bool:
-    """Whether there is a kernel for this; the same on all ranks, and in forward and backward."""
+    """Whether there is a kernel for these inputs; the same on all ranks, and in forward and backward."""
     dim = query.shape[-1]
     if not visibility.is_plain or weighing.softcap is not None or value.shape[-1] != dim:
         return False
@@ -62,7 +63,7 @@ def is_fused(query: Tensor, value: Tensor, weighing: Weighing, visibility: Visib
 
 
 def parts(query_runs: Runs, key_runs: Runs, *, is_causal: bool) -> Iterator[Part]:
-    """The parts of one step of a ring in which something is seen. Runs are those of a `Layout`."""
+    """The visible parts of one step of a ring. Runs are those of a `Layout`."""
     query_at, key_at = list(_places(query_runs)), list(_places(key_runs))
     if not is_causal or tuple(query_runs) == tuple(key_runs):
         yield Part(slice(0, query_at[-1].stop), slice(0, key_at[-1].stop), is_causal)
@@ -96,7 +97,7 @@ class FusedQueries:
         self._log_sum: Tensor | None = None
 
     def attend(self, key: Tensor, value: Tensor, query_runs: Runs, key_runs: Runs, visibility: Visibility) -> None:
-        """See these keys too. The first are the queries' own, so that each sees something."""
+        """As `Queries.attend`. The first keys must be the queries' own, so that every query sees one."""
         heads = self.query.shape[1]
         for part in parts(query_runs, key_runs, is_causal=visibility.is_causal):
             query = self.query[:, :, part.queries]
@@ -114,14 +115,14 @@ class FusedQueries:
         before.copy_(together)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output, and the logarithm of the sum of exponentials of each row's scores, `[batch, heads, tokens]`."""
+        """The output, and the logsumexp of each row's scores, `[batch, heads, tokens]`."""
         assert self._sum is not None, "nobody has seen anything"
         assert self._log_sum is not None
         return self._sum, self._log_sum
 
 
 class FusedGradients:
-    """As `Gradients`, from the output and the logarithms that `FusedQueries` came to."""
+    """As `Gradients`, from the output and the logsumexp of `FusedQueries`."""
 
     def __init__(self, query: Tensor, scale: float, out: Tensor, log_sum: Tensor, grad_out: Tensor) -> None:
         self._query, self._scale = query, scale
@@ -146,7 +147,8 @@ class FusedGradients:
 def gradients(
     saved: tuple[Tensor, ...], weighing: Weighing, visibility: Visibility, grad_out: Tensor
 ) -> Gradients | FusedGradients:
-    """What gradients come from: `saved` are the queries, keys, values, output and logarithms of the forward."""
+    """The object that computes gradients: `saved` are the queries, keys, values, output and logsumexp of the
+    forward."""
     query, key, value, out, log_sum = saved
     if is_fused(query, value, weighing, visibility):
         return FusedGradients(query, weighing.scale, out, log_sum, grad_out)
@@ -154,7 +156,7 @@ def gradients(
 
 
 def _for_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Keys or values for each head of queries."""
+    """Keys or values repeated for each query head."""
     repeats = num_heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
@@ -172,14 +174,15 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: 
 
 
 def _backward(inputs: Sequence[Tensor], is_causal: bool, scale: float) -> Sequence[Tensor]:
-    """Gradients of queries, keys and values, from that of the output, and what the forward had and came to."""
+    """Gradients of queries, keys and values. `inputs`: the output's gradient, queries, keys, values, output,
+    logsumexp."""
     if inputs[0].device.type == "cpu":
         made: Sequence[Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, 0.0, is_causal, scale=scale
         )
         return made
     _, query, key, *_ = inputs
-    nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the seed and offset of dropout, which is none
+    nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)  # seed and offset of dropout, which is unused
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         *(tensor.contiguous() for tensor in inputs),
         None,

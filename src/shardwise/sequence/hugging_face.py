@@ -1,7 +1,7 @@
 """Models of transformers: attention through its `AttentionInterface`, under a name of our own.
 
-[Note: masks of transformers] Under a name that its mask functions do not know, a model of transformers makes no mask,
-which would be one of this rank's tokens alone. What may be seen is known from the whole batch instead.
+[Note: masks of transformers] transformers makes no mask for an attention name that its mask functions do not know; a
+mask would only cover this rank's tokens. What each token may see is derived from the whole batch instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.runtime import in_backward
-from shardwise.sequence.attention import Asked, Attention
+from shardwise.sequence.attention import Attention, AttentionCall
 
 Tensor = torch.Tensor
 NAME = "shardwise_sequence"
@@ -25,11 +25,11 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 _UNKNOWN = ("s_aux", "position_bias")
 
 _ATTENTIONS: weakref.WeakKeyDictionary[nn.Module, Attention] = weakref.WeakKeyDictionary()
-"""By the module that computes it: transformers calls one function for all models of the process."""
+"""The attention of each module, because transformers calls one function for all models of the process."""
 
 
 def pretrained_in(model: nn.Module) -> list[Any]:
-    """The models of transformers in `model`, outermost first; the library is not imported if nobody has."""
+    """The models of transformers in `model`, outermost first; does not import the library."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return []
@@ -64,13 +64,13 @@ def check(model: nn.Module) -> None:
 
 
 def num_heads(model: nn.Module) -> list[int]:
-    """How many heads of queries models of transformers in `model` have, as far as their configurations say."""
+    """The numbers of query heads of the transformers models in `model`, where their configurations have them."""
     found = [getattr(module.config, "num_attention_heads", None) for module in pretrained_in(model)]
     return [number for number in found if isinstance(number, int)]
 
 
 def takes_shifted_labels(model: nn.Module) -> bool:
-    """Whether `model` is a causal language model whose loss is transformers' own, which takes `shift_labels`."""
+    """Whether `model` is a causal language model with transformers' own loss, which takes `shift_labels`."""
     models = pretrained_in(model)
     if not models or getattr(models[0], "loss_type", None) not in ("ForCausalLM", None):
         return False
@@ -79,7 +79,7 @@ def takes_shifted_labels(model: nn.Module) -> bool:
 
 
 def route(model: nn.Module, attention: Attention) -> Callable[[], None]:
-    """Let the attention of models of transformers in `model` lead to `attention`. Returns what puts it back."""
+    """Route the attention of transformers models in `model` to `attention`. Returns a function that undoes it."""
     models = pretrained_in(model)
     if not models:
         return lambda: None
@@ -109,19 +109,19 @@ def _attention_forward(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: `[batch, heads, tokens, dim]` in, `[batch, tokens, heads, dim]` out."""
+    """Called by transformers: `[batch, heads, tokens, dim]` in, `[batch, tokens, heads, dim]` out."""
     _check_call(module, attention_mask, kwargs)
-    said = kwargs.get("is_causal")
-    asked = Asked(
-        is_causal=getattr(module, "is_causal", True) if said is None else said,
+    is_causal = kwargs.get("is_causal")
+    call = AttentionCall(
+        is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
         scale=kwargs.get("scaling"),
         dropout=kwargs.get("dropout", 0.0),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
     )
-    if asked.window is not None and not asked.is_causal:
-        raise ModelError(f"{type(module).__name__} has a window that looks both ways, which cannot be split yet.")
-    out = _ATTENTIONS[module].attend(query, key, value, asked, recomputed=in_backward())
+    if call.window is not None and not call.is_causal:
+        raise ModelError(f"{type(module).__name__} has a bidirectional window, which cannot be split yet.")
+    out = _ATTENTIONS[module].attend(query, key, value, call, recomputed=in_backward())
     return out.transpose(1, 2).contiguous(), None
 
 

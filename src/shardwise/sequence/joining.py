@@ -1,8 +1,8 @@
-"""What the ranks of a sequence line have computed of a sample, put together again.
+"""Joins what the ranks of a sequence line have computed for one sample.
 
-[Note: gradients of a whole] Gradients are averaged over ranks, those along `sp` included. A loss that every rank works
-out from the same whole tensor counts once then if what goes back to a rank's own tokens is multiplied by the number of
-ranks: each rank sends back through its own tokens alone, and the mean over ranks divides by their number again.
+[Note: gradients of a whole] Gradients are averaged over ranks, including those along `sp`. If every rank computes a
+loss from the same joined tensor, the loss counts once if the gradient of a rank's own tokens is multiplied by the
+number of ranks: each rank propagates to its own tokens only, and the mean over ranks divides by their number again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LABELS = ("labels", "shift_labels")
 
 @dataclass
 class WholeOutputs:
-    """Whether a model that splits a batch by itself is to return what the whole batch comes to."""
+    """Whether a model that splits batches itself should return the outputs for the whole batch."""
 
     are_asked_for: bool = False
     with_tokens: bool = True
@@ -35,26 +35,26 @@ class WholeOutputs:
 
 
 def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:
-    """The whole of what each rank has in `part`, whose dimension `dim` is its tokens; without padding. All ranks call.
+    """Concatenate every rank's `part`, whose dimension `dim` is its tokens, without padding. All ranks must call.
 
-    See [Note: gradients of a whole].
+    See [Note: gradients of a whole] for its backward.
     """
     if not -part.dim() <= dim < part.dim() or part.shape[dim] != sample.layout.num_local:
         raise ConfigError(
-            f"engine.join_sequence was given a tensor {list(part.shape)} to join along dimension {dim}, and of the "
-            f"batch that was split last this rank has {sample.layout.num_local} tokens. Give it a tensor of which that "
-            f"dimension is this rank's tokens."
+            f"engine.join_sequence was given a tensor {list(part.shape)} to join along dimension {dim}, but "
+            f"this rank has {sample.layout.num_local} tokens of the batch that was split last. That dimension must be "
+            f"this rank's tokens."
         )
     whole: Tensor = _Join.apply(part, line, sample, dim % part.dim())  # type: ignore[no-untyped-call]
     return whole
 
 
 def whole_output(output: Any, line: Line, sample: Sample, called: Mapping[str, Any], *, with_tokens: bool) -> Any:
-    """What the model returned for this rank's tokens of the batch `called`, as it would be for all of them.
+    """Turn the model's output for this rank's tokens of the batch `called` into the output for all tokens.
 
-    A loss, which there is if there were labels, becomes that of the sample. What has this rank's tokens in dimension 1
-    is joined. But beside a loss more than one number per token, such as logits, is left as it is where it is trained,
-    because whole logits of a long sequence would not fit, and without `with_tokens`.
+    A loss, which is present if there were labels, becomes that of the whole sample. Tensors with this rank's tokens in
+    dimension 1 are joined. But beside a loss, tensors with more than one number per token, such as logits, are left as
+    they are in training, because whole logits of a long sequence would not fit, and without `with_tokens`.
     """
     has_loss = any(called.get(name) is not None for name in LABELS)
     most = 2 if has_loss and (torch.is_grad_enabled() or not with_tokens) else math.inf
@@ -71,7 +71,7 @@ def whole_output(output: Any, line: Line, sample: Sample, called: Mapping[str, A
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed; what is neither a mapping nor a tuple or list of them stays as it is."""
+    """`value` with its tensors changed, in mappings, tuples and lists too; anything else is kept."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
@@ -104,7 +104,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over ranks of their losses, of which each rank sends back its own."""
+    """The mean of the ranks' losses; in the backward each rank propagates through its own loss only."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, line: Line) -> Tensor:  # noqa: ARG004  # torch's

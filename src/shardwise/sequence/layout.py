@@ -1,4 +1,4 @@
-"""Which tokens of a sample lie on which rank of a sequence line."""
+"""Which tokens of a sample are on which rank of a sequence line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """`num_tokens` tokens, the padding included, cut evenly among `num_ranks` ranks.
+    """`num_tokens` tokens, including padding, divided evenly among `num_ranks` ranks.
 
-    Contiguous, rank i of n has the i-th of n parts. In zig-zag order it has the i-th and the i-th from behind of 2 n
-    parts, so that under a causal mask, where late tokens see more than early ones, all ranks have the same to compute
-    (Brandon et al., Striped Attention, arXiv:2311.09431, names the imbalance; the order is that of Llama 3's context
-    parallelism, arXiv:2407.21783).
+    If contiguous, rank i of n has the i-th of n parts. In zig-zag order it has part i and part 2 n - 1 - i of 2 n
+    parts, so that under a causal mask, where late tokens see more than early ones, all ranks have the same amount of
+    work (Brandon et al., Striped Attention, arXiv:2311.09431, describes the imbalance; the order is that of Llama 3's
+    context parallelism, arXiv:2407.21783).
     """
 
     num_tokens: int
@@ -38,7 +38,7 @@ class Layout:
 
     @staticmethod
     def multiple(num_ranks: int, *, is_zigzag: bool) -> int:
-        """What the number of tokens has to be a multiple of."""
+        """The number of tokens has to be a multiple of this."""
         return 2 * num_ranks if is_zigzag else num_ranks
 
     @property
@@ -48,7 +48,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """For each rank the parts of the sample that it has, in the order in which they lie there."""
+        """For each rank its parts of the sample, in the order in which it stores them."""
         if not self.is_zigzag:
             return tuple((Run(rank * self.num_local, (rank + 1) * self.num_local),) for rank in range(self.num_ranks))
         part, last = self.num_local // 2, 2 * self.num_ranks - 1
@@ -58,12 +58,12 @@ class Layout:
         )
 
     def take(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """What `rank` has of `whole`, whose dimension `dim` is the tokens; contiguous."""
+        """The part of `whole` on `rank`, contiguous; dimension `dim` is the tokens."""
         parts = [whole.narrow(dim, run.start, run.numel) for run in self.runs[rank]]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, by_rank: list[Tensor], dim: int = 1) -> Tensor:
-        """The whole of what every rank has: the inverse of `take`."""
+        """The whole tensor from every rank's part: the inverse of `take`."""
         placed: dict[int, Tensor] = {}
         for runs, tensor in zip(self.runs, by_rank, strict=True):
             parts = torch.split_with_sizes(tensor, [run.numel for run in runs], dim)

@@ -1,9 +1,9 @@
-"""One model whose sequences are split over the ranks of a line, tied together.
+"""Sequence parallelism of one model: hooks, attention, batches and random numbers.
 
-[Note: dropout] Ranks that are seeded alike would leave out the same numbers of different tokens. So inside of a
-training forward a rank draws from a generator of its own place on the line, seeded by one number that is drawn from
-the user's, and gives that back as it was. Nothing of it lasts, so there is nothing more to save; recomputing finds the
-generator as it was inside, because torch's checkpointing keeps its state.
+[Note: dropout] Ranks with the same seed would drop the same elements of different tokens. So inside a training forward
+a rank draws from a generator that depends on its place on the line, seeded by one number drawn from the user's
+generator, whose state is then restored. This state does not outlive the forward, so checkpoints need nothing more;
+recomputation sees the generator as it was inside the forward, because torch's checkpointing keeps its state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -36,13 +36,13 @@ from shardwise.sequence.routing import Routing
 
 Tensor = torch.Tensor
 _NUM_REMEMBERED = 1024
-"""Of so many tensors it is known which batch they are of."""
+"""For how many of the latest tensors the batch is remembered."""
 
 
 class SequenceParallel:
-    """Leads the attention of `model` over the ranks along `sp`, and cuts its batches. All ranks make one.
+    """Routes the attention of `model` over the ranks along `sp`, and splits its batches. All ranks must construct it.
 
-    `close` leaves the model as it was.
+    `close` restores the model.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SequenceParallel:
     ) -> None:
         """`in_stages`: a forward of `model` is that of one pipeline stage."""
         self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
-        num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # some of the heads are elsewhere
+        num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # other ranks have some of the heads
         ring = is_ring(model, plan, self._line.num_ranks * num_cuts)
         self.attention = Attention(self._line, is_ring=ring)
         self._model = model
@@ -69,23 +69,23 @@ class SequenceParallel:
         self._is_suspended = False
         self._whole_outputs = whole_outputs
         self._split_call: dict[str, Any] | None = None
-        """The whole batch that the forward which runs has split by itself."""
+        """The whole batch of the current forward, if the forward has split it by itself."""
         self._in_stages = in_stages
         self._is_checked = False
-        """Whether it is known that some stage asks for attention."""
+        """Whether it has been checked that some stage calls attention."""
         self._hooks = ExitStack()
         for module in model.modules():
             before = module.register_forward_pre_hook(self._before, prepend=True)
             after = module.register_forward_hook(self._after, always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
-        self._given = _Given()
+        self._given = _SplitTensors()
         finds = model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
         self._hooks.callback(finds.remove)
         self._put_back = hugging_face.route(model, self.attention)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Remove hooks and routing. May be called twice."""
         self._hooks.close()
         self._put_back()
 
@@ -102,14 +102,16 @@ class SequenceParallel:
             return part
         if self.attention.sample is None:
             raise StateError(
-                "engine.join_sequence joins what was made of a batch that engine.split_sequence, or the model, has "
-                "split, and none was yet. Call the model first."
+                "engine.join_sequence joins outputs for a batch that engine.split_sequence, or the model, has "
+                "split, and there is none yet. Call the model first."
             )
         return join(part, self._line, self.attention.sample, dim)
 
     def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
-        """`parts` have the rows of `batch`, one after the other."""
-        sample = self._given.sample_of(batch)
+        """Remember the samples of `parts`, which have the rows of `batch`, in order. Those of a list were split one by
+        one, and are known."""
+        is_cut = isinstance(batch, Tensor | tuple | Mapping)
+        sample = self._given.sample_of(batch) if is_cut else None
         if sample is not None and len(parts) > 1:
             for place, part in enumerate(parts):
                 self._given.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
@@ -124,7 +126,7 @@ class SequenceParallel:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, this rank computes whole sequences by itself."""
+        """A context in which this rank computes whole sequences by itself."""
         self._put_back()
         self._is_suspended = True
         try:
@@ -135,7 +137,7 @@ class SequenceParallel:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, in a backward, what is computed again of a module is routed as in a call of it."""
+        """A context, in a backward, in which recomputed modules are routed as in a forward."""
         running = self._running
         running.depth += 1
         with ExitStack() as stack:
@@ -145,10 +147,10 @@ class SequenceParallel:
             yield
 
     def rehearsed(self, twin: nn.Module) -> AbstractContextManager[None]:
-        """Inside, attention of a twin of the model is as here, and nothing is sent."""
+        """A context in which attention of a rehearsed copy of the model has this rank's shapes and sends nothing."""
         return rehearsed(twin, self._line, is_ring=self.attention.is_ring)
 
-    # -- around whatever of the model is called ---------------------------------------------------------
+    # -- hooks on the model and its modules --------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: object) -> None:  # noqa: ARG002  # of a hook
         running = self._running
@@ -161,7 +163,8 @@ class SequenceParallel:
     def _find_sample(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Whose tokens the model is called with. A model of transformers that is given a whole batch gets its part."""
+        """Find the sample of the model's inputs. A whole batch given to a transformers model is replaced by its
+        part."""
         if self._is_suspended or in_backward():
             return None
         self._split_call = None
@@ -186,12 +189,13 @@ class SequenceParallel:
         if not in_backward():
             self._watch(output)
         if module is self._model and output is not None and not (self._in_stages or in_backward()):
-            self._require_asked(self.attention.num_calls)
+            self._require_attention(self.attention.num_calls)
             return self._joined(output)
         return None
 
     def _joined(self, output: object) -> object:
-        """What the whole batch comes to that this forward has split by itself, if that is asked for."""
+        """The output for the whole batch, if this forward has split the batch by itself and whole outputs are
+        requested."""
         sample, called, self._split_call = self.attention.sample, self._split_call, None
         if called is None or sample is None or not self._whole_outputs.are_asked_for:
             return None
@@ -202,24 +206,24 @@ class SequenceParallel:
             if module is self._model and not self._in_stages:
                 self.attention.num_calls = 0
             if module.training:
-                stack.enter_context(_drawing_apart(self._line.place, self._device))
+                stack.enter_context(_random_numbers_of(self._line.place, self._device))
         stack.enter_context(Routing(self.attention, self._numbering))
 
     def _watch(self, output: object) -> None:
-        """Know by the gradients of `output` when this forward is sent back: what recomputes it is of its sample."""
+        """Hook the gradients of `output`, so that whatever the backward recomputes for it uses its sample."""
         sample = self.attention.sample
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
         for node in nodes if sample is not None else ():
-            node.register_prehook(lambda _, of=sample: self.attention.go_back(of))
+            node.register_prehook(lambda _, of=sample: self.attention.note_backward(of))
 
     def check_was_asked(self, stages: Line) -> None:
-        """Raise `ModelError` if no stage has asked for attention; once. All ranks of the pipeline call."""
+        """Raise `ModelError` if no stage has called attention; once. All ranks of the pipeline must call."""
         if not self._is_checked:
             self._is_checked = True
             asked = max(map(int, stages.told(str(int(self.attention.num_calls > 0)).encode())))
-            self._require_asked(asked)
+            self._require_attention(asked)
 
-    def _require_asked(self, num_calls: int) -> None:
+    def _require_attention(self, num_calls: int) -> None:
         if num_calls == 0:
             raise ModelError(
                 f"{type(self._model).__name__} computed a forward without any attention that could be split over "
@@ -228,20 +232,20 @@ class SequenceParallel:
             )
 
 
-class _Given:
-    """The tensors that were given out, as long as they live, and the samples that they are of."""
+class _SplitTensors:
+    """The tensors that were returned by splits, while they live, with their samples."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[weakref.ref[Tensor], Sample]] = deque(maxlen=_NUM_REMEMBERED)
 
     def note(self, part: Any, batch: Any, sample: Sample) -> None:
-        """What is in `part` and was not in `batch`, from which others may be made too."""
+        """Remember the tensors of `part` that are not in `batch`; other parts may contain those too."""
         whole = {id(tensor) for tensor in tensors_in(batch)}
         cut = [tensor for tensor in tensors_in(part) if id(tensor) not in whole]
         self._recent.extend((weakref.ref(tensor), sample) for tensor in cut)
 
     def sample_of(self, inputs: object) -> Sample | None:
-        """That of the first tensor in `inputs` that was given out."""
+        """The sample of the first tensor in `inputs` that was returned by a split."""
         for tensor in tensors_in(inputs):
             for given, sample in reversed(self._recent):
                 if given() is tensor:
@@ -249,26 +253,26 @@ class _Given:
         return None
 
     def require_one(self) -> None:
-        """Raise `StateError` if it is not known which batch something is of that was made of one."""
+        """Raise `StateError` if inputs derived from a split batch could belong to different samples."""
         alive = [sample for given, sample in self._recent if given() is not None]
-        if any(not sample.goes_with(alive[-1]) for sample in alive):
+        if any(not sample.is_attended_like(alive[-1]) for sample in alive):
             raise StateError(
-                "The model is called with tensors that engine.split_sequence has not given out, and the batches that "
-                "it has split differ in length, documents or padding. Call the model with what it gave out, or split "
+                "The model is called with tensors that engine.split_sequence has not returned, and the batches that "
+                "it has split differ in length, documents or padding. Call the model with what it returned, or split "
                 "each batch right before its forward."
             )
 
 
 class _Running(threading.local):
-    """What of the model runs in this thread; autograd recomputes in threads of its own on devices."""
+    """How deeply modules of the model are nested in this thread; autograd recomputes in its own threads on devices."""
 
     depth = 0
     stack: ExitStack | None = None
 
 
 @contextmanager
-def _drawing_apart(place: int, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers are those of `place`; see [Note: dropout]."""
+def _random_numbers_of(place: int, device: torch.device) -> Iterator[None]:
+    """A context in which random numbers depend on `place`; see [Note: dropout]."""
     (seed,) = torch.randint(2**62, (1,)).tolist()
     is_host = device.type == "cpu"
     devices = [] if is_host else [device.index or 0]

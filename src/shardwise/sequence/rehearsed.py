@@ -1,4 +1,4 @@
-"""Attention of split sequences in a rehearsal: of the shapes that it has on this rank, and without a message."""
+"""Attention over split sequences in a rehearsal: with this rank's shapes, and without communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class RehearsedAttention(Attention):
-    """Of a rehearsal: nothing is sent. Samples are as long as this rank's tokens say, without padding or documents."""
+    """Sends nothing. It takes the sample's length from this rank's tokens, without padding or documents."""
 
     def __init__(self, line: Line, *, is_ring: bool) -> None:
         super().__init__(copy.deepcopy(line), is_ring=is_ring)
@@ -35,7 +35,7 @@ class RehearsedAttention(Attention):
 
 
 def rehearsed_by(model: nn.Module, plan: Plan, mesh: Mesh) -> Callable[[nn.Module], AbstractContextManager[None]]:
-    """`rehearsed` for twins of `model`, as a plan splits its sequences. Raises what sharding it would."""
+    """`rehearsed` for copies of `model`, as a plan splits its sequences. Raises the same errors as sharding would."""
     check_model(model, plan)
     line = Line(None, Group(SEQUENCE_AXIS, mesh.group(0, SEQUENCE_AXIS), 0))
     num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)
@@ -44,7 +44,7 @@ def rehearsed_by(model: nn.Module, plan: Plan, mesh: Mesh) -> Callable[[nn.Modul
 
 @contextmanager
 def rehearsed(twin: nn.Module, line: Line, *, is_ring: bool) -> Iterator[None]:
-    """Inside, attention of a twin of a model is that of split sequences, also where a backward computes it again."""
+    """A context in which attention of a copy `twin` is that of split sequences, also when recomputed in a backward."""
     attention = RehearsedAttention(line, is_ring=is_ring)
     outermost: list[nn.Module] = []
     inside = ExitStack()

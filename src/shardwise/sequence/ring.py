@@ -1,9 +1,9 @@
-"""Ring attention: keys and values go round the ranks of a line (Liu, Zaharia and Abbeel, arXiv:2310.01889).
+"""Ring attention: keys and values travel around the ranks of a line (Liu, Zaharia and Abbeel, arXiv:2310.01889).
 
-Each rank computes its queries against the keys that it has while the next ones come, and adds the results up (see
-[Note: tiles] in `blocks.py`, and [Note: parts] in `fused.py`). On the way back keys and values go round once more, and
-with them, a step behind, their gradients, in fp32, until each has come home. A rank has the keys of one other rank at a
-time.
+Each rank computes the attention of its queries to the keys that it has while the next ones arrive, and merges the
+results (see [Note: tiles] in `blocks.py`, and [Note: parts] in `fused.py`). In the backward keys and values travel
+around once more, and one step behind them their gradients, in fp32, until each has returned to its owner. A rank holds
+the keys of one other rank at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def ring_attention(
     visibility: Visibility,
     weighing: Weighing,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of the whole line. All ranks of the line call.
+    """Attention of this rank's tokens to those of the whole line. All ranks of the line must call.
 
-    `query` is `[batch, heads, local tokens, dim]`, keys and values have as many heads or a divisor of that. Without a
-    line all tokens are here. The output is as the query, with the dimension of the values.
+    `query` is `[batch, heads, local tokens, dim]`; keys and values have as many heads or a divisor of that. With `line`
+    None all tokens are on this rank. The output has the query's shape and dtype, with the last dimension of the values.
     """
     out: Tensor = _RingAttention.apply(query, key, value, layout, line, visibility, weighing)  # type: ignore[no-untyped-call]
     return out
@@ -71,7 +71,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # asked for once: who recomputes hands each out once
+        saved = ctx.saved_tensors  # read once, because recomputation hands out each tensor once
         query, key, value, *_ = saved
         layout, line, visibility, weighing = ctx.rest
         with torch.autocast(query.device.type, enabled=False):
@@ -87,14 +87,14 @@ class _RingAttention(torch.autograd.Function):
                 made.add(keys, values, (grad_key, grad_value), runs, visibility)
                 travelling = coming.wait() if coming is not None else travelling
                 if ring.num_ranks > 1:
-                    grads = ring.pass_on(grads).wait()  # they belong to the keys that have just come
+                    grads = ring.pass_on(grads).wait()  # they belong to the keys that have just arrived
             grad_key, grad_value = _unpacked(grads, key.shape, value.shape)
         grad_query = made.query.view(query.shape).to(query.dtype)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, None
 
 
 class _Ring:
-    """Whose keys are here at which step."""
+    """Which rank's keys are here at each step."""
 
     def __init__(self, layout: Layout, line: Line | None) -> None:
         self._layout = layout
@@ -104,7 +104,7 @@ class _Ring:
         self.own_runs = layout.runs[self._place]
 
     def runs_at(self, step: int) -> tuple[Run, ...]:
-        """Which tokens the keys are that are here at `step`."""
+        """The tokens of the keys that are here at `step`."""
         return self._layout.runs[(self._place - step) % self.num_ranks]
 
     def pass_on(self, sent: Tensor) -> Passing:
@@ -113,7 +113,7 @@ class _Ring:
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
-    """As one message."""
+    """Keys and values as one message."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 

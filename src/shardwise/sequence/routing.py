@@ -1,13 +1,13 @@
-"""Calls of torch's attention inside a model lead to ours, and to nobody else's.
+"""Routes calls of torch's attention inside a model to attention over split sequences.
 
-[Note: the seam] `torch.nn.functional.scaled_dot_product_attention` answers to torch's function modes, which hold for
-one thread and only while they are entered. So nothing of torch is replaced, whatever name a model imported it by, and
-models that are not split compute as before. The mode is entered by hooks on every module of the model, by the
-outermost that runs: that covers a call of the model, of a part of it, and a part that is recomputed in a backward.
+[Note: the seam] `torch.nn.functional.scaled_dot_product_attention` dispatches to torch function modes, which apply to
+one thread and only while they are entered. So nothing in torch is replaced, it does not matter under which name a model
+imported the function, and other models compute as before. The mode is entered by hooks on every module of the model, by
+the outermost running one: this covers calls of the model, of a part of it, and of parts recomputed in a backward.
 
-[Note: positions] A model that numbers its tokens by itself would begin at 0 on every rank. What gives it away is an
-`arange` over as many numbers as a rank has tokens, or a slice of so many rows from the start of a parameter or
-buffer. Models that take `position_ids`, as those of transformers, are not looked at.
+[Note: positions] A model that numbers its tokens itself would start at 0 on every rank. It is recognized by an `arange`
+over exactly as many numbers as a rank has tokens, or by a slice of as many rows from the start of a parameter or
+buffer. Models that take `position_ids`, such as those of transformers, are not checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.runtime import in_backward
-from shardwise.sequence.attention import Asked, Attention
+from shardwise.sequence.attention import Attention, AttentionCall
 
 Tensor = torch.Tensor
 _OTHER_ATTENTION: dict[Any, str] = {
@@ -33,7 +33,7 @@ _OTHER_ATTENTION: dict[Any, str] = {
 
 
 class Routing(TorchFunctionMode):
-    """Inside, torch's attention is the attention of split sequences."""
+    """A mode in which torch's attention is attention over split sequences."""
 
     def __init__(self, attention: Attention, numbering: nn.Module | None) -> None:
         """`numbering` is the model if it might number its tokens itself; see [Note: positions]."""
@@ -62,13 +62,13 @@ class Routing(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,  # it is seen by the heads
+        enable_gqa: bool = False,  # the numbers of heads tell
     ) -> Tensor:
         if attn_mask is not None:
             raise ModelError(
                 f"The model gives scaled_dot_product_attention a mask of shape {list(attn_mask.shape)}, made for the "
-                f"tokens of this rank. Over a split sequence attention is told by is_causal what it may see, and by "
-                f"engine.split_sequence (attention_mask, documents) of padding and packed documents."
+                f"tokens of this rank. Over a split sequence give visibility by is_causal, and padding and packed "
+                f"documents to engine.split_sequence (attention_mask, documents)."
             )
         if query.dim() != 4:
             raise ModelError(
@@ -80,7 +80,9 @@ class Routing(TorchFunctionMode):
                 f"scaled_dot_product_attention was given {query.shape[1]} heads of queries and {key.shape[1]} of keys "
                 f"without enable_gqa=True."
             )
-        return self._attention.attend(query, key, value, Asked(is_causal, scale, dropout_p), recomputed=in_backward())
+        return self._attention.attend(
+            query, key, value, AttentionCall(is_causal, scale, dropout_p), recomputed=in_backward()
+        )
 
     def _check_positions(self, model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         sample = self._attention.sample

@@ -1,7 +1,8 @@
-"""Ulysses: heads for tokens (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Ulysses: an all-to-all exchanges heads for tokens (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509).
 
-Outside of attention each rank has some tokens with all their heads, inside all tokens of some heads: one all-to-all
-leads in, for queries, keys and values together, and one leads out. Attention itself is what it is on one rank.
+Outside of attention each rank has some tokens with all their heads, inside it has all tokens of some heads. One
+all-to-all before attention carries queries, keys and values together, and one after it carries the output. Attention
+itself is as on one rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.sequence.visibility import Visibility
 
 Tensor = torch.Tensor
 MOST_MASKED = 2**24
-"""Elements of a mask that is made whole. A larger one is made tile by tile, which takes our own attention."""
+"""Elements of a mask that is materialized. Above it, masks are made tile by tile in our own attention."""
 
 
 def ulysses_attention(
@@ -36,11 +37,11 @@ def ulysses_attention(
     weighing: Weighing,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of the whole line. All ranks of the line call.
+    """Attention of this rank's tokens to those of the whole line. All ranks of the line must call.
 
-    `query` is `[batch, heads, local tokens, dim]`, keys and values have as many heads or a divisor of that; where they
-    have too few for all ranks, they are repeated. The output is as the query, with the dimension of the values.
-    Raises `ModelError` if the heads of the query do not divide among the ranks.
+    `query` is `[batch, heads, local tokens, dim]`; keys and values have as many heads or a divisor of that, and are
+    repeated if they are too few for all ranks. The output has the query's shape and dtype, with the last dimension of
+    the values. `dropout` is a probability. Raises `ModelError` if the query heads do not divide among the ranks.
     """
     num_heads, num_kv_heads, num_ranks = query.shape[1], key.shape[1], line.num_ranks
     if num_heads % num_ranks:
@@ -62,7 +63,7 @@ def ulysses_attention(
 def whole_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, weighing: Weighing, dropout: float
 ) -> Tensor:
-    """Attention where all tokens are here, by torch's own kernels unless its mask is too large for them."""
+    """Attention with all tokens on this rank, by torch's own kernels unless its mask is too large for them."""
     batch, _, num_tokens, _ = query.shape
     shares_heads = key.shape[1] != query.shape[1]
     if visibility.is_plain and weighing.softcap is None:
@@ -104,7 +105,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """The way back."""
+    """The inverse of `_ToHeads`."""
 
     @staticmethod
     def forward(ctx: Any, line: Line, layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +133,7 @@ def _to_tokens(tensors: Sequence[Tensor], line: Line, layout: Layout) -> tuple[T
 def _swapped(
     parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]], line: Line
 ) -> list[list[Tensor]]:
-    """For each tensor the parts that came from each rank: what goes to one rank travels as one message."""
+    """For each tensor the parts from each rank. Everything for one rank is sent as one message."""
     sent = [torch.cat([part[rank].reshape(-1) for part in parts]) for rank in range(line.num_ranks)]
     arrived = line.deal(sent, [message.shape for message in sent])
     split = [torch.split_with_sizes(message, [math.prod(shape[0]) for shape in shapes]) for message in arrived]

@@ -13,11 +13,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """What may be seen, by the tokens' places in the whole sample.
+    """What each token may see, by positions in the whole sample.
 
-    A token sees itself always, so that every row of a softmax has something. `window` is how many tokens are seen
-    under a causal mask, the token itself included. `documents`, int `[batch, tokens]`: only tokens of the same number
-    see each other. `kept`, bool `[batch, tokens]`: nobody else sees the others, which are padding.
+    A token always sees itself, so that no row of a softmax is empty. `window` is how many tokens are seen under a
+    causal mask, including the token itself. `documents`, int `[batch, tokens]`: only tokens with the same number see
+    each other. `kept`, bool `[batch, tokens]`: tokens with False are padding, which no other token sees.
     """
 
     is_causal: bool = True
@@ -27,17 +27,17 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is all, or all that came before."""
+        """Whether everything, or everything before, is visible."""
         return self.window is None and self.documents is None and self.kept is None
 
     def sees_nothing(self, queries: Run, keys: Run) -> bool:
-        """Whether no query sees any key, as far as the host knows."""
+        """Whether no query sees any key, by order and window alone."""
         if self.is_causal and keys.start >= queries.stop:
             return True
         return self.window is not None and queries.start - (keys.stop - 1) >= self.window
 
     def mask(self, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
-        """What is seen, bool `[1 or batch, 1, queries, keys]`; `None` if it is everything."""
+        """The mask, bool `[1 or batch, 1, queries, keys]`, True where visible; `None` if everything is."""
         needs_causal = self.is_causal and keys.stop - 1 > queries.start
         needs_window = self.window is not None and (queries.stop - 1) - keys.start >= self.window
         if not (needs_causal or needs_window or self.documents is not None or self.kept is not None):

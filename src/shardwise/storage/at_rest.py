@@ -1,8 +1,9 @@
-"""Which class parameters have while nothing computes with them.
+"""The class of parameters while nothing computes with them.
 
 [Note: parameters at rest] Between the computations that use it, a parameter has another class, made by the package
-`tensors`: a subclass of its own, which says what an access means. So a freed parameter cannot be read by mistake,
-and while a module computes there is nothing in the way. PyTorch's lazy parameters change their class in the same way.
+`tensors`: a subclass of its own class that defines what an access means. So a freed parameter cannot be read by
+mistake, and while a module computes nothing intercepts accesses. PyTorch's lazy parameters change their class in the
+same way.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from torch import nn
 
 
 class AtRest:
-    """What the class of every parameter at rest is a subclass of."""
+    """Base of the classes that parameters have at rest."""
 
     __slots__ = ()
 
 
 def is_at_rest(param: object) -> bool:
-    """Whether `param` is a parameter of some engine's, outside of a computation."""
+    """Whether `param` belongs to an engine and no computation is using it."""
     return isinstance(param, AtRest)
 
 
 class ParamGuard:
-    """Gives the parameters of one flat buffer the class that says what an access outside of a computation means."""
+    """Switches the parameters of one flat buffer between their own class and the one that intercepts accesses at
+    rest."""
 
     def __init__(self) -> None:
         self._plain_types: tuple[tuple[nn.Parameter, type], ...] = ()
         self._resting_types: tuple[tuple[nn.Parameter, type], ...] = ()
         self.is_resting = False
-        """Whether they have it now."""
+        """Whether they have the class for parameters at rest now."""
 
     def begin(self, params: Sequence[nn.Parameter], resting_type: Callable[[type], type]) -> None:
         """From now on `params` at rest have the class that `resting_type` makes of their own."""
@@ -39,19 +41,19 @@ class ParamGuard:
         self.rest()
 
     def end(self) -> None:
-        """Parameters have their own class for good."""
+        """Give parameters their own class for good."""
         self.wake()
         self._resting_types = ()
 
     def wake(self) -> None:
-        """A computation begins that uses the parameters, which are whole."""
+        """A computation is about to use the parameters, which are whole."""
         if self.is_resting:
             self.is_resting = False
             for param, plain in self._plain_types:
                 param.__class__ = plain
 
     def rest(self) -> None:
-        """It is over."""
+        """The computation is over."""
         if self._resting_types and not self.is_resting:
             self.is_resting = True
             for param, resting in self._resting_types:

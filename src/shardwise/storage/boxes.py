@@ -1,4 +1,4 @@
-"""Parts of whole tensors, as boxes say."""
+"""Parts of whole tensors, described by boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 
 def part_of(whole: Tensor, box: Box | None) -> Tensor:
-    """The elements of `whole`, of the unsplit shape, that `box` has, in their own shape; a view where it can be one."""
+    """The elements of `whole`, of the unsplit shape, that are in `box`, in the part's shape. A view where possible."""
     if box is None:
         return whole
     part = whole
@@ -23,7 +23,7 @@ def part_of(whole: Tensor, box: Box | None) -> Tensor:
 
 
 def put_part(whole: Tensor, box: Box, part: Tensor) -> None:
-    """Write `part`, the elements of `box` in any shape, to where they are in `whole`."""
+    """Write `part`, the elements of `box` in any shape, to their place in `whole`."""
     shaped = part.reshape(box.own_shape)
     starts = [_starts(ranges) for ranges in box.ranges]
     for block in box.blocks:
@@ -35,7 +35,7 @@ def put_part(whole: Tensor, box: Box, part: Tensor) -> None:
 
 
 def _starts(ranges: tuple[Span, ...]) -> dict[int, int]:
-    """Where each range, by its start in the whole, begins in the part."""
+    """For each range, keyed by its start in the whole, its start in the part."""
     found, at = {}, 0
     for span in ranges:
         found[span.start] = at

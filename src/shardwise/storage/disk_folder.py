@@ -1,4 +1,4 @@
-"""Asking for a folder on a disk, and for room there, before anything is changed for a plan with rows on one."""
+"""Opens the folder on a disk, and reserves room there, before anything changes for a plan with rows on a disk."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ def open_disk(
     device: torch.device,
     known: DiskMemory | None = None,
 ) -> DiskMemory | None:
-    """What keeps the rows of this rank's `specs` that are on a disk. All ranks call, if any table has such a row.
+    """The disk memory for the rows of this rank's `specs` that are on a disk. All ranks call, if any table has such a
+    row.
 
-    `known` is what has those of the plan before, and goes on if it is in the same folder. Raises `ConfigError` for a
-    plan that names no folder, and on all ranks `TierError` for one that cannot be had or is too small.
+    `known` is that of the previous plan; it is used again if it is in the same folder. Raises `ConfigError` for a plan
+    that names no folder, and `TierError` on all ranks if the folder cannot be opened or has too little room on any.
     """
     flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
     folder = _required_folder(plan)
     coordinate = mesh.coordinate(world.rank)
     wanted = sum(disk_bytes(flat, coordinate) for flat in flats)
-    of_ranks = sorted(json.loads(said) for said in world.exchange(json.dumps(wanted).encode(), "disk"))
+    of_ranks = sorted(json.loads(message) for message in world.exchange(json.dumps(wanted).encode(), "disk"))
     num_local = min(world.size, world.local_size or world.size)
     disk, why = known, ""
     try:
@@ -43,10 +44,10 @@ def open_disk(
             disk = DiskMemory(folder, world.rank, own, _queue_for(folder))
         assert disk is not None
         disk.has_checksums = plan.disk_checksums
-        disk.folder.check_room(sum(of_ranks[-num_local:]))  # of as many as a host has, those that want most
+        disk.folder.check_room(sum(of_ranks[-num_local:]))  # assume the ranks that want most share a host
     except (ConfigError, TierError) as error:
         why = str(error)
-    failed = [said for said in map(json.loads, world.exchange(json.dumps(why).encode(), "disk")) if said]
+    failed = [text for text in map(json.loads, world.exchange(json.dumps(why).encode(), "disk")) if text]
     if failed:
         if disk is not None and disk is not known:
             disk.close()
@@ -57,13 +58,13 @@ def open_disk(
 
 
 def _queue_for(folder: str) -> IoQueue:
-    """With the depth and size of requests that `shardwise bench disk` found best for the folder, or one above it."""
+    """A queue with the depth and request size that `shardwise bench disk` found best for the folder or one above it."""
     figures = read_calibration().disk_at(folder)
     return IoQueue() if figures is None else IoQueue(figures.depth, figures.block_bytes)
 
 
 def _required_folder(plan: Plan) -> str:
-    """That of a plan with rows on a disk."""
+    """The folder of a plan with rows on a disk."""
     if plan.disk is None:
         raise ConfigError(
             "The plan has rows on tier 'disk' and names no folder for them. Give it one on a local disk, such as "

@@ -1,17 +1,17 @@
-"""Parameters, masters and states on a disk: one file for each flat buffer, of which a step has a few in memory at a
-time.
+"""Parameters, master weights and states on a disk: one file per flat buffer, a few of which are in memory during a
+step.
 
-[Note: rows on a disk] Between steps tensors on the tier `disk` say by their address where in its file each of them
-lies, and whoever wants to read or write one (access, checkpoints, a change of plan) gives it to `DiskRows.read` and
-`write`, which go past the page cache, piece by piece: a process holds no more of a file than it asks for, and an error
-of the disk is raised as any other. In a step a file is read as a whole into one of a few buffers, in which the
-optimizer finds its tensors; it is written back from there while the next one, which was read meanwhile, is updated.
+[Note: rows on a disk] Between steps, a tensor on the tier `disk` is an address that stands for its place in the file.
+Code that reads or writes one (access, checkpoints, a change of plan) passes it to `DiskRows.read` and `write`, which
+bypass the page cache and work in pieces: a process holds no more of a file than it asks for, and a disk error is raised
+like any other. In a step a file is read whole into one of a few buffers, where the optimizer finds its tensors; it is
+written back from there while the next one, read in the meantime, is updated.
 
-The addresses are those of the file, mapped into memory, where whoever reads them all the same finds what is there:
-kernels keep mapped pages coherent with what goes past them. Nobody uses them while the file is in a buffer.
+The addresses are those of the file mapped into memory, so code that reads them directly still gets the right values:
+kernels keep mapped pages coherent with direct I/O. They are not used while the file is in a buffer.
 
-Parameters that rest on a disk lie at the beginning of the file, on pages of their own. A pass reads those alone, also
-past the page cache (`disk_reads.py`); an update has them beside their states, and writes all of it back.
+Parameters that rest on a disk are at the beginning of the file, on pages of their own. A pass reads only those, also
+bypassing the page cache (`disk_reads.py`); an update has them beside their states, and writes everything back.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
 Tensor = torch.Tensor
 PIECE_BYTES = 2**23
-"""Most that is read or written at once between steps."""
+"""The most that is read or written at once between steps."""
 
 
 class DiskRows:
-    """What one flat buffer has on the disk: tensors, one after the other, in a file that is as large as promised."""
+    """The tensors of one flat buffer on the disk, one after the other, in a file of the promised size."""
 
     def __init__(self, name: str, file: DiskFile, resting_bytes: int) -> None:
-        """The first `resting_bytes` of it, whole pages, are parameters that rest there."""
+        """The first `resting_bytes`, whole pages, are parameters that rest there."""
         self.name = name
         self.file = file
         self.resting_bytes = resting_bytes
@@ -51,15 +51,15 @@ class DiskRows:
         self._used = resting_bytes
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
-        """That has all of it, from `DiskMemory.fetch` to `evict`."""
+        """A copy of the whole file, from `DiskMemory.fetch` to `evict`."""
         self._kept_for: list[threading.Event] = []
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether `tensor` stands for what lies in the file."""
+        """Whether `tensor` is an address in the file."""
         return 0 <= tensor.data_ptr() - self._mapped.data_ptr() < self.file.num_bytes and tensor.numel() > 0
 
     def keep_for(self, reader: threading.Event) -> None:
-        """What is in the file now stays there until the event is set: another thread reads it, for a checkpoint."""
+        """Do not write to the file until the event is set: another thread reads it, for a checkpoint."""
         self._kept_for.append(reader)
 
     def await_readers(self) -> None:
@@ -73,11 +73,12 @@ class DiskRows:
 
     @property
     def num_changes(self) -> int:
-        """How often somebody has written through the addresses, as far as torch counts."""
+        """How often the addresses have been written through, by torch's counter."""
         return self._mapped._version
 
     def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """What lies where `tensor`, flat, says, in memory: in `out`, if given, which has its dtype and length."""
+        """The values that the flat `tensor` stands for, in memory: in `out`, if given, which has its dtype and
+        length."""
         found = torch.empty(tensor.numel(), dtype=tensor.dtype) if out is None else out
         raw = found.view(torch.uint8)
         for start, stop, place in self._pieces(tensor):
@@ -85,7 +86,7 @@ class DiskRows:
         return found
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Put `values`, flat and of any dtype and device, where `tensor` says."""
+        """Write `values`, flat and of any dtype and device, to the place that `tensor` stands for."""
         self.await_readers()
         for start, stop, place in self._pieces(tensor):
             size = tensor.element_size()
@@ -93,7 +94,8 @@ class DiskRows:
             self.file.put(place, part.view(torch.uint8))
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Its bytes piece by piece: first, last, and where in the file they begin. All but the ends are at pages."""
+        """Its bytes in pieces: first, last, and their place in the file. All boundaries but the outer two are at
+        pages."""
         place, start = tensor.data_ptr() - self._mapped.data_ptr(), 0
         while start < tensor.nbytes:
             stop = min(tensor.nbytes, (place + start) // PIECE_BYTES * PIECE_BYTES + PIECE_BYTES - place)
@@ -102,11 +104,11 @@ class DiskRows:
 
     @property
     def has_states(self) -> bool:
-        """Whether there is something that an update changes, besides parameters."""
+        """Whether it has anything besides parameters that an update changes."""
         return self.file.num_bytes > self.resting_bytes
 
     def param(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Parameters that rest here, where they lie now."""
+        """The parameters that rest here: in the buffer if there is one, else mapped."""
         return self._here[: numel * dtype.itemsize].view(dtype)
 
     @property
@@ -114,20 +116,21 @@ class DiskRows:
         return self._mapped if self.buffer is None else self.buffer
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Master weights, which are given a place first."""
+        """Master weights; the first call gives them a place."""
         return self.place(-1, "master", numel, dtype)
 
     def place(self, index: int, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """State `key` of parameter `index` (or of all) where it lies now: in the buffer, or else mapped.
+        """State `key` of parameter `index` (or of all): in the buffer if there is one, else mapped.
 
-        The first time it is given a place. Raises `StateError` for more than was promised.
+        The first call gives it a place. Raises `StateError` if that exceeds the promised size, or if size or dtype
+        change.
         """
         found = self._places.get((index, key))
         if found is None:
             start = -(-self._used // dtype.itemsize) * dtype.itemsize
             if start + numel * dtype.itemsize > self.file.num_bytes:
                 raise StateError(
-                    f"{self.name}: {key} is a state that the optimizer did not keep when it was tried out at shard(), "
+                    f"{self.name}: {key} is a state that the optimizer did not keep when shard() probed it, "
                     f"and there is no room for it on the disk. Put the states of its parameters on the host: "
                     f"rows.optim.tier: host."
                 )
@@ -140,23 +143,23 @@ class DiskRows:
 
 
 class DiskMemory:
-    """The files of one rank in the folder that a plan names, and the buffers through which a step takes them.
+    """The files of one rank in the plan's folder, and the buffers that a step reads them into.
 
-    Files are counted as `param` and `optim` on the disk, and buffers as `buffers` on the host.
+    Files are counted as `param` and `optim` on the disk, buffers as `buffers` on the host.
     """
 
     def __init__(
         self, folder: Path | str, rank: int, device: RankDevice | None = None, queue: IoQueue | None = None
     ) -> None:
-        """`device` is the rank's, if tensors lie there. Raises `TierError` for a folder that cannot be had."""
+        """`device` is the rank's, if tensors lie there. Raises `TierError` for a folder that cannot be opened."""
         self.folder = TierFolder(folder, rank=rank)
         self._queue = IoQueue() if queue is None else queue
         self._device = device
         self._meter = ByteMeter()
         self.timeline = Timeline()
-        """Is told when what a step reads and writes begins and ends to be on its way."""
+        """Records the reads and writes of a step."""
         self._rows: list[DiskRows] = []
-        """Those that an update changes."""
+        """The rows that an update changes."""
         self._every: list[DiskRows] = []
         self._left: list[DiskRows] = []
         self._reads = DiskReads(self._pool_for_reads)
@@ -165,22 +168,22 @@ class DiskMemory:
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
         self._buffer_bytes = 0
         self._is_torn = False
-        """Whether a step or a resume has begun to change what is here, and has not come to its end."""
+        """Whether a step or a resume has begun to change the files and not finished."""
         self._num_made = 0
         self.has_checksums = False
-        """Whether what is written to files that are made from here on is compared when it is read."""
+        """Whether files created from here on have checksums, which are compared when they are read."""
 
     def count_with(self, meter: ByteMeter) -> None:
-        """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay until
-        `leave_former`."""
+        """Rows created from here on belong to a new plan and are counted by `meter`. Those of the previous plan stay
+        until `close_previous`."""
         self.settle()
         self._reads.forget_all()
         self._left += self._every
         self._meter, self._rows, self._every, self._pool, self._buffer_bytes = meter, [], [], None, 0
         self._reads = DiskReads(self._pool_for_reads)
 
-    def leave_former(self) -> None:
-        """What the plans before have here is needed no more."""
+    def close_previous(self) -> None:
+        """Close the files of previous plans."""
         for rows in self._left:
             rows.await_readers()
             rows.file.close()
@@ -196,13 +199,13 @@ class DiskMemory:
         if is_updated:
             self._rows.append(rows)
         if resting_bytes:
-            self._reads.know(rows, lambda buffer: rows.file.read(0, buffer[:resting_bytes]))
+            self._reads.register(rows, lambda buffer: rows.file.read(0, buffer[:resting_bytes]))
         self._meter.on("disk").hold("param", resting_bytes)
         self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
         return rows
 
     def file(self, name: str, num_bytes: int) -> DiskFile:
-        """A file of its own in the folder, for whoever asks, who counts and closes it."""
+        """A separate file in the folder; the caller counts and closes it."""
         self._num_made += 1
         path = f"{name}-{self._num_made - 1}"
         return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums)
@@ -210,24 +213,24 @@ class DiskMemory:
     # -- a pass -----------------------------------------------------------------------------------------
 
     def read(self, rows: DiskRows, copy: Callable[[Tensor], Copy]) -> DiskRead:
-        """Begin to bring the parameters of `rows` to the device, by `copy` from a buffer with their bytes; and to read
-        those that are expected after them."""
+        """Start to bring the parameters of `rows` to the device, by `copy` from a buffer with their bytes, and to read
+        those expected next."""
         what = f"What rests of the parameters of {rows.name} on a disk"
         return self._reads.fetch(rows, what, lambda buffer: copy(buffer[: rows.resting_bytes]))
 
     def abandon_reads(self) -> None:
-        """A pass has failed: nothing is on its way any more."""
+        """A pass has failed: drop the reads under way."""
         self._reads.forget_all()
 
     def forget_read(self, rows: DiskRows) -> None:
-        """The parameters of `rows` are about to be written to: what was read of them ahead is of no use."""
+        """The parameters of `rows` are about to be written: drop what was read ahead of them."""
         if rows.resting_bytes:
             self._reads.forget(rows)
 
     # -- a step -----------------------------------------------------------------------------------------
 
     def fetch(self, rows: DiskRows) -> None:
-        """Bring all of `rows` into a buffer, and begin to read those that come after it."""
+        """Bring all of `rows` into a buffer, and start to read the next rows."""
         self.begin_change()
         self.forget_read(rows)
         ahead, self._reading = self._reading, None
@@ -242,8 +245,8 @@ class DiskMemory:
         if place < len(self._rows) and self._has_free():
             self._reading = self._start(self._rows[place], self._take())
 
-    def evict(self, rows: DiskRows, let_go: Callable[[], None]) -> None:
-        """Begin to write `rows` back. What is in its buffer may be read until `let_go` is called and returns."""
+    def evict(self, rows: DiskRows, release: Callable[[], None]) -> None:
+        """Start to write `rows` back. Its buffer may be read until `release` has been called."""
         assert rows.buffer is not None
         buffer, rows.buffer = rows.buffer, None
         if rows.is_kept:
@@ -251,27 +254,27 @@ class DiskMemory:
                 rows.await_readers()
         writing = rows.file.write(0, buffer[: rows.file.num_bytes])
         self._follow(f"write {rows.name} states", writing)
-        self._writing.append((buffer, writing, let_go))
+        self._writing.append((buffer, writing, release))
 
     def begin_change(self) -> None:
-        """What is here is not of one step until `settle`."""
+        """The files belong to no single step from here until `settle`."""
         self._is_torn = True
 
     def begin_replacing(self) -> None:
-        """All that is here is about to be replaced, and need not be what was written, until `settle`."""
+        """Everything here is about to be replaced, until `settle`; checksums of the old content no longer count."""
         self.begin_change()
         for rows in self._every:
             rows.await_readers()
             rows.file.forget_checksums()
 
     def settle(self) -> None:
-        """All is on the disk: a step, or what replaces everything, is at its end."""
+        """Wait until a step, or a replacement of everything, is completely on the disk."""
         ahead, self._reading = self._reading, None
         if ahead is not None:
             ahead[2].wait()
             self._require_pool().give_back(ahead[1])
         while self._writing:
-            self._let_go()
+            self._finish_write()
         self._is_torn = False
 
     def require_whole(self) -> None:
@@ -283,10 +286,11 @@ class DiskMemory:
             )
 
     def abandon(self) -> None:
-        """Tensors are in their files again, whatever a failed step has made of them; `settle` once all are replaced."""
+        """After a failed step: tensors refer to their files again, whatever is in them. Call `settle` once all are
+        replaced."""
         under_way = [pending for _, pending, _ in self._writing]
         for pending in (*under_way, *([self._reading[2]] if self._reading is not None else [])):
-            with contextlib.suppress(TierError):  # the step that failed has raised it, or was to
+            with contextlib.suppress(TierError):  # the step that failed has raised it, or would have
                 pending.wait()
         self._reads.forget_all()
         for rows in self._rows:
@@ -295,7 +299,7 @@ class DiskMemory:
         self._writing.clear()
 
     def close(self) -> None:
-        """Others may have the folder. What is mapped stays as long as somebody has it. May be called twice."""
+        """Release the folder. Mappings live as long as someone refers to them. May be called twice."""
         self._reads.forget_all()
         for rows in (*self._every, *self._left):
             rows.await_readers()
@@ -329,19 +333,19 @@ class DiskMemory:
         return pool
 
     def _has_free(self) -> bool:
-        """Whether a buffer is free, or would be once something is written that is not the last."""
+        """Whether a buffer is free, or will be once a write other than the last has finished."""
         return self._require_pool().num_free > 0 or len(self._writing) > 1
 
     def _take(self) -> Tensor:
         while not self._require_pool().num_free:
-            self._let_go()
+            self._finish_write()
         return self._require_pool().take()
 
-    def _let_go(self) -> None:
-        """Wait for what was first to be written, and have its buffer back."""
+    def _finish_write(self) -> None:
+        """Wait for the oldest write, and take its buffer back."""
         if not self._writing:
             raise TierError(f"No buffer for {self.folder.folder} is free, and none is being written.")
-        buffer, pending, let_go = self._writing.popleft()
+        buffer, pending, release = self._writing.popleft()
         pending.wait()
-        let_go()
+        release()
         self._require_pool().give_back(buffer)

@@ -1,10 +1,11 @@
-"""Parameters that rest on a disk, on their way to the device: read ahead of those who ask for them.
+"""Reads parameters that rest on a disk ahead of their use, and brings them to the device.
 
 [Note: reading ahead] A program fetches a unit one computation before it is used, and where ranks gather it, it has to
-be there before the gather starts. So what is fetched next is read while what was fetched last is used: whatever
-followed the same two fetches the last time. That is known for forwards, backwards, evaluations and any method in
-`engine.inference`, from the end of one to the beginning of the next, and asks no rank for anything. Where nothing is
-known yet it is the next of the model. What was read ahead and is not fetched goes, as does what somebody writes to.
+be there before the gather starts. So while the unit fetched last is in use, the next one is read: the one that followed
+the same two fetches the last time. This works for forwards, backwards, evaluations and any method in
+`engine.inference`, across the end of one and the beginning of the next, and needs no communication. While nothing is
+known yet, the next unit of the model is assumed. What was read ahead and is not fetched is dropped, and so is what has
+been written to since.
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ from shardwise.tiers import BufferPool, Pending
 
 Tensor = torch.Tensor
 _Context = tuple[Hashable, Hashable]
-"""What was fetched last, and before that."""
+"""The last two fetches, the latest one last."""
 Start = Callable[[Tensor], Pending]
-"""Begins to read one flat buffer's parameters into a buffer."""
+"""Starts to read one flat buffer's parameters into a buffer."""
 
 
 class DiskRead:
     """The parameters of one flat buffer on their way from a disk to the device. Waited for like a copy."""
 
     def __init__(self, what: str, buffer: Tensor, pending: Pending, copy: Callable[[Tensor], Copy], leave: Leave):
-        """`copy` starts to bring `what` from the buffer to the device; `leave` gives the buffer back behind it."""
+        """`copy` starts to bring `what` from the buffer to the device; `leave` takes the buffer back once that copy is
+        done."""
         self._what = what
         self._buffer = buffer
         self._pending = pending
         self._copy = copy
         self._leave = leave
         self._copied: Copy = Copied()
-        self._is_through = False
+        self._has_arrived = False
         self._fault: TierError | None = None
 
     def arrive(self) -> None:
-        """They are on their way from the buffer, or the disk has failed."""
-        if self._is_through:
+        """Wait for the disk, and start the copy to the device. A failure is kept for `wait`."""
+        if self._has_arrived:
             return
-        self._is_through = True
+        self._has_arrived = True
         try:
             self._pending.wait()
             self._copied = self._copy(self._buffer)
@@ -52,14 +54,14 @@ class DiskRead:
         self._leave(self, self._buffer, self._copied)
 
     def wait(self) -> None:
-        """What is computed from here on comes after it. Raises `TierError` if the disk failed."""
+        """Order what is computed from here on after it. Raises `TierError` if the disk failed."""
         self.arrive()
         if self._fault is not None:
             raise TierError(f"{self._what} could not be read. {self._fault}") from self._fault
         self._copied.wait()
 
     def land(self) -> None:
-        """Nobody reads what rests any more: it is in a buffer, or on the device."""
+        """Return once the resting parameters are no longer read: they are in a buffer, or on the device."""
         self._pending.settle()
 
 
@@ -67,9 +69,9 @@ Leave = Callable[[DiskRead, Tensor, Copy], None]
 
 
 class DiskReads:
-    """The buffers into which one rank's parameters are read, and what is read ahead.
+    """The buffers into which one rank's parameters are read, and what has been read ahead.
 
-    Whose parameters they are is said by keys, numbered in the order of the model.
+    Keys name the flat buffers, in the order of the model.
     """
 
     def __init__(self, make_pool: Callable[[], BufferPool]) -> None:
@@ -79,32 +81,34 @@ class DiskReads:
         self._starts: dict[Hashable, Start] = {}
         self._ahead: dict[Hashable, tuple[Tensor, Pending]] = {}
         self._under_way: list[DiskRead] = []
-        """What has been fetched and not been waited for."""
+        """Fetched and not yet waited for."""
         self._leaving: deque[tuple[Tensor, Copy]] = deque()
         """Buffers that a copy to the device may still read."""
         self._last: _Context = (None, None)
         self._after: dict[_Context, Hashable] = {}
-        """What was fetched after two others."""
-        self._in_vain: set[_Context] = set()
-        """After what nothing is read ahead: an update came between."""
+        """By two consecutive fetches, the one that followed."""
+        self._not_ahead: set[_Context] = set()
+        """Contexts after which nothing is read ahead, because an update came in between."""
         self._has_changed = False
-        """Whether somebody has written to parameters since the last fetch."""
+        """Whether parameters have been written since the last fetch."""
 
-    def know(self, key: Hashable, start: Start) -> None:
-        """The parameters of `key`, the next of the model, are read by `start`."""
+    def register(self, key: Hashable, start: Start) -> None:
+        """Register `key`, the next of the model; `start` reads its parameters."""
         self._starts[key] = start
 
     def fetch(self, key: Hashable, what: str, copy: Callable[[Tensor], Copy]) -> DiskRead:
-        """Begin to bring the parameters of `key` to the device, if that has not begun, and to read those to come.
+        """Bring the parameters of `key` to the device, starting now unless they were read ahead, and read those
+        expected next.
 
-        `what` is what an error calls them."""
+        `what` is their name in errors.
+        """
         if not self._has_changed:
-            self._in_vain.discard(self._last)
+            self._not_ahead.discard(self._last)
         self._has_changed = False
         self._after[self._last] = key
         self._last = self._last[1], key
         found = self._ahead.pop(key, None)
-        if found is not None and found[1].has_failed:  # nobody was told of that; it may be over
+        if found is not None and found[1].has_failed:  # nobody has seen that failure, and it may be transient
             self._require_pool().give_back(found[0])
             found = None
         if found is None:
@@ -116,14 +120,14 @@ class DiskReads:
         return read
 
     def forget(self, key: Hashable) -> None:
-        """The parameters of `key` are about to change: what has been read of them is of no use."""
+        """The parameters of `key` are about to change: drop what has been read of them."""
         self._has_changed = True
         if key in self._ahead:
-            self._in_vain.add(self._last)
+            self._not_ahead.add(self._last)
             self._drop(key)
 
     def forget_all(self) -> None:
-        """Nothing is read ahead any more, and what was fetched has arrived, or never will."""
+        """Drop everything read ahead, and finish the fetches under way."""
         for read in list(self._under_way):
             read.arrive()
         for key in list(self._ahead):
@@ -131,7 +135,7 @@ class DiskReads:
         self._last = (None, None)
 
     def _read_ahead(self) -> None:
-        """What is expected next, as far as there are buffers; what was read and is not, goes."""
+        """Read what is expected next, as far as there are buffers; drop what was read and is no longer expected."""
         wanted = self._wanted()
         for key in [key for key in self._ahead if key not in wanted]:
             self._drop(key)
@@ -143,11 +147,11 @@ class DiskReads:
                 self._ahead[key] = buffer, self._starts[key](buffer)
 
     def _wanted(self) -> list[Hashable]:
-        """What is to be read ahead, in its order: as many as there are buffers."""
+        """The keys to read ahead, in order, at most one per buffer."""
         wanted: list[Hashable] = []
         last = self._last
         for _ in range(self._require_pool().num_buffers):
-            if last in self._in_vain:
+            if last in self._not_ahead:
                 break
             expected = self._expected(last)
             wanted.append(expected)
@@ -162,7 +166,7 @@ class DiskReads:
         return keys[(keys.index(last[1]) + 1) % len(keys)]
 
     def _take(self) -> Tensor:
-        """A buffer, if need be that of what was read ahead first."""
+        """A buffer; if none is free, that of what would be needed last."""
         while not self._has_free():
             if self._ahead:
                 self._drop(next(reversed(self._ahead)))

@@ -1,4 +1,4 @@
-"""The table's dtype names and torch's."""
+"""The table's names of dtypes, and torch's."""
 
 from __future__ import annotations
 

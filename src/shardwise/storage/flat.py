@@ -1,13 +1,13 @@
 """Flat memory: many parameters in one buffer, each a named view into it.
 
 [Note: freeing in place] A parameter's `data` is a view of `full` for as long as the engine lives. To free a gathered
-buffer its *storage* loses its bytes (`releasable.py`); the next gather gives the same storage new ones.
-Re-pointing `data` would not free anything: autograd saves views such as `weight.t()`, which keep the old
-storage alive, and which see the next gather this way.
+buffer its *storage* is emptied (`releasable.py`); the next gather gives the same storage new bytes. Re-pointing `data`
+would free nothing: autograd saves views such as `weight.t()`, which keep the old storage alive. This way they see the
+next gather.
 
-[Note: resting in common] Where the ranks that shard a buffer have memory in common, `param` is this rank's part
-of it and `full` all of it: nothing is gathered or freed but the pages that this process maps, and parameters can be
-read at any time. What somebody writes to `full` is his own, and gone when it is freed, as with any other buffer.
+[Note: resting in common] Where the ranks that shard a buffer share memory, `param` is this rank's part of it and `full`
+all of it. Nothing is gathered or freed except pages that this process maps, and parameters can be read at any time.
+What a rank writes to `full` stays its own, and is lost when it is freed, as with any other buffer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from shardwise.storage.grad_buffer import Memory, OwnMemory
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory
 from shardwise.storage.releasable import Releasable, releasable
+from shardwise.storage.updated import Updated
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
 _PIECE_NUMEL = 2**20
-"""Elements of master weights that are taken from a disk at once."""
+"""Elements of master weights that are read from a disk at once."""
 
 
 class FullState(Enum):
-    """What the whole buffer is. `RESIDENT` never changes; the others go round in this order."""
+    """The state of the whole buffer. `RESIDENT` never changes; the others cycle in this order."""
 
     RESIDENT = "resident"
     ABSENT = "absent"
@@ -45,15 +46,16 @@ class FullState(Enum):
 
 
 RESIDENT, ABSENT, GATHERING, READY = FullState
-"""To look one up in the class takes Python 3.11 eight times as long as a name, and every gather asks for several."""
+"""Module-level names because attribute access on an enum is eight times as slow in Python 3.11, and every gather needs
+several."""
 
 
-class Flat:
-    """One flat buffer on one rank: the parameters' bytes at rest and whole. `grads` are their gradients.
+class Flat(Updated):
+    """One flat buffer on one rank: its parameters at rest and whole. `grads` are their gradients.
 
-    `param`, `held` and `master` are this rank's ranges of the places that the table gives them; `full` is everything,
-    its storage empty while it is not gathered. `master` is what the optimizer updates: a range of `param` itself where
-    the dtypes agree.
+    `param`, `held` and `master` are this rank's ranges under the table; `full` is the whole buffer, with an empty
+    storage while it is not gathered. `master` is what the optimizer updates: a range of `param` itself if the dtypes
+    agree. All are one-dimensional.
     """
 
     def __init__(
@@ -65,41 +67,39 @@ class Flat:
         meter: ByteMeter,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.spec = spec
         self.slots = tuple(slots)
         self.params = tuple(params)
         self.coordinate = dict(coordinate)
-        self.meter = meter
-        self.device = device
+        self.meter, self.device = meter, device
         table, layout = spec.table, spec.layout
         self.param_span = layout.span(table.param.shard, coordinate)
         self.held_span = layout.span(table.held.shard, coordinate)
         self.optim_span = layout.span(table.optim.shard, coordinate)
         self.state = RESIDENT if spec.resident else ABSENT
         self.stays = False
-        """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
+        """Whether the whole buffer, once gathered, must not be freed because a graph may still read it."""
         self.lasts = False
-        """Likewise, but only until the backward ends."""
+        """The same, but only until the backward ends."""
         self.owes_free = False
-        """Whether it would have been freed otherwise, and has not been asked for since."""
-        self.full = torch.empty(0)
+        """Whether a free was skipped for that reason and the buffer has not been requested since."""
         self._bytes_of_full: Releasable | None = None
-        self.param = torch.empty(0)
         self.master: Tensor | None = None
         self.held: Tensor | None = None
         self.shared: SharedBuffer | None = None
-        """Where the parameters rest, if that is shared memory; given before the first values."""
+        """Where the parameters rest, if that is shared memory; set before the first values."""
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
-        """For what is sent from where it lies: parameters that are updated in parts."""
+        """Memory for what is sent in place: parameters that are updated in parts."""
         self.grads = FlatGradients(spec, self.slots, coordinate, meter, device)
         self.reading: Copy = Copied()
-        """The copy that was last to read what rests on the host: `land` before that is written to."""
+        """The last copy to read what rests on the host: `land` it before that is written."""
         self.disk: DiskMemory | None = None
         self.rows: DiskRows | None = None
         """What lies on a disk, if the table has a row there."""
         self.outgoing: Tensor | None = None
-        """What is to travel of what was updated on the host, if the update itself has cast it."""
+        """The cast of what was updated on the host, if the update itself has made it."""
         self.guard = ParamGuard()
 
     @property
@@ -110,29 +110,29 @@ class Flat:
     def is_whole(self) -> bool:
         """Whether all of `full` can be read."""
         state = self.state
-        return state is READY or state is RESIDENT
+        return state is READY or (state is RESIDENT and not self.is_updating)
 
     def send_from(self, memory: Memory) -> None:
-        """What is sent from where it lies is to lie in `memory`. Said before the first values."""
+        """Allocate what is sent in place from `memory`. Call before the first values."""
         self.memory = self.grads.memory = memory
 
     def keep_below(self, host: HostMemory, disk: DiskMemory | None = None) -> None:
-        """Rows on the host are to lie in `host`, those on a disk in `disk`. Said before the first values."""
+        """Put rows on the host into `host`, and rows on a disk into `disk`. Call before the first values."""
         self.grads.host = host
         self.disk = disk
 
     @property
     def host(self) -> HostMemory:
-        """The host's memory, which there is where the table has a row there."""
+        """The host's memory; only if the table has a row there."""
         return self.grads.require_host()
 
     def require_master(self) -> Tensor:
-        """What the optimizer updates, of a buffer that is trained."""
+        """What the optimizer updates; only for trainable buffers."""
         assert self.master is not None
         return self.master
 
     def land(self) -> None:
-        """Block until nothing reads what rests on the host or a disk: it is about to be written to."""
+        """Block until nothing reads what rests on the host or a disk, because it is about to be written."""
         self.reading.land()
         if self.rows is not None and self.disk is not None:
             self.disk.forget_read(self.rows)
@@ -140,37 +140,37 @@ class Flat:
     # -- birth ------------------------------------------------------------------------------------------
 
     def settle(self, whole: Tensor) -> None:
-        """Put every row where the table says, from `whole`."""
+        """Fill every row from `whole`."""
         self.settle_pieces(lambda index, span: _part(_part(whole, self.slots[index].span), span))
 
     def settle_pieces(self, values: Callable[[int, Span], Tensor]) -> None:
-        """Make the parameters views of `full`, and put every row where the table says.
+        """Make the parameters views of `full`, and fill every row.
 
-        `values(index, span)` are the elements `span` of one parameter, flat. It is asked once for each parameter of
-        which this rank keeps something.
+        `values(index, span)` returns the elements `span` of one parameter, flat. It is called once for each parameter
+        of which this rank keeps a part.
         """
         views = self._lay_out()
         for index, (slot, param) in enumerate(zip(self.slots, self.params, strict=True)):
             mine = slot.span.overlap(self.param_span)
             if mine.numel:
                 self._keep(mine, values(index, mine.within(slot.span)).to(self.kept_dtype))
-            _show(param, views[index])  # only now: it may have been where the values came from
+            _set_data(param, views[index])  # only now: the values may have come from its memory
 
     def _keep(self, mine: Span, values: Tensor) -> None:
-        """Take over first values of the elements `mine`, which lie in `param_span`."""
+        """Store first values of the elements `mine`, which lie in `param_span`."""
         self.put(_part(self.param, mine.within(self.param_span)), values)
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
             self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
 
     def lay_out(self) -> None:
-        """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
+        """Allocate zeros for what this rank keeps, and make the parameters views of `full`: for values that are moved
         here from another layout. Trainable ones go into `master`, frozen ones into `param`."""
         for param, view in zip(self.params, self._lay_out(), strict=True):
-            _show(param, view)
+            _set_data(param, view)
 
     def _lay_out(self) -> list[Tensor]:
-        """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
+        """Allocate what this rank keeps, zero between parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
         compute = torch_dtype(table.compute)
         if self.spec.lies_on_disk:
@@ -178,7 +178,7 @@ class Flat:
         if self.shared is not None:
             self.full = self.shared.whole.view(compute)
             self.param = self.shared.own.view(compute)
-        elif self.spec.resident:  # what is updated in parts is sent from where it lies
+        elif self.spec.resident:  # what is updated in parts is sent in place
             memory = self.memory if table.optim.shard else self.own_memory
             self.full = memory.buffer(self.spec.numel, compute).zero_()
         else:
@@ -202,7 +202,7 @@ class Flat:
         return views
 
     def _resting(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory of zeros for a row, on its tier; the host's counts its own."""
+        """Memory of zeros for a row, on its tier; `HostMemory` counts its own."""
         if self.spec.tier_of(buffer) == "device":
             return torch.zeros(numel, dtype=dtype, device=self.device)
         if self.rows is not None and self.spec.tier_of(buffer) == "disk":
@@ -217,14 +217,14 @@ class Flat:
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """In which the parameters' values are kept: that of master weights, or a frozen one's own."""
+        """The dtype in which values are kept: that of master weights, or a frozen parameter's own."""
         table = self.spec.table
         return torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
 
     # -- the whole buffer -------------------------------------------------------------------------------
 
     def allocate_full(self) -> None:
-        """Give `full` its bytes back, undefined. It is on its way from here until it is `READY`."""
+        """Give `full` its bytes back, undefined. It counts as being gathered until it is `READY`."""
         if self.shared is not None:
             self.shared.renew()
         elif self._bytes_of_full is not None:
@@ -233,7 +233,7 @@ class Flat:
         self.state = GATHERING
 
     def free_full(self) -> None:
-        """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
+        """Free the bytes of `full`. No effect if they are free, resident, or have to stay."""
         self.owes_free = self.state is READY and self.lasts and not self.stays
         if self.state is READY and not (self.stays or self.lasts):
             if self.shared is not None:
@@ -244,13 +244,14 @@ class Flat:
             self.state = ABSENT
 
     def relax(self) -> None:
-        """The whole buffer is not read for a while. In shared memory its pages can go meanwhile, and it stays whole."""
+        """The whole buffer will not be read for a while: in shared memory its pages may go meanwhile, and it stays
+        whole."""
         if self.shared is not None and self.state is READY:
             self.shared.relax()
 
     def hold(self) -> None:
-        """Keep from `full` what the table says is held until the backward. In shared memory it is there anyway,
-        and counted all the same: a promise does not depend on where ranks run."""
+        """Keep the part of `full` that is held until the backward. In shared memory it exists anyway, but is still
+        counted, because a promise does not depend on where ranks run."""
         if self.held is None:
             held = _part(self.full, self.held_span)
             self.held = held.clone() if self.shared is None else held
@@ -262,7 +263,7 @@ class Flat:
             self.held = None
 
     def find_rows(self) -> None:
-        """Let `param` and `master` be where the disk's rows are now."""
+        """Point `param` and `master` at the current place of the disk's rows."""
         assert self.rows is not None
         if self.spec.rests_on_disk:
             self.param = self.rows.param(self.param.numel(), self.param.dtype)
@@ -270,7 +271,7 @@ class Flat:
             self.master = self.master_in_rows()
 
     def master_in_rows(self) -> Tensor:
-        """What the optimizer updates, where the disk's rows are now."""
+        """What the optimizer updates, at the current place of the disk's rows."""
         assert self.rows is not None
         numel, dtype = self.optim_span.numel, torch_dtype(self.spec.table.optim.dtype)
         if not self.spec.master_is_param:
@@ -278,13 +279,13 @@ class Flat:
         return _part(self.rows.param(self.param_span.numel, dtype), self.optim_span.within(self.param_span))
 
     def accept_master(self) -> None:
-        """Cast what the optimizer has updated into the range of `param` that it came from."""
+        """Cast the master weights into their range of `param`."""
         self.land()
         if self.master is not None and not self.spec.master_is_param:
             self.copy_master(_part(self.param, self.optim_span.within(self.param_span)))
 
     def copy_master(self, out: Tensor) -> None:
-        """Master weights into `out`, cast to its dtype; from a disk piece by piece."""
+        """Copy master weights into `out`, cast to its dtype; from a disk in pieces."""
         master = self.require_master()
         if self.on_disk(master) is None:
             out.copy_(master)
@@ -296,26 +297,26 @@ class Flat:
     # -- what may lie on a disk ---------------------------------------------------------------------------
 
     def on_disk(self, tensor: Tensor) -> DiskRows | None:
-        """The rows that have to be asked for what `tensor` stands for; `None` if it is in memory."""
+        """The rows that hold what `tensor` stands for; `None` if it is in memory."""
         return self.rows if self.rows is not None and self.rows.has(tensor) else None
 
     def loaded(self, tensor: Tensor) -> Tensor:
-        """`tensor`, flat, of a row or a state of this buffer, in memory: a copy if it lies on a disk."""
+        """`tensor`, a flat row or state of this buffer, in memory: a copy if it lies on a disk."""
         rows = self.on_disk(tensor)
         return tensor.detach() if rows is None else rows.read(tensor)
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write `values`, flat, over `tensor`, wherever that is."""
+        """Write `values`, flat, over `tensor`, wherever it lies."""
         rows = self.on_disk(tensor)
-        if rows is None:
-            tensor.copy_(values)
-        else:
+        if rows is not None:
             rows.write(tensor, values)
+        elif tensor.numel():  # torch counts a copy of nothing as a change of all that shares its memory
+            tensor.copy_(values)
 
     def accept_edit(self, index: int, values: Tensor) -> None:
-        """Put `values`, whole and flat, in the place of parameter `index`, wherever this rank keeps some of it.
+        """Replace parameter `index` by `values`, whole and flat, wherever this rank keeps a part of it.
 
-        What is the same to the precision of `values` keeps the precision in which it is kept.
+        Master weights that are equal to `values` in the precision of `values` are left as they are.
         """
         self.land()
         span = self.slots[index].span
@@ -333,7 +334,8 @@ class Flat:
     # -- one parameter ----------------------------------------------------------------------------------
 
     def master_piece(self, index: int) -> tuple[Tensor, Span]:
-        """This rank's elements of parameter `index`, as a view of `master`, and which of its elements they are."""
+        """This rank's elements of parameter `index` as a view of `master`, and which elements they are. Raises
+        `ValueError` for a frozen parameter."""
         if self.master is None:
             raise ValueError(f"{self.slots[index].name} is frozen and has no master weights")
         self.land()
@@ -341,7 +343,8 @@ class Flat:
         return _part(self.master, mine.within(self.optim_span)), mine.within(self.slots[index].span)
 
     def param_piece(self, index: int) -> Tensor:
-        """This rank's elements of parameter `index` where they are kept: master weights, or a frozen one's bytes."""
+        """This rank's elements of parameter `index` where they are kept: master weights, or a frozen parameter's
+        own."""
         if self.master is not None:
             return self.master_piece(index)[0]
         self.land()
@@ -349,11 +352,11 @@ class Flat:
         return _part(self.param, mine.within(self.param_span))
 
 
-def _show(param: torch.nn.Parameter, view: Tensor) -> None:
+def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:
     """Make `view` the data of `param`.
 
-    A graph that somebody still holds keeps the parameter's accumulator alive, which expects gradients of the old shape;
-    torch makes a new one only where dtype or device change.
+    A graph that is still referenced keeps the parameter's accumulator alive, which expects gradients of the old shape;
+    torch makes a new accumulator only if dtype or device change.
     """
     if param.shape != view.shape:
         other = torch.float32 if param.dtype == torch.float64 else torch.float64

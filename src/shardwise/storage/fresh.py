@@ -1,9 +1,9 @@
-"""Where a backward lays the gradients of one flat buffer.
+"""The memory in which a backward puts the gradients of one flat buffer.
 
-[Note: memory for fresh gradients is used again] To make a view of a small gradient's place takes nearly as long as to
-fill it: 2.2 and 2.6 us in a step with 16 parameters a unit. So memory whose gradients have been summed keeps its views,
-its storage resized to nothing, until the next backward gives the storage its bytes back. Memory that ranks share cannot
-be resized, and is taken anew.
+[Note: memory for fresh gradients is used again] Making a view of a small gradient's place takes nearly as long as
+filling it: 2.2 and 2.6 us in a step with 16 parameters a unit. So memory whose gradients have been summed keeps its
+views, with its storage resized to nothing, until the next backward gives the storage its bytes back. Memory that ranks
+share cannot be resized, and is allocated anew.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardwise.placement import Slot
 
 Tensor = torch.Tensor
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Of one parameter in a flat buffer: shape, strides and start, as `as_strided` takes them. That is one call for a view;
-to cut out a span and view it in its shape is two, and takes twice as long."""
+"""One parameter in a flat buffer: shape, strides and start, as `as_strided` takes them. That makes a view in one call;
+slicing and then viewing takes two, and twice as long."""
 
 
 class FreshGradients:
-    """One piece of memory, a flat buffer long, and the place of each parameter's gradient in it."""
+    """Memory as long as a flat buffer, with a view for each parameter's gradient."""
 
     def __init__(self, memory: Tensor, places: Sequence[Place]) -> None:
         first = memory.storage_offset()
@@ -32,7 +32,7 @@ class FreshGradients:
         self._chunks: Sequence[Tensor] = ()
 
     def chunks(self, num_ranks: int) -> Sequence[Tensor]:
-        """What each of so many ranks sums of it."""
+        """The part of each of `num_ranks` ranks in a sum."""
         if len(self._chunks) != num_ranks:
             self._chunks = self.memory.chunk(num_ranks)
         return self._chunks
@@ -42,7 +42,7 @@ class FreshGradients:
         self.memory.untyped_storage().resize_(self._num_bytes)
 
     def free(self) -> bool:
-        """Let the bytes go and keep the views. False, and nothing done, where memory is of a kind that cannot."""
+        """Free the bytes and keep the views. False, and no change, if the memory cannot be resized."""
         storage = self.memory.untyped_storage()
         if not storage.resizable():
             return False
@@ -51,6 +51,6 @@ class FreshGradients:
 
 
 def place(slot: Slot) -> Place:
-    """Where `slot` is, its parameter contiguous there."""
+    """The place of `slot`, with its parameter contiguous."""
     strides = tuple(math.prod(slot.shape[dim + 1 :]) for dim in range(len(slot.shape)))
     return slot.shape, strides, slot.start

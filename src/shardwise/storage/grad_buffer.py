@@ -1,8 +1,11 @@
-"""Memory in which gradients wait for the step, where it stays from one step to the next.
+"""Memory in which gradients wait for the step, kept from one step to the next.
 
-[Note: gradient buffers] On a CPU fresh pages cost more than summing gradients into them does. Where parameters stay
-whole, so does the memory of their gradients, and sums are made in it. Where parameters come and go it is memory that
-is short: there gradients' pages go after the step, and the next forward has them for activations.
+[Note: gradient buffers] On a CPU, allocating fresh pages costs more than summing gradients into them. Where parameters
+stay whole, so does the memory of their gradients, and sums are made in it. Where parameters come and go, memory is
+short: gradients' pages are freed after the step, and the next forward uses them for activations. So it is where
+gradients are sent in a narrower dtype than the one they wait in, or wait in a narrower one than the update reads: kept
+memory of the wider one would be the largest part of the peak, which is at the loss (for 34 M parameters in bf16 under
+`ddp`, 128 MiB of 746).
 """
 
 from __future__ import annotations
@@ -17,19 +20,19 @@ Tensor = torch.Tensor
 
 
 class Memory(Protocol):
-    """Where buffers come from: the collectives, or this process's own memory."""
+    """An allocator of buffers: the collectives, or this process's own memory."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Undefined content; can be sent from where it lies."""
+        """A buffer of undefined content that can be sent in place."""
         ...
 
     def reclaim(self, tensor: Tensor) -> None:
-        """Blocks until nobody else reads `tensor`, a buffer that has been sent from."""
+        """Block until no other rank reads `tensor`, a buffer that has been sent from."""
         ...
 
 
 class OwnMemory:
-    """This process's."""
+    """This process's own memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,11 +41,11 @@ class OwnMemory:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def reclaim(self, tensor: Tensor) -> None:
-        """Nobody else can read it."""
+        """No other rank can read it."""
 
 
 class GradBuffer:
-    """One flat buffer's. Made when it is first taken."""
+    """The buffer of one flat buffer's gradients, allocated when it is first taken."""
 
     def __init__(self, numel: int, dtype: torch.dtype, meter: ByteMeter) -> None:
         self._numel = numel
@@ -50,11 +53,11 @@ class GradBuffer:
         self._meter = meter
         self._tensor: Tensor | None = None
         self._memory: Memory | None = None
-        """What it is of, which knows who may still read it."""
+        """The allocator it came from, which knows which ranks may still read it."""
         self._is_taken = False
 
     def take(self, memory: Memory) -> Tensor | None:
-        """The memory, from `memory` if this is the first time; `None` while something lies in it."""
+        """The memory, allocated from `memory` the first time; `None` while it is in use."""
         if self._is_taken:
             return None
         self._is_taken = True
@@ -67,7 +70,7 @@ class GradBuffer:
         return self._tensor
 
     def leave(self) -> None:
-        """Nothing lies in it any more."""
+        """It is no longer in use."""
         self._is_taken = False
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:

@@ -19,10 +19,10 @@ Tensor = torch.Tensor
 
 
 class FlatGradients:
-    """Where gradients are, from a backward to the call that zeroes them.
+    """Holds gradients from a backward to the call that zeroes them.
 
-    `fresh` is where a backward leaves them, a flat buffer long. Reduced they wait in `grad`, and for the update in
-    `due`: this rank's ranges of the places that the table gives those two.
+    A backward leaves them in `fresh`, which is as long as the flat buffer. Once reduced they wait in `grad`, and for
+    the update in `due`: this rank's ranges of those two rows.
     """
 
     def __init__(
@@ -37,34 +37,35 @@ class FlatGradients:
         self.grad_span = spec.layout.span(spec.table.grad.shard, coordinate)
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
-        """For what is sent from where it lies."""
+        """Memory for what is sent in place."""
         self.fresh: FreshGradients | None = None
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
         self.touched_here = [False] * len(slots)
-        """Which parameters have got a gradient on this rank."""
+        """Which parameters have a gradient on this rank."""
         self.touched_anywhere = [False] * len(slots)
-        """Which have got one on any rank, as the ranks agreed last."""
+        """Which have one on any rank, by the last agreement."""
         self._slots = tuple(slots)
         self._meter = meter
         self._device = device
         self.host: HostMemory | None = None
-        """Where what waits on the host lies; given before the first backward, if the table has a row there."""
+        """Memory for what waits on the host; set before the first backward, if the table has a row there."""
         self._landing: Copy = Copied()
-        """What brings `grad` to the host."""
+        """The copy of `grad` to the host."""
         self._due_span = spec.layout.span(spec.table.optim.shard, coordinate)
         self.have_come = False
-        """Whether any has come since this was set to false: of a backward among others that are reduced together."""
+        """Whether any gradient has come since this was set to false; used when several backwards are reduced
+        together."""
         self._arrived: set[int] = set()
-        """Parameters whose gradient of the backward that runs has come."""
+        """Parameters whose gradient has come in the running backward."""
         self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
-        """What is due here, as ranges of it, and of each on how many ranks of the whole mesh its elements lie."""
+        """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements."""
         self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
-        """Where each parameter is in it."""
+        """The range of each parameter in `due`."""
         self._prepare()
 
     def _prepare(self) -> None:
-        """How gradients come in: cast, averaged over the ranks, each to its place."""
+        """How gradients are taken in: cast, averaged over the ranks, each to its place."""
         spec, table = self.spec, self.spec.table
         waiting: tuple[Buffer, ...] = ("grad", "due")
         self._below = frozenset(buffer for buffer in waiting if spec.tier_of(buffer) != "device")
@@ -72,7 +73,7 @@ class FlatGradients:
         self._wire = torch_dtype(table.wire)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
         self._unweighed = 1.0
-        for axis in spec.mesh.replica_axes:  # those of experts have seen the tokens of every rank along `cut_axes`
+        for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `cut_axes`
             self._unweighed /= spec.mesh.size(axis)
         self.weigh(1.0)
         grad_dtype = torch_dtype(table.grad.dtype)
@@ -85,22 +86,22 @@ class FlatGradients:
         self._in_fresh = [False] * len(self._slots)
         self._kept_fresh: FreshGradients | None = None
         self._used_fresh: FreshGradients | None = None
-        """One without bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
+        """One with freed bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
 
     def weigh(self, weight: float) -> None:
-        """Gradients that come from here on count so much; see [Note: weights] in `weighing.py`."""
+        """Set the weight of gradients that come from here on; see [Note: weights] in `weighing.py`."""
         self._scale = self._unweighed * weight
         self._factor = _factor(self._scale, torch_dtype(self.spec.table.compute))
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
     def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> bool:
-        """Take the gradient of parameter `index` into the fresh ones: cast, averaged over ranks, in one pass.
+        """Store the gradient of parameter `index` among the fresh ones, cast and averaged over ranks in one pass.
 
-        `is_last`: no other one of this parameter is to come in this backward. Returns what `complete` would.
+        `is_last`: no further gradient of this parameter comes in this backward. Returns `complete()`.
         """
         view = (self.fresh or self._opened_fresh()).views[index]
-        if self._scale == 0.0:  # of a stand-in, whatever it is: nan times zero is nan
+        if self._scale == 0.0:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
             if not self._in_fresh[index]:
                 view.zero_()
         elif self._in_fresh[index]:
@@ -113,7 +114,7 @@ class FlatGradients:
         return len(self._arrived) == len(self._slots)
 
     def _opened_fresh(self) -> FreshGradients:
-        """Memory for fresh gradients; new memory is undefined, but zero between parameters."""
+        """Memory for fresh gradients. New memory is undefined, but zero between parameters."""
         if self.fresh is None:
             self.fresh = self._new_fresh()
             memory = self.fresh.memory
@@ -136,7 +137,7 @@ class FlatGradients:
         return FreshGradients(memory.buffer(self.spec.numel, self._fresh_dtype), self._places)
 
     def take_back(self, fresh: FreshGradients) -> None:
-        """`fresh` has been summed elsewhere, and nobody reads it any more: a later backward uses it again."""
+        """`fresh` has been summed elsewhere and is no longer read: a later backward uses its memory again."""
         if not self.is_in_grad_buffer(fresh.memory) and fresh.free():
             self._used_fresh = fresh
 
@@ -145,7 +146,7 @@ class FlatGradients:
         return len(self._arrived) == len(self._slots)
 
     def expect_all(self) -> None:
-        """The next backward's gradients are still to come, all of them."""
+        """A new backward begins: all its gradients are still to come."""
         self._arrived.clear()
 
     def has_fresh(self) -> bool:
@@ -160,7 +161,7 @@ class FlatGradients:
         return fresh
 
     def close_fresh(self) -> FreshGradients | None:
-        """What the backward left, zero for parameters that it did not reach."""
+        """What the backward left, with zeros for parameters that it did not reach."""
         fresh, self.fresh = self.fresh, None
         if fresh is None:
             return None
@@ -174,7 +175,7 @@ class FlatGradients:
     # -- where they wait --------------------------------------------------------------------------------
 
     def sum_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for so much of a sum: where it is to wait, if that is all of it."""
+        """Memory for a sum of `numel` elements: the gradient buffer, if it fits and is free."""
         if self._grad_buffer is not None and self._grad_buffer.fits(numel, dtype):
             kept = self._grad_buffer.take(self.own_memory)
             if kept is not None:
@@ -182,15 +183,16 @@ class FlatGradients:
         return self.own_memory.buffer(numel, dtype)
 
     def is_in_grad_buffer(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in memory that stays: sums may be made where it is."""
+        """Whether `tensor` lies in the gradient buffer, where sums may be made in place."""
         return self._grad_buffer is not None and self._grad_buffer.has(tensor)
 
     def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
-        """What `tensor` takes besides that."""
+        """The bytes of `tensor` that are not in the gradient buffer."""
         return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
-        """Add a micro-batch's reduced gradient to what waits for the step. On the host it comes by `landing`."""
+        """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,
+        if it waits there."""
         if self.grad is None:
             self.grad = reduced
             self._landing = landing or Copied()
@@ -200,10 +202,10 @@ class FlatGradients:
         if landing is not None:
             landing.land()
         self.grad.add_(reduced)
-        self._let_go("grad", reduced)
+        self._give_back("grad", reduced)
 
     def take_grad(self) -> Tensor | None:
-        """Hand over what has waited for the step; from here on it is the caller's."""
+        """Hand over what has waited for the step; it is the caller's from here on."""
         if self._waits_as_fresh:
             fresh = self.close_fresh()
             return fresh.memory if fresh is not None else None
@@ -215,20 +217,20 @@ class FlatGradients:
 
     @property
     def _kind_of_due(self) -> str:
-        """What waits besides gradients' own memory is no more than on its way."""
+        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
         return "grad" if self._grad_buffer is None else "working"
 
     def keep_due(self, due: Tensor) -> None:
-        """What the update will read. A second one before the update is added to the first."""
+        """Store what the update will read; a second one before the update is added to the first."""
         if self.due is None:
             self.due = due
             self._hold("due", self._kind_of_due, due)
         else:
             self.due.add_(due)
-            self._let_go("due", due)
+            self._give_back("due", due)
 
     def make_due(self) -> None:
-        """A gradient of zeros for the update to read, where there is none."""
+        """Make a gradient of zeros for the update to read."""
         dtype, numel = torch_dtype(self.spec.table.due.dtype), self._due_span.numel
         if self._is_below("due"):
             self.keep_due(self.require_host().buffer(numel, dtype).zero_())
@@ -236,7 +238,7 @@ class FlatGradients:
             self.keep_due(torch.zeros(numel, dtype=dtype, device=self._device))
 
     def require_host(self) -> HostMemory:
-        """The host's memory, which there is where the table has a row there."""
+        """The host's memory; only if the table has a row there."""
         assert self.host is not None
         return self.host
 
@@ -244,7 +246,7 @@ class FlatGradients:
         return buffer in self._below
 
     def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
-        """Count what lies on the device; the host's memory counts its own."""
+        """Count what lies on the device; `HostMemory` counts its own."""
         if not self._is_below(buffer):
             self._meter.hold(kind, self.bytes_beside_grad_buffer(tensor))
 
@@ -252,30 +254,31 @@ class FlatGradients:
         if not self._is_below(buffer):
             self._meter.drop(kind, self.bytes_beside_grad_buffer(tensor))
 
-    def _let_go(self, buffer: Buffer, tensor: Tensor) -> None:
-        """Nobody reads `tensor` any more."""
+    def _give_back(self, buffer: Buffer, tensor: Tensor) -> None:
+        """`tensor` is no longer read."""
         if self._is_below(buffer):
             self.require_host().give_back(tensor)
 
     def due_piece(self, index: int) -> Tensor | None:
-        """What the update reads of parameter `index`: this rank's elements of it; `None` if there is no gradient."""
+        """This rank's elements of the gradient of parameter `index`, as the update reads them; `None` if there is
+        none."""
         if self.due is None:
             return None
         return _part(self.due, self._due_spans[index])
 
     def note(self, index: int, *, has_one: bool) -> None:
-        """All ranks know, without having to agree, that parameter `index` has a gradient, or has none."""
+        """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
         self.touched_here[index] = self.touched_anywhere[index] = has_one
 
     def drop(self) -> None:
-        """Forget every gradient, wherever it waits."""
+        """Drop every gradient, wherever it waits."""
         self.close_fresh()
         grad = self.take_grad()
         if grad is not None:
-            self._let_go("grad", grad)
+            self._give_back("grad", grad)
         if self.due is not None:
             self._drop("due", self._kind_of_due, self.due)
-            self._let_go("due", self.due)
+            self._give_back("due", self.due)
             self.due = None
         if self._grad_buffer is not None:
             self._grad_buffer.leave()
@@ -288,7 +291,8 @@ def _part(tensor: Tensor, span: Span) -> Tensor:
 
 
 def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, int], ...]:
-    """Neighbours that lie on as many ranks are one range; what is between parameters is zero and may be in either."""
+    """Neighbouring slots that lie on equally many ranks form one range; the zeros between parameters may fall in
+    either."""
     table = spec.table
     over_data = math.prod(spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
     found: list[tuple[Span, int]] = []
@@ -303,17 +307,17 @@ def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[
 
 
 def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:
-    """What gradients of `dtype` are multiplied by, to the bit as by `scale`: a tensor if it can hold that exactly.
+    """The factor for gradients of `dtype`, equal to `scale` to the bit: a tensor if it can represent that exactly.
 
-    For a number torch makes a tensor in every call: of a gradient of 256 elements 2.8 us instead of 1.2. In fp32 the
-    number is rounded before it is used anyway; in bf16 and fp16 it is not, and only powers of two are exact.
+    For a Python number torch makes a tensor in every call: 2.8 us instead of 1.2 for a gradient of 256 elements. In
+    fp32 the number is rounded before it is used anyway; in bf16 and fp16 it is not, and only powers of two are exact.
     """
     factor = torch.tensor(scale, dtype=dtype)
     return factor if dtype == torch.float32 or factor.item() == scale else scale
 
 
 def _gaps(slots: Sequence[Slot], numel: int) -> list[Span]:
-    """The elements between parameters, and behind the last: they travel and are summed, so they must be zero."""
+    """The elements between parameters, and after the last. They are sent and summed, so they must be zero."""
     starts = [slot.start for slot in slots[1:]] + [numel]
     gaps = [Span(slot.span.stop, start) for slot, start in zip(slots, starts, strict=True)]
     return [gap for gap in gaps if gap.numel]

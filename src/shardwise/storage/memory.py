@@ -1,4 +1,4 @@
-"""Of what kind a tensor's memory is."""
+"""The kind of a tensor's memory."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether the host can read a number that lies there without waiting for what it has queued."""
+    """Whether the host can read a number there without waiting for queued work."""
     return device.type == "cpu"

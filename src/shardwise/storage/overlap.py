@@ -1,7 +1,7 @@
-"""Tensors of which several elements are one number in memory: expanded ones, windows over a row.
+"""Tensors some of whose elements share memory: expanded ones, windows over a row.
 
-torch refuses to copy into them. What is written here goes to each place in memory once for each element that lies
-there, so the values have to agree.
+torch refuses to copy into them. Here each place is written once per element that lies there, so the values have to
+agree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 def may_overlap(tensor: Tensor) -> bool:
-    """Whether two elements may be one in memory; never false if they are."""
+    """Whether two elements may share memory. Never false if they do."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -33,7 +33,7 @@ def copy_into(tensor: Tensor, values: Tensor) -> None:
 
 
 def agrees(tensor: Tensor, values: Tensor) -> bool:
-    """Whether `tensor` could be exactly `values`: those that would lie in one place are the same, to the bit."""
+    """Whether `tensor` could hold exactly `values`: elements that share a place are equal to the bit."""
     memory, places = _memory_of(tensor)
     wanted = values.reshape(-1).to(tensor.device, tensor.dtype)
     tried = torch.empty_like(memory)
@@ -42,7 +42,7 @@ def agrees(tensor: Tensor, values: Tensor) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory that a tensor reaches over, flat, and where in it each of its elements lies."""
+    """The memory that a tensor spans, flat, and the position in it of each of its elements."""
     reach = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     places = torch.arange(reach, device=tensor.device).as_strided(tensor.shape, tensor.stride())
     return tensor.as_strided((reach,), (1,), tensor.storage_offset()), places.reshape(-1)

@@ -1,15 +1,16 @@
-"""Memory whose bytes can be let go while tensors of it stay.
+"""Memory whose bytes can be freed while tensors over it stay.
 
-[Note: a freed buffer can be read] PyTorch's kernels do not ask whether a storage has bytes. Resized to nothing it has a
-null pointer, and what reads a freed parameter below Python's sight (an extension, a wrapper in C++) ends the process.
-So on Linux a whole buffer is a range of addresses of our own. While it is free a small file full of NaN lies there,
-mapped over and over: a stray read gives NaN, and a stray write is lost. Raised, fresh pages take its place.
+[Note: a freed buffer can be read] PyTorch's kernels do not check whether a storage has bytes. A storage resized to
+nothing has a null pointer, and code that reads a freed parameter below Python (an extension, a C++ wrapper) crashes the
+process. So on Linux a whole buffer is an address range of our own. While it is free, a small file full of NaN is mapped
+over it, repeatedly: a stray read gives NaN, and a stray write is lost. To allocate it, fresh pages replace that
+mapping.
 
-Raised, filled and freed under the launcher's settings for malloc, on one core of two: 256 KiB in 0.055 ms, where
-`resize_` took 0.021; 4 MiB in 1.0 (1.8), 64 MiB in 75 (92). What malloc would keep for the next who asks is kept here
-too: fresh pages take several times what copying into warm ones does. Small buffers keep their own pages, overwritten
-with NaN, as far as there is little of them altogether: to move pages away took 130 us of the 1,500 that a block of 16
-small parameters took in forward and backward.
+Allocating, filling and freeing under the launcher's malloc settings, on one core of two: 256 KiB in 0.055 ms, where
+`resize_` took 0.021; 4 MiB in 1.0 (1.8), 64 MiB in 75 (92). Memory that malloc would keep for the next allocation is
+kept here too, because fresh pages cost several times a copy into warm ones. Small buffers keep their own pages,
+overwritten with NaN, up to a limit in total: moving pages away took 130 us of the 1,500 that a block of 16 small
+parameters took in forward and backward.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 Tensor = torch.Tensor
 
 _PIECE_BYTES = 4 << 20
-"""The length of the file of NaN, and so what it takes. A process may have 65,530 mappings."""
+"""The length of the file of NaN, and so the memory it takes. A process may have 65,530 mappings."""
 _LARGE_PAGES_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -37,7 +38,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Releasable(Protocol):
-    """One piece of it. Undefined at first; to be freed once all views of it are made."""
+    """A piece of such memory. Undefined at first; free it once all views of it are made."""
 
     @property
     def tensor(self) -> Tensor:
@@ -45,26 +46,26 @@ class Releasable(Protocol):
         ...
 
     def allocate(self) -> None:
-        """From here on there is something to write to, of undefined content."""
+        """Make it writable, with undefined content."""
         ...
 
     def free(self) -> None: ...
 
 
 def releasable(num_bytes: int, device: torch.device) -> Releasable:
-    """Pages of our own where the system has them, else a storage that is resized."""
+    """A range of our own pages where the system supports that, else a storage that is resized."""
     if device.type == "cpu" and num_bytes:
         pages = _pages()
         if pages is not None:
             try:
                 return Pages(num_bytes, pages)
-            except OSError:  # no more mappings, say
+            except OSError:  # for instance, too many mappings
                 pass
     return Resized(num_bytes, device)
 
 
 class Resized:
-    """A storage of nothing while it is free. Not to be read then."""
+    """A storage resized to nothing while it is free. It must not be read then."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -78,7 +79,7 @@ class Resized:
 
 
 class Pages:
-    """A range of addresses with NaN or with memory. See [Note: a freed buffer can be read]."""
+    """An address range that maps either NaN or memory. See [Note: a freed buffer can be read]."""
 
     def __init__(self, num_bytes: int, system: _System) -> None:
         """Raises `OSError` if there are not enough addresses or mappings."""
@@ -99,7 +100,7 @@ class Pages:
         if not self._is_allocated:
             return
         self._is_allocated = False
-        self._stays = self._stays or self._system.lets_stay(self._num_bytes)
+        self._stays = self._stays or self._system.may_keep(self._num_bytes)
         if self._stays:
             ctypes.memset(self._address, 0xFF, self._num_bytes)
         else:
@@ -107,14 +108,14 @@ class Pages:
 
     def __del__(self) -> None:
         if getattr(self, "_stays", False):
-            self._system.forget_stay(self._num_bytes)
+            self._system.forget_kept(self._num_bytes)
 
 
 class _System:
-    """The calls that put something at an address, and the memory that is kept for the next raise."""
+    """The system calls that map something at an address, and memory kept for the next allocation."""
 
     def __init__(self) -> None:
-        """Raises `OSError` or `AttributeError` where the system is another."""
+        """Raises `OSError` or `AttributeError` on an unsupported system."""
         libc = ctypes.CDLL(None, use_errno=True)
         self._mmap, self._mremap = libc.mmap, libc.mremap
         self._madvise, self._munmap = libc.madvise, libc.munmap
@@ -129,29 +130,29 @@ class _System:
             file.write(b"\xff" * _PIECE_BYTES)
         self._keep_below = int(os.environ.get("MALLOC_MMAP_THRESHOLD_", "") or 32 << 20)
         self._kept: dict[int, list[int]] = defaultdict(list)
-        """Addresses of memory that is kept, by its number of bytes."""
+        """Addresses of kept memory, by its number of bytes."""
         self._kept_bytes = self._staying_bytes = 0
         self._lock = threading.Lock()
 
     def poison(self, address: int, num_bytes: int) -> None:
-        """Let NaN lie there. What lay there goes."""
+        """Map NaN over the range. Its previous memory is freed."""
         for start in range(0, num_bytes, _PIECE_BYTES):
             here = min(_PIECE_BYTES, num_bytes - start)
             self._map(address + start, here, mmap.MAP_PRIVATE | _NO_RESERVE, self._file)
 
-    def lets_stay(self, num_bytes: int) -> bool:
-        """Whether a range may keep its memory for good: all that do are together as little as malloc would keep."""
+    def may_keep(self, num_bytes: int) -> bool:
+        """Whether a small range may keep its memory for good: the total is limited to what malloc would keep."""
         with self._lock:
             stays = num_bytes <= _SMALL_BYTES and self._staying_bytes + num_bytes <= self._keep_below
             self._staying_bytes += num_bytes if stays else 0
         return stays
 
-    def forget_stay(self, num_bytes: int) -> None:
+    def forget_kept(self, num_bytes: int) -> None:
         with self._lock:
             self._staying_bytes -= num_bytes
 
     def allocate_at(self, address: int, num_bytes: int) -> None:
-        """Let memory lie there, of undefined content."""
+        """Map memory of undefined content there."""
         with self._lock:
             kept = self._kept[num_bytes].pop() if self._kept.get(num_bytes) else None
             self._kept_bytes -= num_bytes if kept is not None else 0
@@ -161,14 +162,14 @@ class _System:
             self._munmap(kept, num_bytes)
         self._map(address, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         if num_bytes >= _LARGE_PAGES_BYTES:
-            self._madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # as the launcher asks of malloc
+            self._madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # as the launcher sets for malloc
 
     def free_at(self, address: int, num_bytes: int) -> None:
-        """Let NaN lie there again; keep the memory that did, if there is little of it."""
+        """Map NaN there again; keep the previous memory if there is little of it."""
         with self._lock:
             keeps = num_bytes < self._keep_below and self._kept_bytes + num_bytes <= 2 * self._keep_below
             self._kept_bytes += num_bytes if keeps else 0
-        if keeps:  # the addresses stay taken meanwhile: another thread may be looking for some
+        if keeps:  # keep the addresses reserved meanwhile: another thread may be mapping memory
             moved = self._mremap(address, num_bytes, num_bytes, _MAY_MOVE | _DONT_UNMAP, None)
             with self._lock:
                 if moved == _FAILED:
@@ -184,7 +185,7 @@ class _System:
 
 
 class _Once:
-    """The system's calls, looked up when they are first asked for: one file of NaN per process."""
+    """The system calls, looked up at first use: one file of NaN per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
 """Which parameters are gathered together: units chosen from a module tree.
 
-First come *blocks*: the model's own repeated class, or what the plan asks for. Every other parameter
-belongs to the module that owns it: an embedding or a head becomes a unit of its own, small ones (a last
-norm, a position table) form one unit called `rest`. A parameter that several units use becomes a unit
-with several *sites*: modules before which it is gathered.
+*Blocks* come first: the model's own repeated class, or what the plan asks for. Every other parameter belongs to the
+module that owns it: an embedding or a head becomes its own unit, small ones (a last norm, a position table) form one
+unit called `rest`. A parameter that several units use becomes a unit with several *sites*: modules before which it is
+gathered.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from shardwise.placement import Box, Slot, pack, pack_boxes
 
 REST = "rest"
 SMALL_NUMEL = 2**14
-"""Elements. Modules outside blocks with fewer parameters share one unit, to save a message each."""
+"""Modules outside blocks with fewer elements share one unit, to save a message each."""
 
 Selection = dict[str, nn.Module]
 Numel = Callable[[nn.Module], int]
 """Elements of all parameters in a module."""
 Groups = dict[str, tuple[str, ...]]
-"""Units by name, and the paths of the modules that each is made of."""
+"""By unit name, the paths of the modules that it is made of."""
 
 
 @dataclass(frozen=True)
 class UnitChoice:
     """A unit before it has memory: its parameters by name, and the modules before which they are needed.
 
-    `boxes` are the parts that this rank has of them, where a model axis cuts or copies any."""
+    `boxes` are this rank's parts of parameters that a model axis cuts or copies.
+    """
 
     name: str
     params: dict[str, nn.Parameter]
@@ -42,7 +43,7 @@ class UnitChoice:
     boxes: Mapping[nn.Parameter, Box] = field(default_factory=dict)
 
     def slots(self, named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
-        """Places in a flat buffer for some of the parameters, one after the other; all of them have boxes, or none."""
+        """Consecutive slots in a flat buffer for some of the parameters; either all of them have boxes, or none."""
         laid = list(named)
         if not any(param in self.boxes for _, param in laid):
             return pack((name, tuple(param.shape)) for name, param in laid)
@@ -50,7 +51,7 @@ class UnitChoice:
 
 
 def whole_numel(param: nn.Parameter, boxes: Mapping[nn.Parameter, Box]) -> int:
-    """Elements of the unsplit parameter, if `boxes` say which part of it this is."""
+    """Elements of the unsplit parameter; `boxes` has its part, if it is cut."""
     box = boxes.get(param)
     return param.numel() if box is None else math.prod(box.shape)
 
@@ -58,8 +59,8 @@ def whole_numel(param: nn.Parameter, boxes: Mapping[nn.Parameter, Box]) -> int:
 def choose_units(model: nn.Module, plan: Plan, known: Mapping[nn.Parameter, Box] | None = None) -> list[UnitChoice]:
     """All parameters of `model`, each in exactly one unit, in the order in which the model registers them.
 
-    `known` says of a model that is cut already which parts its parameters are: units go by whole ones, so that they are
-    the same on all ranks.
+    `known` are the boxes of a model that is already cut: units are chosen by the sizes of whole parameters, so that
+    they are the same on all ranks. Raises `ConfigError` for units that the model does not have.
     """
 
     def numel_of(module: nn.Module) -> int:
@@ -87,8 +88,8 @@ def choose_units(model: nn.Module, plan: Plan, known: Mapping[nn.Parameter, Box]
 
 
 def _rest(model: nn.Module, modules: Mapping[str, nn.Module], small: Mapping[str, str]) -> UnitChoice:
-    """The small leftovers: gathered once for the lowest module that contains all their owners, and
-    again before an owner that is called by itself."""
+    """The unit of small leftovers: gathered before the lowest module that contains all their owners, and again before
+    an owner that is called by itself."""
     paths = [path.split(".") if path else [] for path in small.values()]
     common: list[str] = []
     for parts in zip(*paths, strict=False):
@@ -103,7 +104,7 @@ def _rest(model: nn.Module, modules: Mapping[str, nn.Module], small: Mapping[str
 
 
 def _callable(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, or the modules in it that are called in its stead: nobody calls a `ModuleList`."""
+    """`module`, or if it has no forward of its own, like a `ModuleList`, the modules in it that are called."""
     if _has_forward(module) or not any(True for _ in module.children()):
         yield module
         return
@@ -116,7 +117,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _homes(model: nn.Module, groups: Groups) -> dict[nn.Parameter, tuple[str, ...]]:
-    """For each parameter the blocks that use it, or the owning module where that is in no block."""
+    """For each parameter the blocks that use it, or the owning module if that is in no block."""
     units = {path: name for name, paths in groups.items() for path in paths}
     homes: dict[nn.Parameter, dict[str, None]] = {}
     for path, module in model.named_modules():
@@ -156,14 +157,14 @@ def _alone(selection: Selection) -> Groups:
 
 
 def _in_chunks(selection: Selection, num: int) -> Groups:
-    """`num` modules to a unit, in the order in which the model registers them."""
+    """`num` modules per unit, in the order in which the model registers them."""
     paths = list(selection)
     chunks = [tuple(paths[start : start + num]) for start in range(0, len(paths), num)]
     return {chunk[0] if len(chunk) == 1 else f"{chunk[0]}-{chunk[-1]}": chunk for chunk in chunks}
 
 
 def _repeated(module: nn.Module, path: str, numel_of: Numel) -> Iterator[tuple[str, nn.Module]]:
-    """Children of a container that come at least twice in the same class: a model's own blocks, outermost."""
+    """Children of a container that have a class at least twice: a model's own blocks, outermost."""
     children = {_join(path, name): child for name, child in module.named_children() if numel_of(child)}
     classes = [type(child) for child in children.values()]
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
@@ -187,7 +188,7 @@ def _by_class(model: nn.Module, name: str, numel_of: Numel) -> Selection:
 
 
 def _by_name(model: nn.Module, wanted: tuple[str, ...], numel_of: Numel) -> Groups:
-    """Each module that a pattern names is a unit; those of patterns with a `+` between them are one together."""
+    """Each module that a pattern names is a unit; those of patterns joined by `+` form one."""
     groups: Groups = {}
     for patterns in wanted:
         found = [path for pattern in patterns.split("+") for path in _named(model, pattern.strip(), numel_of)]
@@ -212,7 +213,7 @@ def _named(model: nn.Module, pattern: str, numel_of: Numel) -> list[str]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Part by part: `h.*` names the blocks `h.0`, `h.1`, and not what is inside them."""
+    """Matches part by part: `h.*` names the blocks `h.0`, `h.1`, and not what is inside them."""
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 

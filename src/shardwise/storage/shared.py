@@ -1,4 +1,4 @@
-"""Which flat buffers rest in memory that the ranks of one host have in common."""
+"""Which flat buffers rest in memory that the ranks of one host share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from shardwise.storage.flat import Flat
 
 
 def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) -> list[SharedBuffers]:
-    """Let parameters rest in shared memory wherever the collectives have it. All ranks call, before first values.
+    """Put parameters at rest into shared memory, for every line of ranks that shares memory. All ranks call, before
+    first values.
 
-    Shared buffers come open: `close` them when the values are there.
+    The returned buffers are open: `close` them when the values are there.
     """
     if mesh.world_size == 1:
         return []

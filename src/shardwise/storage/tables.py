@@ -1,4 +1,4 @@
-"""Which parameter has which table: the plan's own, or that of the first rule that fits."""
+"""The table of each parameter: the plan's own, or that of the first rule that fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = "small"
 
 @dataclass(frozen=True)
 class LabelledTable:
-    """A table, and the label of the flat buffers under it; none for the plan's own."""
+    """A table, and the label of the flat buffers under it; "" for the plan's own."""
 
     label: str
     table: Table
@@ -36,8 +36,8 @@ class LabelledTable:
 def tables_for(
     model: nn.Module, plan: Plan, mesh: Mesh, known: Mapping[nn.Parameter, Box] | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter, by the sizes of whole ones: `known` says of a model that is cut already which parts
-    its parameters are. Raises `ConfigError` for a rule that fits none."""
+    """The table of every parameter, by the sizes of whole ones; `known` are the boxes of a model that is already cut.
+    Raises `ConfigError` for a rule that fits no parameter."""
     boxes = known or {}
     owners = owners_of(model)
     common = LabelledTable("", table_for(plan, mesh))
@@ -66,7 +66,7 @@ def _offloaded(
     mesh: Mesh,
     boxes: Mapping[nn.Parameter, Box],
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The same with the units off the device that are the plan's share of the model, by elements that are trained."""
+    """The tables with the plan's share of units moved off the device, counted by trained elements."""
     check_offload(plan, mesh)
     units = choose_units(model, plan, boxes)
     offloaded = Offloaded.of(plan.offload, [trained_numel(unit, boxes) for unit in units])
@@ -79,7 +79,8 @@ def _offloaded(
 
 
 def trained_numel(unit: UnitChoice, known: Mapping[nn.Parameter, Box] | None = None) -> int:
-    """Elements of a unit, of whole parameters, by which shares of a model are counted; `known` as in `choose_units`."""
+    """Trained elements of a unit's whole parameters, by which shares of a model are counted; `known` as in
+    `choose_units`."""
     return sum(whole_numel(param, known or {}) for param in unit.params.values() if param.requires_grad)
 
 
@@ -94,7 +95,7 @@ def owners_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def fits(rule: Rule, name: str, owner: str, numel: int) -> bool:
-    """Whether a parameter of that name and size, owned by a module of class `owner`, is one that the rule names."""
+    """Whether the rule names a parameter of that name and size, owned by a module of class `owner`."""
     return (
         (rule.params is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.params))
         and (rule.classes is None or owner in rule.classes)

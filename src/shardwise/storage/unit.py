@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -20,6 +20,7 @@ from shardwise.storage.tables import LabelledTable
 from shardwise.telemetry import ByteMeter
 
 Named = tuple[str, nn.Parameter]
+RunsBeside = Callable[[str], bool]
 _version = attrgetter("_version")
 
 
@@ -41,7 +42,7 @@ class Unit:
         return UnitMoments.of(self.name)
 
     def moments_of(self, micro_batch: int, backward: Phase) -> UnitMoments:
-        """Those of one micro-batch of a pipeline's schedule, and of that half of a backward, if it is one."""
+        """The moments in one micro-batch of a pipeline's schedule; `backward` is the phase of those in a backward."""
         key = micro_batch, backward
         if key not in self._moments_of:
             self._moments_of[key] = UnitMoments.of(self.name, micro_batch, backward)
@@ -57,7 +58,7 @@ class Unit:
 
     @cached_property
     def trained_grads(self) -> tuple[FlatGradients, ...]:
-        """The gradients of those flat buffers that get any."""
+        """The gradients of the trainable flat buffers."""
         return tuple(flat.grads for flat in self.flats if flat.spec.trainable)
 
     @cached_property
@@ -65,11 +66,11 @@ class Unit:
         return tuple(param for flat in self.flats for param in flat.params)
 
     def num_writes(self) -> int:
-        """How often parameters have been written to in place, by whoever uses them. `.data` escapes it."""
+        """How often parameters have been written to in place. Writes through `.data` are not counted."""
         return sum(map(_version, self._params))
 
     def wake(self) -> None:
-        """Parameters are used by a computation from here on; see [Note: parameters at rest] in `at_rest.py`."""
+        """A computation uses the parameters from here on; see [Note: parameters at rest] in `at_rest.py`."""
         for flat in self.flats:
             flat.guard.wake()
 
@@ -78,13 +79,13 @@ class Unit:
             flat.guard.rest()
 
     def has_fresh(self) -> bool:
-        """Whether gradients lie here that should have been reduced by now."""
+        """Whether there are gradients here that should have been reduced by now."""
         return any(flat.grads.has_fresh() for flat in self.flats)
 
 
 @dataclass(frozen=True)
 class _FlatKind:
-    """Parameters that can lie in one buffer: all trainable or all frozen, under one table."""
+    """Parameters that can share a flat buffer: all trainable or all frozen, under one table."""
 
     row: LabelledTable
     trainable: bool
@@ -102,11 +103,14 @@ def unit_spec(
     updates: Mapping[nn.Parameter, Update] | None = None,
     *,
     on_cpu: bool = True,
+    runs_beside: RunsBeside | None = None,
 ) -> UnitSpec:
     """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device.
 
-    `updates` says how an optimizer updates each parameter, if one is known. `on_cpu` is where ranks compute.
+    `updates` says how an optimizer updates each parameter, if one is known. `on_cpu`: whether ranks compute on the CPU.
+    `runs_beside(axis)`: whether collectives along `axis` overlap with computation; default: on devices they do.
     """
+    runs_beside = runs_beside or (lambda _: not on_cpu)
     flats = []
     for kind, named in _by_kind(choice, rows).items():
         slots = choice.slots(named)
@@ -115,15 +119,19 @@ def unit_spec(
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)
         waits_here = table.grad.tier == "device"
-        keeps_grad_buffer = on_cpu and kind.trainable and stays_whole and waits_here  # [Note: gradient buffers]
-        flats.append(FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, keeps_grad_buffer))
+        has_one_dtype = table.wire == table.grad.dtype == table.optim.dtype
+        keeps_grad_buffer = on_cpu and kind.trainable and stays_whole and waits_here and has_one_dtype
+        overlaps = all(map(runs_beside, table.optim.shard))
+        flats.append(
+            FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, keeps_grad_buffer, overlaps)
+        )
     return UnitSpec(choice.name, tuple(flats))
 
 
 def _placed(
     slots: Sequence[Slot], named: Sequence[Named], updates: Mapping[nn.Parameter, Update] | None
 ) -> tuple[PlacedUpdate, ...]:
-    """How each parameter of a flat buffer is updated; one that the optimizer has not got keeps nothing."""
+    """How each parameter of a flat buffer is updated; one that the optimizer does not have keeps no state."""
     if updates is None:
         return ()
     pairs = zip(slots, named, strict=True)
@@ -140,9 +148,11 @@ def make_unit(
     updates: Mapping[nn.Parameter, Update] | None = None,
     *,
     on_host: bool = True,
+    runs_beside: RunsBeside | None = None,
 ) -> Unit:
-    """A unit whose flat buffers are still empty; the package `birth` fills them. `on_host`: as collectives say."""
-    spec = unit_spec(choice, rows, mesh, updates, on_cpu=on_host)
+    """A unit whose flat buffers are still empty; `init` fills them. `on_host`: see `Collectives.is_host`;
+    `runs_beside(axis)`: see `Collectives.runs_beside`."""
+    spec = unit_spec(choice, rows, mesh, updates, on_cpu=on_host, runs_beside=runs_beside)
     flats = []
     for flat_spec, named in zip(spec.flats, _by_kind(choice, rows).values(), strict=True):
         slots = choice.slots(named)
@@ -151,7 +161,7 @@ def make_unit(
 
 
 def _by_kind(choice: UnitChoice, rows: Mapping[nn.Parameter, LabelledTable]) -> dict[_FlatKind, Sequence[Named]]:
-    """The plan's own table first, and under each table trainable parameters first."""
+    """Parameters by kind: the plan's own table first, and under each table trainable parameters first."""
     kinds: dict[_FlatKind, list[Named]] = {}
     for name, param in choice.params.items():
         if is_floating(param):

@@ -1,4 +1,4 @@
-"""Counters: what was sent, what is held, what happened when, and where the time went."""
+"""Counters: bytes sent, bytes held, events in time, and how steps spend their time."""
 
 from shardwise.telemetry.ledger import ByteMeter, Ledger
 from shardwise.telemetry.step_clock import Lap, StepClock

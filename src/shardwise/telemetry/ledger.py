@@ -1,6 +1,6 @@
-"""Counters that one owner hands to those who count; nothing here is a module variable.
+"""Counters that their owner passes to those who count; nothing here is a module variable.
 
-A `defaultdict` counts in half the time that a `Counter` takes, and these count several times per unit and step.
+A `defaultdict` takes half the time of a `Counter`, and these count several times per unit and step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Ledger:
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.sent_bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.crossed_bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
-        """What this rank itself has put on the way to other hosts, be it its own or what it carries for neighbours."""
+        """Bytes that this rank itself has sent towards other hosts, its own or those it carries for neighbours."""
 
     def called(self, verb: str, axis: str) -> None:
         self.calls[verb, axis] += 1
@@ -33,8 +33,8 @@ class Ledger:
 
 
 class ByteMeter:
-    """Bytes held now and at most, by kind: `param`, `grad`, `optim`, `working`. Those on other tiers than the device
-    are counted apart, by a meter of their own (`on`)."""
+    """Bytes held now and at the peak, by kind: `param`, `grad`, `optim`, `working`. Bytes on other tiers than the
+    device are counted separately, by meters of their own (`on`)."""
 
     def __init__(self) -> None:
         self._below: dict[str, ByteMeter] = {}
@@ -44,7 +44,7 @@ class ByteMeter:
         self._total = 0
 
     def on(self, tier: str) -> ByteMeter:
-        """The meter of what lies on `tier`."""
+        """The meter of `tier`."""
         return self if tier == "device" else self._below.setdefault(tier, ByteMeter())
 
     def hold(self, kind: str, num_bytes: int) -> None:

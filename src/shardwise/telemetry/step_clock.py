@@ -1,4 +1,4 @@
-"""Where the host's time goes: into computing, into waiting for other ranks, into what lies between computations."""
+"""How a host spends its time: computing, waiting for other ranks, or idle between computations."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Lap:
 
     @property
     def computing(self) -> float:
-        """The rest: forward, loss, backward and update, and what goes on beside them."""
+        """The rest: forward, loss, backward and update, and work that overlaps with them."""
         return max(0.0, self.seconds - self.idle - self.waiting)
 
 
 class StepClock:
-    """One for each rank, written by the thread that computes.
+    """The clock of one rank, written by the thread that computes.
 
-    Between a backward or an update and the next forward or update the rank is idle, as far as the model goes: it reads
-    data, logs or saves. Waiting in between counts as waiting. Under an accelerator these are times of the host, which
-    runs ahead of the device.
+    Between a backward or an update and the next forward or update the rank counts as idle: it reads data, logs or
+    saves. Waiting in between counts as waiting. With an accelerator these are times of the host, which runs ahead of
+    the device.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -44,23 +44,23 @@ class StepClock:
         self._rests = True
 
     def wait(self, axis: str, seconds: float) -> None:
-        """So long was waited for ranks along `axis`."""
+        """Count `seconds` of waiting for ranks along `axis`."""
         self._waited[axis] += seconds
         self._total_waited += seconds
 
     def work(self) -> None:
-        """The model computes from here."""
+        """The model begins to compute."""
         if self._rests:
             self._count_rest()
             self._rests = False
 
     def rest(self) -> None:
-        """It does not from here on."""
+        """The model ends computing."""
         self._count_rest()
         self._rests = True
 
     def lap(self) -> Lap:
-        """What has come together since the last call."""
+        """The times since the last call."""
         self._count_rest()
         now = self._now()
         lap = Lap(now - self._lap_began, self._idle, dict(self._waited))

@@ -1,8 +1,8 @@
-"""What happened when: spans of one rank, in the form that chrome://tracing and ui.perfetto.dev read.
+"""Events of ranks in time, in the format of chrome://tracing and ui.perfetto.dev.
 
-The form is Google's "Trace Event Format". A rank is a process there, and what it did are threads of it. What goes on
-beside other things (a unit's backward, a message on its way) is an asynchronous span; what the host does, one thing
-after the other, is a plain one. Of a pipeline there are the ops of the schedule (`F0`, `B0`), and what they wait for.
+The format is Google's "Trace Event Format". Each rank is a process there, and its tracks are threads. Concurrent work
+(a unit's backward, a message in flight) is an asynchronous span; sequential work of the host is a plain span. A
+pipeline adds the ops of its schedule (`F0`, `B0`), and their waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Event = dict[str, Any]
 
 
 class Timeline:
-    """Records while `is_on`. Times are microseconds of the wall clock, so that ranks of one machine share them."""
+    """Records events while `is_on`. Times are microseconds of the wall clock, so that ranks of one machine share
+    them."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -36,7 +37,7 @@ class Timeline:
         self.is_on = True
 
     def stop(self) -> list[Event]:
-        """End what is still open, and hand over all events."""
+        """End open spans, and return all events."""
         for track, name in sorted(self._open):
             self.end(track, name)
         self.is_on = False
@@ -44,7 +45,7 @@ class Timeline:
 
     @contextmanager
     def during(self, track: str, name: str) -> Iterator[None]:
-        """`name` goes on inside; costs next to nothing while this is off."""
+        """A context during which `name` is running; costs next to nothing while recording is off."""
         self.begin(track, name)
         try:
             yield
@@ -53,7 +54,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, **args: object) -> Iterator[None]:
-        """What the host does inside."""
+        """A context that records a span of the host."""
         start = self._now()
         try:
             yield
@@ -63,7 +64,7 @@ class Timeline:
             )
 
     def begin(self, track: str, name: str, **args: object) -> None:
-        """`name` goes on from here. Begun twice, it is one."""
+        """Begin the span `name`. A second begin before its end is ignored."""
         if self.is_on and (track, name) not in self._open:
             self._open.add((track, name))
             self.events.append({"ph": "b", "cat": track, "name": name, "id": name, "ts": self._now(), "args": args})
@@ -78,7 +79,7 @@ class Timeline:
 
 
 def hidden_share(events: Iterable[Event]) -> float:
-    """Of the time in which something is on the way, the share in which the host does something; 1 if nothing is."""
+    """The share of the time with messages in flight in which the host works; 1 if there are no messages."""
     begun: dict[str, float] = {}
     travelling: list[tuple[float, float]] = []
     busy: list[tuple[float, float]] = []
@@ -94,7 +95,7 @@ def hidden_share(events: Iterable[Event]) -> float:
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Of all together, where they overlap once."""
+    """The total length of spans, counting overlaps once."""
     length, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         length += max(0.0, stop - max(start, reached))
@@ -103,7 +104,7 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def write_trace(path: Path, ranks: Iterable[list[Event]]) -> None:
-    """One file with the events of all `ranks`, in their order."""
+    """Write one file with the events of all `ranks`, in their order."""
     events: list[Event] = []
     for rank, own in enumerate(ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})

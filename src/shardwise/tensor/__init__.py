@@ -1,6 +1,6 @@
 """Tensor parallelism: modules cut along one dimension, by ranks that share each sample (arXiv:1909.08053)."""
 
-from shardwise.tensor.design import split_for
+from shardwise.tensor.design import begin_stages, split_for
 from shardwise.tensor.first_batch import FirstBatch
 from shardwise.tensor.functions import (
     copy_to,
@@ -26,6 +26,7 @@ __all__ = [
     "Split",
     "Verifier",
     "ViewCheck",
+    "begin_stages",
     "copy_to",
     "cross_entropy",
     "draws",

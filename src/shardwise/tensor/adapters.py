@@ -15,6 +15,7 @@ from shardwise.errors import ModelError
 from shardwise.tensor.tables import TensorRule
 
 BASE, DOWN, UP, DROPOUT = "base_layer", "lora_A", "lora_B", "lora_dropout"
+ORIGINAL = "original_module"
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -37,6 +38,15 @@ def rules_inside(path: str, module: nn.Module, rule: TensorRule) -> dict[str, Te
     if cut is not None:
         inside |= {f"{path}.{cut}.{name}": rule for name, _ in getattr(module, cut).named_children()}
     return inside
+
+
+def trained_copies(path: str, module: nn.Module) -> list[str]:
+    """The modules that peft keeps in the place of one that is trained whole (`modules_to_save`): the original and its
+    copies, of which the active one is called."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict) or not isinstance(getattr(module, ORIGINAL, None), nn.Module):
+        return []
+    return [f"{path}.{ORIGINAL}", *(f"{path}.modules_to_save.{name}" for name in copies)]
 
 
 def dropouts(module: nn.Module) -> Iterator[nn.Module]:

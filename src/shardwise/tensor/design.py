@@ -32,6 +32,10 @@ def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int, apart: C
         split.blocks = _blocks(cuts)
     for cut in cuts:
         STYLES[cut.style](split, cut)
+    if plan.tensor.plan is None:
+        from shardwise.tensor.stacked import cut_stacked  # only ranks with split layers load it
+
+        cut_stacked(split, model, apart)
     if plan.tensor.cut_logits:
         split.attributes.append((model, "loss_function", CausalLoss(head_of(model)[1])))
     if split.blocks:
@@ -91,6 +95,16 @@ def _cut_sequence(split: Split, cuts: Sequence[Cut]) -> None:
     for index in sorted({0, len(blocks) - 1}):
         edges = {"is_first": index == 0, "is_last": index == len(blocks) - 1}
         split.forwards.append((blocks[index], partial(SequenceEdge, blocks[index], **edges)))
+
+
+def begin_stages(split: Split, names: Sequence[str]) -> None:
+    """Tell the blocks `names`, with which pipeline stages begin, that their ranks have worked on parts of the sequence
+    since the first block."""
+    last = list(split.modules[split.blocks].children())[-1] if split.blocks else None
+    for name in filter(split.receives_part, names):
+        block = split.modules[name]
+        edge = partial(SequenceEdge, block, is_first=False, is_last=block is last, begins_stage=True)
+        split.forwards.append((block, edge))  # the later one counts
 
 
 def _draw_before_adapters(split: Split, cuts: Sequence[Cut]) -> None:

@@ -200,21 +200,27 @@ class RegionEntry(Forward):
 
 
 class SequenceEdge(Forward):
-    """The first or last block of those between which each rank has its part of the sequence."""
+    """The first or last block of those between which each rank has its part of the sequence.
 
-    def __init__(self, *given: Any, is_first: bool, is_last: bool) -> None:
+    `begins_stage`: the part comes from the pipeline stage before.
+    """
+
+    def __init__(self, *given: Any, is_first: bool, is_last: bool, begins_stage: bool = False) -> None:
         super().__init__(*given)
         self.is_first = is_first
         self.is_last = is_last
+        self.begins_stage = begins_stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
             cut = partial(self.regions.cut_sequence, is_training=self.module.training)
             args, kwargs = with_first(args, kwargs, self.module, cut)
+        elif self.begins_stage:
+            self.regions.begin_part(is_training=self.module.training)
         try:
             made = self.original(*args, **kwargs)
         finally:
-            if self.is_first and in_backward():
+            if (self.is_first or self.begins_stage) and in_backward():
                 self.regions.abandon()
         if not self.is_last:
             return made

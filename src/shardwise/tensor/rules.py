@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.config import StyleName, TensorParallel
 from shardwise.errors import ConfigError, ModelError, nearest
-from shardwise.tensor.adapters import is_adapted, rules_inside
-from shardwise.tensor.tables import READY, STYLES, TensorRule, config_of, groups_of, heads_of, ready_for
+from shardwise.tensor.adapters import is_adapted, rules_inside, trained_copies
+from shardwise.tensor.tables import EXPERTS_STYLE, READY, STYLES, TensorRule, config_of, groups_of, heads_of, ready_for
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def _inside_wrappers(
     wrapper_of: dict[str, str] = {}
     for path, rule in chosen.items():
         inside = rules_inside(path, modules[path], rule) if is_adapted(modules[path]) else {}
+        inside |= dict.fromkeys(trained_copies(path, modules[path]), rule)
         rules |= inside or {path: rule}
         wrapper_of |= dict.fromkeys(inside, path)
     return rules, wrapper_of
@@ -150,13 +151,14 @@ def _asked(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
 
 def _own_rules(model: nn.Module, apart: Collection[str]) -> Mapping[str, TensorRule]:
     """Those that the model brings, or that we have for it, but for modules `apart` and their parameters."""
-    brought: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    brought = brought_rules(model, apart)
     if brought:
-        for pattern in list(brought):
-            around = (pattern, pattern.rpartition(".")[0])
-            if any(fnmatch.fnmatchcase(path, one) for path in apart for one in around):
-                del brought[pattern]
-        return {pattern: TensorRule(_translated(model, pattern, style)) for pattern, style in brought.items()}
+        stacked = [pattern for pattern, style in brought.items() if style == EXPERTS_STYLE]
+        return {
+            pattern: TensorRule(_translated(model, pattern, style))
+            for pattern, style in brought.items()
+            if pattern not in stacked and pattern.rpartition(".")[0] not in stacked  # see `stacked.py`
+        }
     ready = ready_for(model)
     if ready is not None:
         return ready.rules
@@ -165,6 +167,16 @@ def _own_rules(model: nn.Module, apart: Collection[str]) -> Mapping[str, TensorR
         f"{type(model).__name__} brings no tensor-parallel plan, and shardwise has none for it (it has for {known}). "
         f"Say which modules are cut, by patterns of names: tensor: {{plan: {{h.*.mlp.up: column, h.*.mlp.down: row}}}}"
     )
+
+
+def brought_rules(model: nn.Module, apart: Collection[str]) -> dict[str, str]:
+    """The tensor-parallel plan that the model brings, without modules `apart` and their parameters."""
+    brought: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    for pattern in list(brought):
+        around = (pattern, pattern.rpartition(".")[0])
+        if any(fits(path, one) for path in apart for one in around):
+            del brought[pattern]
+    return brought
 
 
 def _translated(model: nn.Module, pattern: str, style: str) -> StyleName:
@@ -178,9 +190,12 @@ def _translated(model: nn.Module, pattern: str, style: str) -> StyleName:
 
 def _fitting(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Modules of that name, whatever they are in."""
-    for path in modules:
-        if path and (fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"*.{pattern}")):
-            yield path
+    return (path for path in modules if path and fits(path, pattern))
+
+
+def fits(path: str, pattern: str) -> bool:
+    """Whether a module's path, or the end of it, matches a pattern."""
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"*.{pattern}")
 
 
 def _tied(chosen: Mapping[str, TensorRule], modules: Mapping[str, nn.Module]) -> dict[str, TensorRule]:

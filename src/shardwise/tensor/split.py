@@ -52,6 +52,13 @@ class Split:
             )
         return True
 
+    def receives_part(self, name: str) -> bool:
+        """Whether a pipeline stage that begins with the module `name` receives this rank's part of the sequence: if
+        that is a block behind the first one."""
+        if not self.blocks or not name.startswith(f"{self.blocks}."):
+            return False
+        return self.modules[name] is not next(self.modules[self.blocks].children())
+
     def parent_enters(self, cut: Cut) -> bool:
         """Whether the module around a column module gets the whole sequence, and not just the column module: wherever
         that is not the block itself, since attention looks at the length of its input."""

@@ -27,6 +27,10 @@ STYLES: dict[str, StyleName] = {
     "replicate": "replicated",
 }
 """The library's names for styles that we have too."""
+EXPERTS_STYLE = "moe_tp_experts"
+"""The library's name for a module of stacked experts that is cut by features."""
+STACKED_STYLES = {"packed_colwise": (1, 2), "colwise": (1, 1), "packed_rowwise": (2, 2), "rowwise": (2, 1)}
+"""Its names for parameters of such modules: the dimension that is cut, and how many matrices are fused along it."""
 
 
 @dataclass(frozen=True)

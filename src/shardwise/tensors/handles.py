@@ -1,8 +1,8 @@
-"""Whole tensors of a sharded model that hold no values: they are gathered when something asks for them.
+"""Tensors that stand for whole tensors of a sharded model and hold no values; values are gathered when they are needed.
 
-[Note: whole tensors] `param.data`, `param.detach()`, a `state_dict()` and `param.grad` give one of these for a
-parameter at rest. It stands for the values as they are at the moment when they are asked for, as a tensor that shares
-the parameter's memory would, and what is written to it goes to every rank. Views of it remember how they were made.
+[Note: whole tensors] `param.data`, `param.detach()`, a `state_dict()` and `param.grad` give such a tensor for a
+parameter at rest. It has the values at the time of reading, like a tensor that shares the parameter's memory, and what
+is written to it reaches every rank. Views of it remember how they were made.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardwise.storage import AtRest
 
 Tensor = torch.Tensor
 Step = Callable[[Tensor], Tensor]
-"""How a view is made of what it is a view of."""
+"""Makes a view of its base."""
 
 
 class Source(Protocol):
-    """Where the values are."""
+    """What holds the values of a `Whole`."""
 
     @property
     def name(self) -> str:
@@ -31,32 +31,33 @@ class Source(Protocol):
         ...
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` means that is called with a handle of this."""
+        """The result of `func` when it is called with a handle of this source."""
         ...
 
     def opened(self) -> AbstractContextManager[Tensor]:
-        """Inside, the whole values. All ranks enter."""
+        """Yields the whole values. All ranks enter."""
         ...
 
     def take_over(self, values: Tensor) -> None:
-        """`values`, as `opened` gives them, have been written to. All ranks call."""
+        """Take over `values`, as yielded by `opened`, after they were written to. All ranks call it."""
         ...
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Change this rank's elements alone by `func(elements, *args, **kwargs)`; False if that is not possible."""
+        """Apply `func(elements, *args, **kwargs)` to this rank's elements alone; returns False if that is not
+        possible."""
         ...
 
     def norm(self, norm_type: float) -> float | None:
-        """The norm, where it can be had without gathering the values."""
+        """The norm, if it can be computed without gathering the values."""
         ...
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise what is to be said to somebody who asks for `what` of the memory."""
+        """Raise the error for code that asks for `what` of the memory."""
         ...
 
 
 class Home(Source, Protocol):
-    """Where a parameter is."""
+    """The source of a parameter."""
 
     @property
     def comes_and_goes(self) -> bool:
@@ -65,7 +66,7 @@ class Home(Source, Protocol):
 
     @property
     def is_computing(self) -> bool:
-        """Whether the model's forward, or a backward, is running."""
+        """Whether the model's forward or a backward is running."""
         ...
 
     def require_open(self) -> None:
@@ -73,11 +74,11 @@ class Home(Source, Protocol):
         ...
 
     def reach(self) -> None:
-        """A computation reads the parameter, which is whole from here on until that is over."""
+        """Called when a computation reads the parameter, which stays whole until that computation is over."""
         ...
 
     def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-        """What autograd saved of the parameter, while it is whole."""
+        """The view that autograd saved of the parameter, while it is whole."""
         ...
 
     def num_writes(self) -> int:
@@ -85,7 +86,7 @@ class Home(Source, Protocol):
         ...
 
     def require_unwritten(self, num_writes: int) -> None:
-        """Raise unless that is how often it has been, still: a computation must not write to it."""
+        """Raise if the number of writes is not `num_writes` any more: a computation must not write to it."""
         ...
 
     def whole(self) -> Whole: ...
@@ -97,7 +98,7 @@ class Home(Source, Protocol):
 
 
 class Resting(AtRest):
-    """A parameter at rest that knows where it is."""
+    """A parameter at rest that knows its `Home`."""
 
     __slots__ = ()
 
@@ -106,7 +107,7 @@ class Resting(AtRest):
 
 
 class Whole(torch.Tensor):
-    """One such tensor: it has a shape, a dtype and a device."""
+    """A tensor with a shape, a dtype and a device whose values are with `source`."""
 
     source: Source
     steps: tuple[Step, ...]
@@ -115,7 +116,7 @@ class Whole(torch.Tensor):
     def __new__(
         cls, source: Source, steps: tuple[Step, ...], like: Tensor, device: torch.device | None = None
     ) -> Whole:
-        """Of the shape, strides and dtype of `like`; on its device, unless `device` is given."""
+        """With the shape, strides and dtype of `like`; on its device unless `device` is given."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )
@@ -124,7 +125,7 @@ class Whole(torch.Tensor):
         return made
 
     def __init__(self, *_: object) -> None:
-        """Made by `__new__`."""
+        """`__new__` does everything."""
 
     def seen_in(self, values: Tensor) -> Tensor:
         """This view of the source's `values`."""
@@ -133,7 +134,7 @@ class Whole(torch.Tensor):
         return values
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Needs no other rank, so that debuggers and error messages may show it."""
+        """Involves no other rank, so that debuggers and error messages can show it."""
         about = f"{self.source.name}, {list(self.shape)}, {self.dtype}"
         return f"<{about}: sharded; .clone() gathers the values, on all ranks>"
 

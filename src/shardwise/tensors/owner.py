@@ -1,4 +1,4 @@
-"""Who knows the parameters of one engine by name, and answers for them while they are at rest."""
+"""What knows the parameters of one engine by name, and handles access to them while they are at rest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.access import Access
 from shardwise.errors import ModelError, StateError
@@ -24,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class Owner:
-    """Answers for the parameters of one engine while they are at rest.
+    """Handles access to the parameters of one engine while they are at rest.
 
     `before_change` is called before a parameter is written to.
     """
@@ -45,7 +46,7 @@ class Owner:
         self.before_change = before_change
         self.is_closed = False
         self.unfrozen: set[str] = set()
-        """Parameters that were frozen when the plan was made, and are to train now."""
+        """Parameters that were frozen when the plan was made and are now meant to train."""
         self._flats = [flat for unit in units for flat in unit.flats]
         self._homes: dict[int, ParamHome] = {
             id(param): ParamHome(self, unit, flat, index)
@@ -58,7 +59,7 @@ class Owner:
             flat.guard.begin(flat.params, self._resting_type)
 
     def close(self) -> None:
-        """The engine is closed. Parameters that are whole are plain again; others say that they are not there."""
+        """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise."""
         self.is_closed = True
         for flat in self._flats:
             if flat.spec.resident:
@@ -67,12 +68,12 @@ class Owner:
                 flat.guard.rest()
 
     def release(self) -> None:
-        """All parameters have their own class again; what they read is somebody else's business."""
+        """Restore the original class of all parameters; accesses are not intercepted any more."""
         for flat in self._flats:
             flat.guard.end()
 
     def require_trainable(self) -> None:
-        """Raise before a forward if a parameter is to train for whose gradient no memory is planned."""
+        """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
         if self.unfrozen:
             names = sorted(self.unfrozen)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -85,13 +86,13 @@ class Owner:
         return self._homes[id(param)]
 
     def cut_home_of(self, param: object) -> ParamHome | None:
-        """Where `param` is, if ranks along a model axis have other parts of it."""
+        """The home of `param`, if ranks along a model axis have other parts of it."""
         home = self._homes.get(id(param))
         box = home.slot.box if home is not None else None
         return home if box is not None and (box.is_cut or box.copies == 1) else None
 
     def revive(self, home: ParamHome) -> None:
-        """Give a parameter of a closed engine memory of its own, to be overwritten."""
+        """Give a parameter of a closed engine its own memory, to be overwritten."""
         param = home.param
         param.__class__ = next(plain for plain, resting in self._types.items() if resting is type(param))
         param.data = torch.empty(home.slot.shape, dtype=param.dtype, device=param.device)
@@ -103,7 +104,7 @@ class Owner:
 
 
 class ParamHome:
-    """Where one parameter is: a `Home`."""
+    """The `Home` of one parameter."""
 
     def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int) -> None:
         self._owner_ref = weakref.ref(owner)
@@ -114,8 +115,8 @@ class ParamHome:
 
     @property
     def _owner(self) -> Owner:
-        """Known weakly, so that an old plan's buffers go with it, and do not wait for a garbage collection."""
-        return _there(self._owner_ref)
+        """Held weakly, so that an old plan's buffers are freed with it rather than at the next garbage collection."""
+        return _resolve(self._owner_ref)
 
     @property
     def slot(self) -> Slot:
@@ -148,6 +149,11 @@ class ParamHome:
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
+        if peek_interpreter_stack() is not None:
+            raise StateError(
+                f"{self.name} is read inside a torch.func transform (grad, vmap, jvp, ...), which would keep "
+                f"references to its memory. Take param.detach().clone() before, on all ranks, and use that inside."
+            )
         with self._owner.runner.gathering.borrowed([self._unit]):
             yield plainly(Tensor.detach, [self.param], {})
 
@@ -165,7 +171,7 @@ class ParamHome:
             raise changed_inside(self._unit.name)
 
     def take_over(self, values: Tensor) -> None:
-        """Rank 0's `values` become everybody's."""
+        """Copy rank 0's `values` to all ranks."""
         owner, flat = self._owner, self._flat
         owner.before_change()
         owner.runner.step.open_params()
@@ -182,13 +188,13 @@ class ParamHome:
         return self._owner.agreement.assembled(self._flat, self.slot, part)
 
     def uncut(self) -> Whole:
-        """Stands for the tensor of the unsplit model."""
+        """A tensor that stands for the one of the unsplit model."""
         param = self.param
         like = torch.empty(self.slot.whole_shape, dtype=param.dtype, device="meta")
         return Whole(UncutSource(self), (), like, param.device)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
-        return False  # what is kept may be wider than what is seen: only whole values are written
+        return False  # the stored copy may have a wider dtype, so only whole values are written
 
     def norm(self, norm_type: float) -> float | None:  # noqa: ARG002
         return None
@@ -262,7 +268,7 @@ class GradSource:
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
-        self._require_there()
+        self._require_current()
         whole = self.owner.access.read_part(self.flat.slots[self.index].name, "grad")
         assert whole is not None
         yield whole
@@ -271,22 +277,22 @@ class GradSource:
         self.owner.gradients.assign(self.flat, self.index, values)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        self._require_there()
+        self._require_current()
         piece = self.owner.gradients.piece(self.flat, self.index)
-        if self.flat.spec.updates_below:  # it is on the host, and a factor may be on the device
+        if self.flat.spec.updates_below:  # the piece is on the host, and a factor may be on the device
             args = tuple(arg.to(piece.device) if isinstance(arg, Tensor) else arg for arg in args)
         func(piece, *args, **kwargs)
         self.owner.gradients.changed()
         return True
 
     def norm(self, norm_type: float) -> float | None:
-        self._require_there()
+        self._require_current()
         return self.owner.gradients.norms(self.flat, self.index, norm_type) if norm_type > 0 else None
 
     def refuse(self, what: str) -> NoReturn:
         raise StateError(f"{self.name} is sharded, and {what} cannot be had; .clone(), on all ranks, gives the values.")
 
-    def _require_there(self) -> None:
+    def _require_current(self) -> None:
         gradients = self.owner.gradients
         if gradients.epoch != self.epoch or not gradients.has(self.flat, self.index):
             raise StateError(
@@ -294,7 +300,7 @@ class GradSource:
             )
 
 
-def _there(known: weakref.ref[Owner]) -> Owner:
+def _resolve(known: weakref.ref[Owner]) -> Owner:
     owner = known()
     if owner is None:
         raise StateError(
@@ -305,12 +311,12 @@ def _there(known: weakref.ref[Owner]) -> Owner:
 
 
 def _resting_type(plain: type, owner: Owner) -> type:
-    """A subclass of `plain` for `owner`'s parameters at rest. It keeps the name, which people see."""
+    """A subclass of `plain` for `owner`'s parameters at rest, under the same name, which users see."""
 
-    known = weakref.ref(owner)  # the class is part of a cycle, as classes are
+    known = weakref.ref(owner)  # weak, because every class is part of a reference cycle
 
     def home(self: Any) -> ParamHome:
-        return _there(known).home_of(self)
+        return _resolve(known).home_of(self)
 
     def torch_function(
         cls: type,  # noqa: ARG001
@@ -326,14 +332,14 @@ def _resting_type(plain: type, owner: Owner) -> type:
         return use(func, args, kwargs or {})
 
     def shown(self: Any) -> str:
-        """Needs no other rank, so that debuggers and error messages may show it."""
-        slot, dtype = _there(known).home_of(self).slot, self.dtype
+        """Involves no other rank, so that debuggers and error messages can show it."""
+        slot, dtype = _resolve(known).home_of(self).slot, self.dtype
         return f"Parameter {slot.name} {list(slot.shape)}, {dtype}: sharded; engine.get({slot.name!r}) has the values"
 
     def refuse_copy(self: Any, *_: object) -> NoReturn:
         raise StateError(
-            f"{_there(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. Build "
-            f"another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes checkpoints."
+            f"{_resolve(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. "
+            f"Build another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes checkpoints."
         )
 
     members: dict[str, Any] = {

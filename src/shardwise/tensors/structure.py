@@ -1,8 +1,8 @@
-"""What a model is made of when it is sharded is what it stays made of: whoever changes that is told at once.
+"""Refusing changes to the structure of a sharded model as soon as they are made.
 
-[Note: one hook for the process] torch goes through its registration hooks without a lock, whenever any thread builds
-any module. So ours are hung there once, with the first engine, stay, and look up whose module it is. Hooks that come
-and go with engines would now and then break a constructor in another thread.
+[Note: one hook for the process] torch iterates over its registration hooks without a lock, whenever any thread builds
+any module. So ours are registered once, with the first engine, stay registered, and look up which model a module
+belongs to. If hooks came and went with engines, they would now and then break a constructor in another thread.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardwise.errors import ModelError
 
 
 class _Watch:
-    """The modules of all sharded models of the process, and the one that knows each."""
+    """The modules of all sharded models of the process, with the `Structure` of each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_hung = False
+        self._is_registered = False
         self._structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
 
     def add(self, structure: Structure, model: nn.Module) -> None:
         with self._lock:
-            if not self._is_hung:
+            if not self._is_registered:
                 register_module_parameter_registration_hook(self._parameter)
                 register_module_module_registration_hook(self._module)
-                self._is_hung = True
+                self._is_registered = True
             for module in model.modules():
                 self._structures[module] = structure
 
@@ -57,7 +57,7 @@ _WATCH = _Watch()
 
 
 class Structure:
-    """Refuses parameters, and modules with parameters, that are put into `model`, until `release`."""
+    """Refuses new parameters, and new modules with parameters, in `model`, until `release`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -70,7 +70,7 @@ class Structure:
             _WATCH.drop(self, model)
 
     def require_same_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """`param` is about to become `module.name`."""
+        """Called before `param` becomes `module.name`."""
         if module._parameters.get(name) is not param:
             raise ModelError(
                 f"{self._path(module, name)} was assigned to a model that is sharded, so no engine would train it. "
@@ -79,7 +79,7 @@ class Structure:
             )
 
     def require_known_module(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
-        """`inner` is about to become `module.name`."""
+        """Called before `inner` becomes `module.name`."""
         if inner is None or module._modules.get(name) is inner:
             return
         if name == "parametrizations" or any(one not in self._paths for one in inner.modules() if one._parameters):

@@ -1,8 +1,8 @@
-"""`model.state_dict()` and `model.load_state_dict()` of a model whose parameters a model axis cuts.
+"""`model.state_dict()` and `model.load_state_dict()` of a model whose parameters are cut along a model axis.
 
-[Note: uncut states] A parameter itself is this rank's part, which its module's forward computes with. What leaves the
-model, or comes into it, under the parameter's name is the tensor of the unsplit model: files of it are read by
-anybody, and loaded into any mesh.
+[Note: uncut states] The parameter itself is this rank's part, which its module's forward computes with. State dicts
+have the tensor of the unsplit model under the parameter's name, both when saved and when loaded: anybody can read files
+of it, and load them into any mesh.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Tensor = torch.Tensor
 
 
 class CutHome(Home, Protocol):
-    """Where a parameter is of which other ranks have other parts."""
+    """The `Home` of a parameter of which other ranks have other parts."""
 
     @property
     def slot(self) -> Slot: ...
 
     def assembled(self, part: Tensor) -> Tensor:
-        """The tensor of the unsplit model, of which this rank has `part`. All ranks call."""
+        """The tensor of the unsplit model, of which this rank has `part`. All ranks call it."""
         ...
 
     def uncut(self) -> Whole:
-        """Stands for that tensor."""
+        """A tensor that stands for it."""
         ...
 
 
 @dataclass(frozen=True)
 class UncutSource:
-    """The tensor of the unsplit model of which this rank has a part: a `Source`. Ranks along the model axis, too, read
-    and write it together."""
+    """The tensor of the unsplit model of which this rank has a part: a `Source`. Ranks along the model axis read and
+    write it together as well."""
 
     home: CutHome
 
@@ -72,15 +72,15 @@ class UncutSource:
         self.home.refuse(what)
 
 
-def hang_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | None]) -> Callable[[], None]:
-    """From now on states of `model` and of its modules are those of the unsplit model. `home_of` says of a parameter
-    where it is, if it is cut. Returns what ends that."""
+def use_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | None]) -> Callable[[], None]:
+    """Make state dicts of `model` and of its modules those of the unsplit model. `home_of` gives the home of a
+    parameter, if it is cut. Returns a function that undoes this."""
     hooks = []
     for module in model.modules():
         homes = {name: home for name, param in module._parameters.items() if (home := home_of(param))}
         if homes:
-            hooks.append(module.register_state_dict_post_hook(_Give(homes)))  # type: ignore[no-untyped-call]
-            hooks.append(module.register_load_state_dict_pre_hook(_Take(homes)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_state_dict_post_hook(_WholeOnSave(homes)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_load_state_dict_pre_hook(_PartOnLoad(homes)))  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for hook in hooks:
@@ -89,18 +89,18 @@ def hang_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | No
     return remove
 
 
-class _OfModule:
-    """A hook of a module some of whose parameters are cut. Copies of the model have whole parameters of their own."""
+class _StateHook:
+    """A hook of a module that has cut parameters. Copies of the model have whole parameters of their own."""
 
     def __init__(self, homes: Mapping[str, CutHome]) -> None:
         self._homes = homes
 
-    def __deepcopy__(self, memo: object) -> _OfModule:
+    def __deepcopy__(self, memo: object) -> _StateHook:
         return type(self)({})
 
 
-class _Give(_OfModule):
-    """Puts unsplit tensors into what a module says of its state. With `keep_vars` it stays the parameters."""
+class _WholeOnSave(_StateHook):
+    """Puts unsplit tensors into a module's state dict. With `keep_vars` the parameters stay."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, home in self._homes.items():
@@ -109,11 +109,11 @@ class _Give(_OfModule):
                 state[prefix + name] = home.uncut()
 
 
-class _Take(_OfModule):
-    """Leaves this rank's parts of what a module is to load."""
+class _PartOnLoad(_StateHook):
+    """Replaces unsplit tensors by this rank's parts before a module loads them."""
 
     def __call__(self, _: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
-        errors: list[str] = more[-1]  # torch raises them all at its end
+        errors: list[str] = more[-1]  # torch raises them all at the end
         for name, home in self._homes.items():
             value = state.get(prefix + name)
             if not isinstance(value, Tensor):

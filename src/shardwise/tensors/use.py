@@ -1,8 +1,8 @@
-"""What a function of PyTorch means that is called with parameters at rest, or with whole tensors of one.
+"""What a PyTorch function does when it is called with parameters at rest, or with whole tensors of them.
 
-Reads and writes are collective: every rank calls the same function, and gathers what it is about. A function that is
-not known to be special is run on the values themselves; whether it has changed them, their version tells, but for a
-few functions that do not count.
+Reads and writes are collective: every rank calls the same function, which gathers the tensors it was given. A function
+that needs no special treatment runs on the values themselves. Whether it has changed them is read from their version
+counter, except for a few functions that do not increment it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `func(*args, **kwargs)` is, as plain PyTorch would have it."""
+    """The result of `func(*args, **kwargs)`, as plain PyTorch would give it."""
     if func in uses.METADATA:
         return plainly(func, args, kwargs)
     leaves, form = tree_flatten((args, dict(kwargs)))
@@ -47,7 +47,7 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], homes: Iterable[Home]) -> Any:
-    """`func` inside of a forward or backward, on parameters that have just become whole."""
+    """`func` inside a forward or backward, on parameters that have just been gathered."""
     before = [(home, home.num_writes()) for home in homes]
     result = plainly(func, args, kwargs)
     for home, num_writes in before:
@@ -62,7 +62,7 @@ def plainly(func: Function, args: Iterable[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What needs no more of a tensor than each rank has: a norm, or a change by a number. `None` for anything else."""
+    """A norm, or a change by a number, for which each rank's own elements are enough; `None` for anything else."""
     if func in uses.NORMS:
         return _norm(whole, *args, **kwargs)
     if func in uses.SCALINGS and _are_numbers((*args, *kwargs.values())) and whole.source.scale(func, args, kwargs):
@@ -74,7 +74,7 @@ def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwar
 
 
 def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | Whole]) -> Any:
-    if torch.is_inference_mode_enabled():  # there tensors have no versions, and writes would not be seen
+    if torch.is_inference_mode_enabled():  # there tensors have no versions, and writes would go unnoticed
         with torch.inference_mode(False), torch.no_grad():
             return _run(func, leaves, form, handles)
     differentiates = torch.is_grad_enabled() and any(plainly(uses.GET_REQUIRES_GRAD, [one], {}) for one in handles)
@@ -104,7 +104,7 @@ def _sources(given: Any) -> set[Source]:
 
 
 def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor]:
-    """The values of everything that `handles` stand for, each once, in the order in which they are named."""
+    """The values of all `handles`, each source opened once, in the order in which they appear."""
     sources: dict[Source, None] = {}
     for handle in handles:
         sources[handle.home() if isinstance(handle, Resting) else handle.source] = None
@@ -122,7 +122,7 @@ def _given_back(
     *,
     differentiates: bool,
 ) -> Any:
-    """`result` without anything that reads memory which goes: handles in the place of values, views made anew."""
+    """`result` without references to memory that will be freed: handles in place of values, and views as `Whole`."""
     storages = {plainly(Tensor.untyped_storage, [values], {})._cdata for values in opened.values()}
     results, result_form = tree_flatten(result)
 
@@ -155,7 +155,8 @@ def _view(func: Function, leaves: list[Any], form: Any, handle: Resting | Whole,
 
 @contextmanager
 def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | Whole]) -> Iterator[None]:
-    """Inside, autograd saves of parameters that come and go where to find them: they are gathered in the backward."""
+    """Makes autograd save a reference to parameters that come and go instead of their values; the backward gathers
+    them."""
     homes: dict[Source, Home] = {home: home for home in (one.home() for one in handles if isinstance(one, Resting))}
     by_storage = {
         plainly(Tensor.untyped_storage, [values], {})._cdata: homes[source]
@@ -207,7 +208,7 @@ def _set_data(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _copy(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A parameter that is overwritten need not be gathered."""
+    """A parameter that is overwritten completely is not gathered first."""
     handle: Any = args[0]
     value = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
     if not isinstance(handle, Resting) or not isinstance(value, Tensor) or torch.is_grad_enabled():
@@ -288,7 +289,7 @@ _SPECIAL: dict[Function, Callable[[Function, tuple[Any, ...], Mapping[str, Any]]
 def _norm(
     whole: Whole, norm_type: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
 ) -> Tensor | None:
-    """The norm of all elements; `None` where something else is asked for."""
+    """The norm of all elements; `None` if something else was asked for."""
     norm_type = more.pop("p", more.pop("ord", norm_type))
     if norm_type == "fro":
         norm_type = 2

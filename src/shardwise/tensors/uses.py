@@ -1,6 +1,6 @@
-"""The functions of PyTorch, by what they do to a tensor that they are given.
+"""PyTorch's functions, grouped by what they do to a tensor that they are given.
 
-What is named nowhere here reads the values, or changes them, which is found by trying it.
+Functions that are not listed here read or change the values; which of the two, is seen after the call.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ METADATA: frozenset[Function] = frozenset(
         torch._has_compatible_shallow_copy_type,
     }
 )
-"""They look at nothing but what is known without the values, or use a parameter as a leaf of a graph alone."""
+"""They use only what is known without the values, or use a parameter only as a leaf of a graph."""
 
 ALIKE: frozenset[Function] = frozenset(
     {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
 )
-"""They make a tensor of the same shape, and do not look at the values."""
+"""They make a tensor of the same shape and do not read the values."""
 
 _ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
 GET_GRAD: Function = _ATTRIBUTES["grad"].__get__
@@ -65,10 +65,10 @@ GET_REQUIRES_GRAD: Function = _ATTRIBUTES["requires_grad"].__get__
 SET_REQUIRES_GRAD: Function = _ATTRIBUTES["requires_grad"].__set__
 
 DETACH: frozenset[Function] = frozenset({Tensor.detach, torch.detach, GET_DATA})
-"""They give the same values, apart from any graph."""
+"""They return the same values, detached from any graph."""
 
 COPIED: frozenset[Function] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist})
-"""They hand out memory itself, and so are given a copy of the values, which stays theirs."""
+"""They expose memory, so they get a copy of the values."""
 
 STORAGE: dict[Function, str] = {
     Tensor.untyped_storage: "its storage",
@@ -89,7 +89,7 @@ UNCOUNTED: frozenset[Function] = frozenset(
         *(torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_),
     }
 )
-"""They write to their first argument, and its version does not tell."""
+"""They write to their first argument without incrementing its version."""
 
 SCALINGS: frozenset[Function] = frozenset(
     {
@@ -97,4 +97,4 @@ SCALINGS: frozenset[Function] = frozenset(
         *(Tensor.neg_, Tensor.nan_to_num_, Tensor.__imul__, Tensor.__itruediv__, Tensor.multiply_, Tensor.divide_),
     }
 )
-"""Elementwise changes that need no other elements, if what else they are given are numbers."""
+"""Elementwise changes that need no other elements, if their other arguments are numbers."""

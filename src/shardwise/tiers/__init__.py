@@ -1,8 +1,10 @@
-"""The disk tier's files: aligned direct I/O by several threads, buffers on pages, a folder that one job has.
+"""The files of the disk tier: aligned direct I/O on several threads, page-aligned buffers, a folder that belongs to one
+job.
 
-Above `devices`, beside `comm`: no ranks, no tables. Checkpoints are written through the same calls.
+Above `devices`, beside `comm`: this package knows neither ranks nor tables. Checkpoints are written through the same
+calls.
 
-Names are imported when first used: whoever shards a model without tiers does not wait for theirs.
+Names are imported on first use, so a model that is sharded without tiers does not wait for these imports.
 """
 
 from __future__ import annotations

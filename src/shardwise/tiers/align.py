@@ -1,4 +1,4 @@
-"""Where things lie in a file that is read and written past the page cache: pure arithmetic on bytes."""
+"""Offsets in a file that is read and written past the page cache: pure arithmetic on bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from shardwise.units import PAGE as PAGE
 
 
 def down(num_bytes: int, step: int = PAGE) -> int:
-    """The largest multiple of `step` that is no more."""
+    """The largest multiple of `step` that is at most `num_bytes`."""
     return num_bytes // step * step
 
 
 def up(num_bytes: int, step: int = PAGE) -> int:
-    """The smallest multiple of `step` that is no less."""
+    """The smallest multiple of `step` that is at least `num_bytes`."""
     return -(-num_bytes // step) * step
 
 
 def requests(start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Bytes `start` to `stop`, cut at multiples of `block_bytes`: no request has parts of two blocks."""
+    """Bytes `start` to `stop`, cut at multiples of `block_bytes`, so that no request covers parts of two blocks."""
     while start < stop:
         end = min(stop, down(start, block_bytes) + block_bytes)
         yield start, end
@@ -28,7 +28,7 @@ def requests(start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int
 
 @dataclass(frozen=True)
 class Region:
-    """Where something lies in a file: it begins on a page, and the rest of its last page is nobody's."""
+    """Where something lies in a file: it starts on a page boundary, and the rest of its last page is unused."""
 
     offset: int
     num_bytes: int
@@ -43,7 +43,7 @@ class Region:
 
 
 def layout(sizes: Mapping[str, int]) -> dict[str, Region]:
-    """A place in one file for each name, one after the other, by its number of bytes."""
+    """A region of one file for each name, one after the other; `sizes` is in bytes."""
     regions: dict[str, Region] = {}
     offset = 0
     for name, num_bytes in sizes.items():

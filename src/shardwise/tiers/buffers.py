@@ -1,4 +1,4 @@
-"""Host memory that begins on a page, as reads and writes past the page cache demand."""
+"""Page-aligned host memory, as reads and writes past the page cache require."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from shardwise.tiers.align import PAGE, up
 from shardwise.units import format_bytes
 
 _ALIGNMENT = 64
-"""As torch's own allocator aligns: kernels are fastest there."""
+"""The alignment of torch's own allocator; kernels are fastest there."""
 _LARGE_PAGE_BYTES = 2**21
 
 
 class Stage:
-    """Host memory that grows as it is asked for, and is kept. It begins on a page; pinned where a device fills it."""
+    """Host memory that grows as needed and is kept. It is page-aligned, and pinned if a device copies into it."""
 
     def __init__(self, device: RankDevice | None = None) -> None:
-        """Pinned for copies from `device`, if one is given."""
+        """With `device`, the memory is pinned for copies from it."""
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def sized(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # lets the old one go before the new one comes
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory before the new is allocated
             self._memory = pages(num_bytes, self._device)
         return self._memory[:num_bytes]
 
 
 def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
-    """Host memory that begins on a page; pinned for `device`. A flat uint8 tensor of at least `num_bytes`.
+    """A flat uint8 tensor of at least `num_bytes` in page-aligned host memory, pinned for `device` if one is given.
 
-    [Note: pinned pages] Torch's own pinned memory is rounded up to a power of two: for an image of 33 GiB, 64. So pages
-    are locked where they lie, if the accelerator can do that, and unlocked before they go: that is not when the
-    mapping goes, whose end Python tells of when it has come, but when its one user does, an array of `ctypes`.
+    [Note: pinned pages] Torch rounds its own pinned memory up to a power of two: an image of 33 GiB would take 64. So
+    the pages are locked in place, if the accelerator can do that, and unlocked before they are freed. A finalizer on
+    the mapping would run too late, when it is already unmapped; so the finalizer is on its one user, a `ctypes` array.
     """
     size = max(num_bytes, PAGE)
     mapped = (ctypes.c_char * size).from_buffer(_mapped(size))
@@ -61,19 +61,20 @@ def _unlock(device: RankDevice, unlock: Callable[[], None]) -> None:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """This process's own memory, in large pages where there are some: memory that is shared has small ones."""
+    """Private memory of this process, in huge pages where available; shared memory gets small pages."""
     mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages does without
+        with contextlib.suppress(OSError):  # kernels without huge pages refuse
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 
 def tensors_in_pages(wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Host memory for flat tensors of so many elements, undefined, one after the other in one mapping.
+    """Flat, uninitialized host tensors of the given sizes and dtypes, one after the other in one mapping.
 
-    To fill fresh memory costs twice what filling warm memory does, unless its pages are large, and of many tensors each
-    by itself is too small for large pages. It goes when the last of them goes; each has a storage of its own.
+    First writes to fresh memory cost twice as much as writes to warm memory unless its pages are huge, and each of many
+    small tensors alone is too small for huge pages. The mapping is freed with the last of the tensors; each has its own
+    storage.
     """
     starts, num_bytes = [], 0
     for numel, dtype in wanted:
@@ -89,10 +90,10 @@ def tensors_in_pages(wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Te
 
 
 class BufferPool:
-    """Buffers of one size in one piece of host memory, each on pages of its own, lent and given back."""
+    """Buffers of equal size in one piece of host memory, each page-aligned; they are lent and given back."""
 
     def __init__(self, num_buffers: int, buffer_bytes: int, device: RankDevice | None = None) -> None:
-        """Pinned for copies from and to `device`, if one is given."""
+        """With `device`, the memory is pinned for copies to and from it."""
         self.buffer_bytes = up(max(1, buffer_bytes))
         self.num_buffers = num_buffers
         self.num_bytes = num_buffers * self.buffer_bytes
@@ -101,7 +102,7 @@ class BufferPool:
         self._lent: dict[int, torch.Tensor] = {}
 
     def take(self) -> torch.Tensor:
-        """One of them: a flat uint8 tensor of `buffer_bytes`. Raises `StateError` if all are lent."""
+        """A free buffer: a flat uint8 tensor of `buffer_bytes`. Raises `StateError` if all are lent."""
         if not self._free:
             raise StateError(
                 f"All {len(self._lent)} buffers of {format_bytes(self.buffer_bytes)} are lent. Give one back first, or "
@@ -112,7 +113,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Nobody may use it any more. Raises `StateError` for what is not lent."""
+        """Return a buffer, which must not be used any more. Raises `StateError` if it is not lent."""
         lent = self._lent.pop(buffer.data_ptr(), None)
         if lent is None:
             raise StateError("A buffer was given back that is not lent: twice, or to the wrong pool.")

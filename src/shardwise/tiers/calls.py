@@ -1,4 +1,4 @@
-"""What the tiers ask of the system, in one place, so that a test can have a disk that is full, slow or broken."""
+"""The system calls of the tiers, in one place, so that tests can simulate a disk that is full, slow or broken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Protocol
 
 
 class Calls(Protocol):
-    """Each raises `OSError`, as `os` does. Reads and writes may do less than they are asked to, and say how much."""
+    """Each method raises `OSError`, as `os` does. Reads and writes may transfer fewer bytes than asked, and return how
+    many."""
 
     def open(self, path: Path, flags: int) -> int: ...
 
@@ -19,11 +20,11 @@ class Calls(Protocol):
     def write(self, handle: int, data: memoryview, offset: int) -> int: ...
 
     def use_cache(self, handle: int) -> None:
-        """From here on through the page cache."""
+        """Send later reads and writes of this handle through the page cache."""
         ...
 
     def reserve(self, handle: int, num_bytes: int) -> None:
-        """Take the space on the disk for the first bytes of a file."""
+        """Allocate disk space for the first `num_bytes` of a file."""
         ...
 
     def free_bytes(self, folder: Path) -> int: ...
@@ -37,7 +38,7 @@ class SystemCalls:
         return os.preadv(handle, [into], offset)
 
     def write(self, handle: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(handle, data, offset)  # of one buffer the same as pwritev, and on every Unix
+        return os.pwrite(handle, data, offset)  # for one buffer the same as pwritev, and available on every Unix
 
     def use_cache(self, handle: int) -> None:
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)

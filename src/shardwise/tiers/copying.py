@@ -1,4 +1,4 @@
-"""From one file to another without passing through memory as a whole, where the system can; else piece by piece."""
+"""Copying between files inside the kernel where the system can, and in pieces through memory otherwise."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 
 PIECE_BYTES = 2**22
 _NOT_HERE = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.ETXTBSY))
-"""Between file systems, of kinds that cannot, or forbidden in a container: then it goes through memory."""
+"""The files are on different file systems, on ones that do not support it, or a container forbids it: copy through
+memory."""
 
 
 def copy_range(source: int, start: int, target: int, at: int, num_bytes: int) -> bool:
-    """`num_bytes` from byte `start` of one open file to byte `at` of another; both descriptors stay where they were.
+    """Copy `num_bytes` from byte `start` of one open file to byte `at` of another. File positions do not change.
 
-    Whether all of it stayed in the kernel. Raises `EOFError` where the source ends before, and `OSError` as the system
-    does. Neither descriptor may be one that goes past the page cache, and what is written to the source must be waited
-    for first.
+    Returns whether all of it stayed in the kernel. Raises `EOFError` if the source ends too early, and `OSError` as the
+    system does. Neither descriptor may bypass the page cache, and pending writes to the source must be finished first.
     """
     stayed = True
     while num_bytes:
@@ -30,7 +30,7 @@ def copy_range(source: int, start: int, target: int, at: int, num_bytes: int) ->
 
 
 def _in_kernel(source: int, start: int, target: int, at: int, num_bytes: int) -> int | None:
-    """Bytes that were copied; `None` where it cannot be done so."""
+    """The number of bytes copied; `None` where the kernel cannot do it."""
     if not hasattr(os, "copy_file_range"):
         return None
     try:
@@ -42,7 +42,7 @@ def _in_kernel(source: int, start: int, target: int, at: int, num_bytes: int) ->
 
 
 def _through_memory(source: int, start: int, target: int, at: int, num_bytes: int) -> int:
-    """By descriptors through the page cache: a direct one takes no bytes that begin anywhere."""
+    """Both descriptors go through the page cache, because a direct one accepts only aligned offsets."""
     piece = memoryview(os.pread(source, num_bytes, start))
     done = 0
     while done < len(piece):

@@ -1,4 +1,4 @@
-"""Reading and writing past the page cache: as fast as the disk, and nothing that others have in the cache is lost."""
+"""Reading and writing past the page cache: at the speed of the disk, and without evicting what others have cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from shardwise.tiers.calls import SYSTEM, Calls
 
 
 def open_direct(path: Path, flags: int, calls: Calls = SYSTEM) -> tuple[int, bool]:
-    """A descriptor, and whether it goes past the page cache; through it where the file system refuses the other."""
+    """Open `path` past the page cache, or through it where the file system refuses that.
+
+    Returns the descriptor, and whether it is direct.
+    """
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return calls.open(path, flags | direct), bool(direct)
@@ -22,17 +25,18 @@ def open_direct(path: Path, flags: int, calls: Calls = SYSTEM) -> tuple[int, boo
 
 
 def write_at(handle: int, data: memoryview, offset: int, calls: Calls = SYSTEM) -> bool:
-    """All of `data`, whatever parts the system takes it in. False if that had to go through the page cache.
+    """Write all of `data`, in as many parts as the system takes. Returns False if that had to go through the page
+    cache.
 
-    Some file systems open a file past the cache and then do not write it so, and after a part that ends within a page
-    none does: then the descriptor goes through the cache from there on.
+    Some file systems open a file for direct I/O and then refuse to write that way, and all of them refuse after a part
+    that ends within a page. The descriptor goes through the cache from then on.
     """
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return _all_of(calls.write, handle, data, offset, calls, lambda _: full)
 
 
 def read_at(handle: int, into: memoryview, offset: int, calls: Calls = SYSTEM) -> bool:
-    """Fill `into`. Raises `EOFError` where the file ends before. False as for `write_at`."""
+    """Fill `into`. Raises `EOFError` if the file ends too early. Returns False as `write_at` does."""
     return _all_of(calls.read, handle, into, offset, calls, lambda at: EOFError(f"it ends at byte {at}"))
 
 
@@ -44,7 +48,7 @@ def _all_of(
     calls: Calls,
     ended: Callable[[int], Exception],
 ) -> bool:
-    """`transfer` all of `data`, part by part; `ended` says what it means that no more goes, at an offset."""
+    """`transfer` all of `data`, part by part. `ended` makes the exception for a transfer of zero bytes at an offset."""
     was_direct = True
     while data:
         try:
@@ -54,7 +58,7 @@ def _all_of(
         except OSError as error:
             if error.errno != errno.EINVAL or not was_direct:
                 raise
-            calls.use_cache(handle)  # another thread may have been faster
+            calls.use_cache(handle)  # another thread may have done this already
             was_direct = False
             continue
         if moved <= 0:

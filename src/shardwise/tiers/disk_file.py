@@ -1,4 +1,4 @@
-"""A file of fixed size on a disk tier: read and written past the page cache, by several threads at once."""
+"""A file of fixed size on a disk tier, read and written past the page cache by several threads at once."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from shardwise.units import format_bytes
 
 
 class DiskFile:
-    """One process's file of `num_bytes` (rounded up to a page), whose space is taken when it is made. `close()` it.
+    """One process's file of `num_bytes`, rounded up to a page. Its space is allocated when it is created. Call
+    `close()`.
 
-    [Note: files without names] The file loses its name as soon as it is open, so whatever ends the process, the space
-    is free again. A process that is killed between the two steps leaves an empty file, which is found by its name
-    (`TierFolder`).
+    [Note: files without names] The file is unlinked as soon as it is open, so its space is freed however the process
+    ends. A process killed between the two steps leaves an empty file, which is found by its name (`TierFolder`).
 
-    `read` and `write` take buffers that begin on a page and offsets on pages (`BufferPool`), copy nothing, and return
-    at once. Until the `Pending` is waited for a buffer belongs to the file, and two requests for the same bytes may
-    come in either order. `get` and `put` take any bytes and wait.
+    `read` and `write` take page-aligned buffers and offsets (see `BufferPool`), copy nothing, and return at once. A
+    buffer belongs to the file until the `Pending` has been waited for, and two requests for the same bytes may run in
+    either order. `get` and `put` take any byte range and wait.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class DiskFile:
         calls: Calls = SYSTEM,
         when_cached: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `checksums` each block of the queue that was written as a whole is compared when it is read so.
+        """With `checksums`, each block that was written as a whole is verified when it is read as a whole.
 
-        `when_cached` is called where direct I/O is refused; whom it belongs to lives as long as the file does.
+        `when_cached` is called where direct I/O is refused; its owner must live as long as the file.
         """
         self._when_cached = when_cached
         self.path = path
@@ -72,22 +72,22 @@ class DiskFile:
             when_cached()
 
     def read(self, start: int, into: torch.Tensor) -> Pending:
-        """Fill `into`, a flat uint8 tensor on pages, with the bytes from `start` on."""
+        """Fill `into`, a flat page-aligned uint8 tensor, with the bytes from `start` on."""
         return self._start(self._read_block, start, into)
 
     def write(self, start: int, data: torch.Tensor) -> Pending:
-        """Write `data`, a flat uint8 tensor on pages, from byte `start` on."""
+        """Write `data`, a flat page-aligned uint8 tensor, from byte `start` on."""
         return self._start(self._write_block, start, data)
 
     def get(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes `start` to `stop`, wherever they begin: a new flat uint8 tensor."""
+        """Bytes `start` to `stop`, not necessarily aligned, as a new flat uint8 tensor."""
         first, last = self._around(start, stop)
         memory = pages(last - first)[: last - first]
         self._now(self._read_block, first, memory)
         return memory[start - first : stop - first]
 
     def put(self, start: int, data: torch.Tensor) -> None:
-        """Replace bytes from `start` on by `data`, a flat uint8 tensor; what shares a page with them stays."""
+        """Overwrite the bytes from `start` on with `data`, a flat uint8 tensor; other bytes of the same pages stay."""
         stop = start + data.numel()
         if start == stop:
             return
@@ -100,12 +100,13 @@ class DiskFile:
         self._now(self._write_block, first, memory)
 
     def copy_to(self, target: int, at: int, start: int, stop: int) -> bool:
-        """Copy bytes `start` to `stop` into another open file from byte `at` on, without passing through memory.
+        """Copy bytes `start` to `stop` into another open file, to byte `at`, without passing through memory.
 
-        Whether that could be done: else they go through memory piece by piece. `target` goes through the page cache.
+        Returns whether that was possible; otherwise they are copied through memory in pieces. `target` must go through
+        the page cache.
         """
         self._check(start, stop)
-        reader = os.open(f"/proc/self/fd/{self._handle}", os.O_RDONLY)  # not past the cache: any bytes may be read
+        reader = os.open(f"/proc/self/fd/{self._handle}", os.O_RDONLY)  # allows any byte range
         try:
             return copy_range(reader, start, target, at, stop - start)
         except (OSError, EOFError) as error:
@@ -114,28 +115,28 @@ class DiskFile:
             os.close(reader)
 
     def forget_checksums(self) -> None:
-        """What is there now is compared no more; what is written from here on is."""
+        """Do not verify what is in the file now; only what is written from now on."""
         if self._sums is not None:
             self._sums.clear()
 
     def descriptor(self) -> int:
-        """Of the open file, for advice to the kernel. It goes when the file is closed."""
+        """The descriptor of the open file, for advice to the kernel. It is invalid once the file is closed."""
         self._require_open()
         return self._handle
 
     def close(self) -> None:
-        """The file is gone with it. May be called twice; nothing may be under way."""
+        """Close the file, which deletes it. May be called twice; no request may be under way."""
         self._close()
 
     def _around(self, start: int, stop: int) -> tuple[int, int]:
-        """Whole pages with these bytes; whole blocks, where each has a checksum."""
+        """The whole pages that contain these bytes; whole blocks if each block has a checksum."""
         step = PAGE if self._sums is None else self.queue.block_bytes
         first, last = down(start, step), min(up(stop, step), max(self.num_bytes, up(stop)))
         self._check(first, last)
         return first, last
 
     def _now(self, work: Callable[[int, memoryview], None], start: int, buffer: torch.Tensor) -> None:
-        """Wait for it; what is one block is done by this thread."""
+        """Do it and wait; this thread does a single block itself."""
         if buffer.numel() <= self.queue.block_bytes - start % self.queue.block_bytes:
             work(start, memoryview(buffer.numpy().data))
         else:

@@ -1,4 +1,4 @@
-"""What went wrong with a file, as a sentence: which file, where in it, and what to do."""
+"""Error messages about files: which file, which bytes, and what to do."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ OTHERWISE = "Name a folder on another disk."
 
 
 def io_fault(verb: str, path: Path, start: int, stop: int, error: OSError | EOFError) -> TierError:
-    """`verb` is `reading`, `writing` or `copying`; bytes `start` to `stop` of `path` were asked for."""
+    """`verb` is `reading`, `writing` or `copying`; `start` and `stop` are the bytes of `path` that were requested."""
     what = f"{verb.capitalize()} {format_bytes(stop - start)} at byte {start} of {path} failed"
     if isinstance(error, EOFError):
         return TierError(f"{what}: {error}. Somebody has cut it, or the disk has lost some of it. {OTHERWISE}")
-    return TierError(f"{what}: {said(error)}. {_CURES.get(error.errno or 0, OTHERWISE)}")
+    return TierError(f"{what}: {describe_error(error)}. {_CURES.get(error.errno or 0, OTHERWISE)}")
 
 
 def folder_fault(what: str, error: OSError) -> TierError:
-    return TierError(f"{what}: {said(error)}. {_CURES.get(error.errno or 0, OTHERWISE)}")
+    return TierError(f"{what}: {describe_error(error)}. {_CURES.get(error.errno or 0, OTHERWISE)}")
 
 
-def said(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """`No space left on device (ENOSPC)`."""
     if error.errno is None:
         return str(error)

@@ -1,9 +1,9 @@
-"""A folder for what does not fit into memory: one job's at a time, on a disk of this machine, with room that is asked
-for first.
+"""A folder for what does not fit into memory: on a local disk, used by one job at a time, with room checked in advance.
 
-[Note: who has the folder] Each rank locks a small file of its own there, which names the process. The lock (`flock`) is
-the kernel's, so it is gone when the process is, however it ended, and holds between containers, which do not see each
-other's processes. Children that a process forks keep its lock and its files: while one lives, so does the space.
+[Note: who has the folder] Each rank locks a small file of its own in the folder, which names the process. The kernel
+releases the lock (`flock`) when the process ends, however it ends, and the lock holds between containers, which do not
+see each other's processes. Children that a process forks keep its lock and its files: while one of them lives, the
+space stays in use.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What a process that was killed has left in a folder, and was removed."""
+    """A killed process whose files in a folder were removed."""
 
     holder: Holder
     num_bytes: int
-    """Of files that still had their names."""
+    """Of the files that still had names."""
 
 
 class TierFolder:
-    """The right of one rank to keep files in `folder`, from here on until `close`.
+    """One rank's right to keep files in `folder`, until `close`.
 
     Raises `TierError` if the folder cannot be written to, is on a network file system, or belongs to another job.
     """
 
     def __init__(self, folder: Path | str, *, rank: int = 0, calls: Calls = SYSTEM, mounts: str | None = None) -> None:
-        """`rank` is this process's in its job. `mounts` has the lines of `/proc/self/mounts`, for tests."""
+        """`rank` is this process's rank in its job. `mounts` replaces the content of `/proc/self/mounts`, for tests."""
         self.folder = Path(folder)
         self._calls = calls
         self._prefix = f"shardwise-rank-{rank}"
@@ -59,18 +59,16 @@ class TierFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise folder_fault(f"The folder {self.folder} cannot be made", error) from error
-        told = check_local(self.folder, mounts)
-        if told:
-            _log.warning(told)
+        warning = check_local(self.folder, mounts)
+        if warning:
+            _log.warning(warning)
         self._path = self.folder / f"{self._prefix}.lock"
         handle, before = self._take()
-        self.left_behind = self._tidied(before)
-        self._release = weakref.finalize(
-            self, _release, handle, self._path, os.getpid()
-        )  # at the interpreter's end too
+        self.left_behind = self._remove_leftovers(before)
+        self._release = weakref.finalize(self, _release, handle, self._path, os.getpid())  # also at interpreter exit
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise `TierError` with figures unless `num_bytes` more are free."""
+        """Raise `TierError` unless `num_bytes` more are free."""
         free = self._calls.free_bytes(self.folder)
         if num_bytes > free:
             raise TierError(
@@ -79,34 +77,35 @@ class TierFolder:
             )
 
     def create(self, name: str, num_bytes: int, queue: IoQueue, *, checksums: bool = False) -> DiskFile:
-        """A file of `num_bytes` whose space is taken at once, or a `TierError` if there is not enough.
+        """A file of `num_bytes` whose space is allocated at once; `TierError` if there is not enough.
 
-        `name` is for messages, and a plain file name.
+        `name` is a plain file name, and also used in messages.
         """
         if not self._release.alive:
             raise StateError(f"{self.folder} has been given up; make another TierFolder.")
         self.check_room(up(num_bytes))
         path = self.folder / f"{self._prefix}.{name}"
-        file = DiskFile(path, num_bytes, queue, checksums=checksums, calls=self._calls, when_cached=self._say_cached)
+        file = DiskFile(path, num_bytes, queue, checksums=checksums, calls=self._calls, when_cached=self._warn_cached)
         self._files.append(file)
         return file
 
     def tidy_after_others(self) -> None:
-        """Remove what killed processes with other ranks have left here. Once all ranks of this job have the folder."""
+        """Remove what killed processes of other ranks have left here. Call it once all ranks of this job hold the
+        folder."""
         for path in self.folder.glob("shardwise-rank-*.lock"):
             if path != self._path:
-                with contextlib.suppress(OSError):  # of one that lives, or that another rank is just removing
+                with contextlib.suppress(OSError):  # its process lives, or another rank is removing it
                     _remove_unless_held(path)
 
     def close(self) -> None:
-        """Close its files and let others have the folder. May be called twice."""
+        """Close the files and release the folder. May be called twice."""
         for file in self._files:
             file.close()
         self._files = []
         self._release()
 
-    def _say_cached(self) -> None:
-        """Once; called by files, from threads that read and write."""
+    def _warn_cached(self) -> None:
+        """Warn once; called by files, from I/O threads."""
         with self._lock:
             if self._is_cached:
                 return
@@ -118,7 +117,8 @@ class TierFolder:
         )
 
     def _take(self) -> tuple[int, Holder | None]:
-        """Lock this rank's file and put our name there; who is named there already has been killed."""
+        """Lock this rank's file and write this process's name into it. A name found there is of a process that was
+        killed."""
         for _ in range(10):
             try:
                 handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -140,7 +140,7 @@ class TierFolder:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(asdict(Holder.me())).encode(), 0)
                 return handle, before
-            os.close(handle)  # its holder removed it between our opening and locking it
+            os.close(handle)  # its holder removed it between our open and our lock
         raise TierError(f"{self._path} keeps changing. Do several jobs use this folder?")
 
     def _named(self) -> Holder | None:
@@ -149,12 +149,12 @@ class TierFolder:
         except (OSError, ValueError, TypeError, KeyError, CheckpointError):
             return None
 
-    def _tidied(self, before: Holder | None) -> LeftBehind | None:
-        """Remove what has our rank's name and lost its process."""
+    def _remove_leftovers(self, before: Holder | None) -> LeftBehind | None:
+        """Remove files with this rank's prefix whose process is gone."""
         num_bytes = 0
         leftovers = [path for path in self.folder.glob(f"{self._prefix}.*") if path != self._path]
         for path in leftovers:
-            with contextlib.suppress(OSError):  # nobody's any more; in the way of nothing but a file of the same name
+            with contextlib.suppress(OSError):  # it belongs to nobody, and only a file of the same name would conflict
                 size = path.lstat().st_size
                 path.unlink()
                 num_bytes += size
@@ -166,7 +166,7 @@ class TierFolder:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether the open file still has this name."""
+    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
     except OSError:
@@ -174,7 +174,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _remove_unless_held(path: Path) -> None:
-    """A rank's lock, and its files that still have names. Raises `OSError` if its process lives."""
+    """Remove a rank's lock file and those of its files that still have names. Raises `OSError` if its process lives."""
     handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +188,7 @@ def _remove_unless_held(path: Path) -> None:
 
 
 def _release(handle: int, path: Path, owner: int) -> None:
-    if os.getpid() == owner and _is_at(handle, path):  # what a fork closes is its parent's
+    if os.getpid() == owner and _is_at(handle, path):  # a fork's copy must not unlink its parent's file
         with contextlib.suppress(OSError):
             path.unlink()
     os.close(handle)

@@ -1,4 +1,4 @@
-"""Threads that read and write for others: as many requests under way at once as a disk wants to be busy."""
+"""Threads that read and write, with as many requests in flight as keep a disk busy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardwise.tiers.pending import Pending
 
 DEPTH = 8
 BLOCK_BYTES = 2**20
-"""What most NVMe drives are kept busy by; `shardwise bench disk` finds a machine's own."""
+"""Keeps most NVMe drives busy; `shardwise bench disk` finds the best values for a machine."""
 
 
 class IoQueue:
-    """`depth` requests under way at once, of at most `block_bytes` each, in the order they were given. `close()` it."""
+    """Up to `depth` requests in flight, of at most `block_bytes` each, started in the order given. Call `close()`."""
 
     def __init__(self, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> None:
         if depth < 1 or block_bytes < PAGE or block_bytes % PAGE:
@@ -31,5 +31,5 @@ class IoQueue:
         return Pending([self._pool.submit(request) for request in requests])
 
     def close(self) -> None:
-        """Wait for what is under way, and let the threads go. May be called twice."""
+        """Wait for the requests in flight and end the threads. May be called twice."""
         self._pool.shutdown()

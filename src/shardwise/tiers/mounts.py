@@ -1,4 +1,4 @@
-"""On which kind of file system a folder lies: some are on another machine, and some are no disk at all."""
+"""The kind of file system under a folder: some are on another machine, and some are not disks at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardwise.errors import TierError
 TABLE = Path("/proc/self/mounts")
 _REMOTE_FUSE = ("fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.mount-s3", "fuse.davfs")
 _REMOTE = frozenset(("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "afs", "ncpfs", "coda", *_REMOTE_FUSE))
-"""Of other machines, over a network that is slower than any disk, with names for open files that are gone."""
+"""On other machines, over a network that is slower than any disk; they keep names for deleted files that are open."""
 _PARALLEL = frozenset(
     ("lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "glusterfs", "fuse.glusterfs", "wekafs", "pvfs2", "panfs")
 )
-"""Of other machines, made for many readers and writers: as fast as they are set up to be."""
+"""On other machines, but made for many readers and writers: as fast as their setup."""
 _MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs"))
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
@@ -28,7 +28,7 @@ class Mount:
 
 
 def mount_of(folder: Path, table: str | None = None) -> Mount | None:
-    """The mount that `folder` lies on, by the lines of `/proc/self/mounts`; `None` where that does not tell."""
+    """The mount that contains `folder`, from the lines of `/proc/self/mounts`; `None` if that cannot be told."""
     if table is None:
         try:
             table = TABLE.read_text(errors="replace")
@@ -42,14 +42,14 @@ def mount_of(folder: Path, table: str | None = None) -> Mount | None:
             continue
         source, point, kind = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), word) for word in words[:3])
         mount = Mount(source, Path(point), kind)
-        deeper = found is None or len(mount.point.parts) >= len(found.point.parts)  # a later one hides an earlier
+        deeper = found is None or len(mount.point.parts) >= len(found.point.parts)  # a later mount hides an earlier one
         if place.is_relative_to(mount.point) and deeper:
             found = mount
     return found
 
 
 def check_local(folder: Path, table: str | None = None) -> str | None:
-    """What to tell of the file system under `folder`, if anything. Raises `TierError` if it is of another machine."""
+    """A warning about the file system under `folder`, if there is one. Raises `TierError` for a network file system."""
     mount = mount_of(folder, table)
     if mount is None:
         return None

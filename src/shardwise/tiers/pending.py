@@ -1,4 +1,4 @@
-"""What other threads are doing, and the moment when it is done."""
+"""Waiting for calls on other threads."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 
 class Pending:
-    """Calls under way on other threads, waited for as one."""
+    """Calls in flight on other threads, waited for together."""
 
     def __init__(self, calls: Sequence[Future[Any]]) -> None:
         self._calls = calls
 
     def wait(self) -> None:
-        """Return once all are done; raise what the first that failed raised, when none is under way any more."""
+        """Wait for all calls; then, with none in flight any more, raise the exception of the first that failed."""
         for call in self._calls:
             call.exception()
         for call in self._calls:
             call.result()
 
     def settle(self) -> None:
-        """Return once all are done, whether they failed or not: for who needs nothing of them but their end."""
+        """Wait for all calls and ignore failures."""
         for call in self._calls:
             call.exception()
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once all are done, from the thread that was last, or now."""
+        """Call `tell` once all are done: on the thread that finished last, or at once if they already are."""
         left = len(self._calls) + 1
         lock = threading.Lock()
 
@@ -45,7 +45,7 @@ class Pending:
 
     @property
     def has_failed(self) -> bool:
-        """Whether all are done, and any has failed."""
+        """Whether all are done and at least one failed."""
         return self.is_done and any(call.exception() is not None for call in self._calls)
 
     @property

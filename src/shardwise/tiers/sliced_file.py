@@ -1,8 +1,8 @@
-"""Several tensors of one length in one file, cut into slices that are read, changed and written in turn.
+"""Several tensors of equal length in one file, cut into slices that are read, updated and written in turn.
 
-[Note: slices on a disk] All that one slice needs lies together in the file, each tensor's part on pages of its own. So
-a slice is one stretch to read and one to write, and while one is worked on the next is read and the last one is
-written, through three buffers.
+[Note: slices on a disk] Everything that one slice needs lies together in the file, each tensor's part page-aligned. So
+a slice takes one read and one write. While one slice is updated, the next is read and the previous one written, with
+three buffers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardwise.tiers.slices import NUM_BUFFERS, walk
 
 Tensor = torch.Tensor
 Move = Callable[[int, Tensor], Pending]
-"""Starts a read or a write: the byte where it begins, and the buffer."""
+"""Starts a read or a write, given the first byte and the buffer."""
 SLICE_NUMEL = 2**20
-"""Elements. With AdamW a slice is 12 MiB on the disk, so a queue of 8 blocks of 1 MiB is kept busy."""
+"""In elements. With AdamW a slice is 12 MiB on disk, which keeps a queue of 8 blocks of 1 MiB busy."""
 
 
 class SlicedFile:
-    """Tensors of one length and several names in one file, cut alike into slices that lie together."""
+    """Named tensors of equal length in one file, all cut at the same elements; the parts of a slice lie together."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SlicedFile:
         slice_numel: int = SLICE_NUMEL,
         checksums: bool = False,
     ) -> None:
-        """Each of `dtypes` has `numel` elements. Raises `TierError` where there is no room."""
+        """`dtypes` gives the dtype of each tensor, each of `numel` elements. Raises `TierError` if there is no room."""
         self.name = name
         self.dtypes = dict(dtypes)
         self.numel = numel
@@ -56,15 +56,15 @@ class SlicedFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk."""
+        """Bytes on disk."""
         return self._file.num_bytes
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The elements of slice `index`."""
+        """The first element of slice `index`, and the one after its last."""
         return index * self.slice_numel, min(self.numel, (index + 1) * self.slice_numel)
 
     def views(self, index: int, buffer: Tensor) -> dict[str, Tensor]:
-        """What a buffer of `stride_bytes` holds of slice `index`, by name."""
+        """Views of slice `index` in a buffer of `stride_bytes`, by name."""
         start, stop = self.bounds(index)
         found = {}
         for key, dtype in self.dtypes.items():
@@ -75,24 +75,25 @@ class SlicedFile:
     def update(
         self, pool: BufferPool, work: Callable[[int, dict[str, Tensor]], None], timeline: Timeline | None = None
     ) -> None:
-        """For each slice `work(index, views)`, which changes them in place, between a read and a write.
+        """Read each slice, call `work(index, views)`, which updates the views in place, and write the slice back.
 
-        `timeline` is told of each. Three buffers of the pool are used, fewer if there are fewer slices.
+        `timeline` records each transfer and update. Takes three buffers from the pool, or fewer if there are fewer
+        slices.
         """
-        told = Timeline() if timeline is None else timeline
+        spans = Timeline() if timeline is None else timeline
         buffers = [pool.take() for _ in range(min(NUM_BUFFERS, max(1, self.num_slices)))]
         parts = [buffer[: self.stride_bytes] for buffer in buffers]
 
         def move(verb: str, start: Move, index: int, buffer: int) -> Pending:
             name = f"{verb} {self.name} slice {index}"
-            told.begin(ON_THE_WAY, name, bytes=self.stride_bytes)
+            spans.begin(ON_THE_WAY, name, bytes=self.stride_bytes)
             pending = start(index * self.stride_bytes, parts[buffer])
-            if told.is_on:
-                pending.when_done(lambda: told.end(ON_THE_WAY, name))
+            if spans.is_on:
+                pending.when_done(lambda: spans.end(ON_THE_WAY, name))
             return pending
 
         def update(index: int, buffer: int) -> None:
-            with told.span(f"update {self.name} slice {index}") if told.is_on else nullcontext():
+            with spans.span(f"update {self.name} slice {index}") if spans.is_on else nullcontext():
                 work(index, self.views(index, parts[buffer]))
 
         try:
@@ -117,13 +118,13 @@ class SlicedFile:
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype)
 
     def copy_to(self, key: str, target: int, at: int) -> None:
-        """Copy one tensor into another open file from byte `at` on, as it would lie in memory, without being there."""
+        """Copy one tensor, contiguous, into another open file from byte `at` on, without bringing it into memory."""
         itemsize = self.dtypes[key].itemsize
         for first, last, place in self._places(key, 0, self.numel):
             self._file.copy_to(target, at + first * itemsize, place, place + (last - first) * itemsize)
 
     def put(self, key: str, value: Tensor, start: int = 0) -> None:
-        """Replace elements from `start` on."""
+        """Overwrite the elements from `start` on."""
         flat = value.detach().reshape(-1).to("cpu", self.dtypes[key])
         for first, last, place in self._places(key, start, start + flat.numel()):
             self._file.put(place, flat[first - start : last - start].contiguous().view(torch.uint8))
@@ -132,7 +133,7 @@ class SlicedFile:
         self._file.close()
 
     def _places(self, key: str, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Elements `start` to `stop`, slice by slice: first, last, and the byte of the file where they begin."""
+        """Elements `start` to `stop`, slice by slice: first, last, and the byte of the file where they start."""
         if not 0 <= start <= stop <= self.numel:
             raise StateError(f"Elements {start} to {stop} of {key} were asked for; it has {self.numel}.")
         places = []

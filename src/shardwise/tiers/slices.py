@@ -1,7 +1,7 @@
-"""Going through what is somewhere else slice by slice: read the next one, work on this one, write the last one.
+"""Processing data slice by slice: read the next slice, work on this one, write the previous one.
 
-The order is a list of steps, made by a pure function; `walk` follows it. So what overlaps what is decided, and tested,
-without a disk or a clock.
+A pure function makes the list of steps, and `walk` executes it. So what overlaps can be tested without a disk or a
+clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Waiting(Protocol):
 @dataclass(frozen=True)
 class Step:
     """`read` and `write` start a transfer of slice `index` into or out of buffer `buffer`; `have_read` and
-    `have_written` wait for it; `work` is between the two."""
+    `have_written` wait for it; `work` comes between them."""
 
     verb: Literal["read", "have_read", "work", "write", "have_written"]
     index: int
@@ -31,10 +31,10 @@ class Step:
 
 
 def steps(num_slices: int, num_buffers: int = NUM_BUFFERS) -> Iterator[Step]:
-    """The steps of going through `num_slices`.
+    """The steps to process `num_slices`.
 
-    With three buffers or more the read of the next slices and the write of the last one are under way beside the work;
-    with two a read, but a write is waited for before the next read; with one nothing is under way beside anything.
+    With three buffers or more, the reads of the next slices and the write of the previous one overlap with the work.
+    With two, a read does, but each write is waited for before the next read. With one, nothing overlaps.
     """
     if num_buffers < 1:
         raise ConfigError(
@@ -64,9 +64,9 @@ def walk(
     write: Callable[[int, int], Waiting],
     num_buffers: int = NUM_BUFFERS,
 ) -> None:
-    """Do `steps`. Each function is called with a slice and the buffer that it goes through.
+    """Execute `steps`. Each function is called with a slice and its buffer.
 
-    If anything raises, what is under way is waited for first: until then buffers are read and written.
+    If anything raises, transfers in flight are waited for first, because they still use the buffers.
     """
     reading: dict[int, Waiting] = {}
     writing: dict[int, Waiting] = {}
@@ -87,6 +87,6 @@ def walk(
         for transfer in (*reading.values(), *writing.values()):
             try:
                 transfer.wait()
-            except Exception as error:  # of a transfer; the first failure is the one that is raised
+            except Exception as error:  # a transfer's; the first failure is raised
                 first.add_note(f"Besides: {error}")
         raise

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-ENDING = "ending"
-"""In the folder of a membership, while the launcher ends the whole job."""
+from shardwise.job_folder import ENDING
 
 
 class Leaves(Protocol):

@@ -9,6 +9,7 @@ keys, ends with an error some time, and touches nothing that the next generation
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ from shardwise.places import Place, address_of, place_of
 if TYPE_CHECKING:
     from shardwise.comm.world import World
 
+_PREPARING = "shardwise.elastic.preparing"
+"""Imported only on a rank that comes to others: it is of a higher layer."""
 _LEFT_AFTER_SECONDS = 0.1
 """See [Note: openings that nobody ends]: one that was nearly through gets so long."""
 
@@ -50,10 +53,10 @@ def join_members(
     def open_world(opening: Opening) -> World:
         opened = open_generation(place_of(env), opening, timeout_seconds)
         world = make(opening, opened)
-        world.belong(opening.generation, opening.members, membership)
+        world.belong(opening.generation, opening.members, membership, opening.hosts)
         if env is os.environ:
-            size = str(world.size)
-            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+            num_local = len(world.ranks_of_host)
+            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(num_local))
         opening.watch_over(world)
         try:
             world.settle(opened, timeout_seconds, shares_memory=shares_memory)
@@ -64,13 +67,16 @@ def join_members(
 
     images = env.get("SHARDWISE_IMAGES", "")
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    first_news = int(env.get("SHARDWISE_NEWS", "0"))
     membership = StoreMembership(
         RanksPost(launchers_store(env), attempt, int(env[MEMBER]), Seal.of(env)),
         open_world,
         folder=Path(images) if images else None,
-        first_news=int(env.get("SHARDWISE_NEWS", "0")),
+        first_news=first_news,
         timeout_seconds=timeout_seconds,
     )
+    if first_news:
+        importlib.import_module(_PREPARING).prepare()
     entered = membership.enter()
     DEPARTURE.follow(membership, env.get("SHARDWISE_ELASTIC", ""))
     return entered
@@ -91,7 +97,8 @@ def open_generation(place: Place, opening: Opening, timeout_seconds: float) -> O
     Raises `CommError` as soon as the generation is over, and `RuntimeError` as torch does.
     """
     size = len(opening.members)
-    place = replace(place, rank=opening.rank, size=size, local_size=size)
+    num_local = opening.hosts.count(opening.hosts[opening.rank]) if opening.hosts else size
+    place = replace(place, rank=opening.rank, size=size, local_size=num_local)
 
     def work() -> None:
         try:

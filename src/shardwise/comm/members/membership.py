@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from shardwise.comm.fault import Fault
 from shardwise.comm.generation import Regrouped
 from shardwise.comm.journal import in_words
-from shardwise.comm.members.letters import News, Said
+from shardwise.comm.members.messages import News, Said
 from shardwise.comm.members.post import RanksPost
 from shardwise.errors import CommError, ConfigError, TurnedAwayError
 
@@ -37,6 +37,8 @@ class Opening:
     generation: int
     members: tuple[int, ...]
     rank: int
+    hosts: tuple[str, ...]
+    """By rank: the host of each member; empty where all are on one."""
     store: Store
     """Its keys are this generation's alone. Nobody else uses the connection."""
     watch_over: Callable[[World], None]
@@ -112,6 +114,10 @@ class StoreMembership:
             self._has_asked = True
             threading.Thread(target=self._say, args=("leaving",), name="shardwise-leave", daemon=True).start()
 
+    def needs_all(self) -> None:
+        """See `Membership`."""
+        self._say("whole")
+
     def enter(self) -> World:
         """Wait until the others let this process in. The first to call are the first generation."""
         self._say("here")
@@ -173,7 +179,8 @@ class StoreMembership:
         """The world of a generation, unless it is over before it has begun, or could not be opened, and why."""
         number, members = entering.generation, entering.members
         rank = members.index(self.member)
-        opening = Opening(number, members, rank, self._post.store_of(number), self._watch_over)
+        store = self._post.store_of(number)
+        opening = Opening(number, members, rank, entering.hosts, store, self._watch_over)
         with self._changed:
             self._generation, self._opening = number, opening
             if number in self._over:
@@ -238,6 +245,8 @@ class StoreMembership:
                 self._break_off(world, news)
         if news.kind == "end" and world is not None:
             self._break_off(world, news)
+        if news.kind == "leave" and names_me:
+            self.leave()
         if (news.kind == "over" and concerns_me) or (news.kind == "entering" and names_me):
             self._post.say(Said("heard", self.member, news.generation, text=news.kind))
         return news.kind != "end" and not (news.kind in ("out", "bye") and names_me)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardwise.comm import compat
-from shardwise.comm.members.letters import News, Said, read_told, send_told
+from shardwise.comm.members.messages import News, Said, read_told, send_told
 from shardwise.comm.sealed import SealedStore
 from shardwise.errors import CommError
 from shardwise.job_token import Seal

@@ -1,7 +1,7 @@
-"""Where ranks meet that MPI has started: rank 0 opens a store, and tells the others by MPI where it is.
+"""The meeting place of ranks started by MPI: rank 0 opens a store, and sends its address to the others by MPI.
 
-Nobody has to give an address or a port. The store is what it is under other launchers: the board of faults, torch's own
-groups and the meeting work as they do there.
+No address or port has to be configured. The store is the same as under other launchers, and so are the board of faults,
+torch's own groups and the meeting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("shardwise")
 
 
 class Invitation:
-    """What rank 0 tells the others."""
+    """What rank 0 sends to the others."""
 
     def __init__(self, addresses: Sequence[str], port: int, host: str, token: str) -> None:
         self.addresses = tuple(addresses)
@@ -43,35 +43,35 @@ class Invitation:
         return json.dumps(vars(self)).encode()
 
     @classmethod
-    def from_bytes(cls, said: bytes) -> Invitation:
-        return cls(**json.loads(said))
+    def from_bytes(cls, data: bytes) -> Invitation:
+        return cls(**json.loads(data))
 
 
 def invite(session: Session, addresses: Sequence[str], port: int) -> Invitation:
-    """Tell all others where rank 0 listens. Returns at once."""
+    """Send all others the address at which rank 0 listens. Returns at once."""
     invitation = Invitation(addresses, port, host_identity(), secrets.token_hex(16))
-    said = bytearray(invitation.to_bytes())
-    assert len(said) <= _MOST_BYTES, "a host has few addresses"
+    data = bytearray(invitation.to_bytes())
+    assert len(data) <= _MOST_BYTES, "a host has few addresses"
     world = session.mpi.COMM_WORLD
     for rank in range(1, session.size):
-        session.progress.start(_sending(world, said, rank), is_message=True)
+        session.progress.start(_sending(world, data, rank), is_message=True)
     return invitation
 
 
 def invited(session: Session, deadline: float, patience_seconds: float) -> Invitation:
-    """What rank 0 tells; says so while it tells nothing. Raises `CommError` at the deadline."""
-    said = bytearray(_MOST_BYTES)
+    """Rank 0's invitation; warns while it does not come. Raises `CommError` at the deadline."""
+    data = bytearray(_MOST_BYTES)
 
     def steps() -> Steps:
-        yield [session.mpi.COMM_WORLD.Irecv([said, session.mpi.BYTE], 0, _TAG)]
+        yield [session.mpi.COMM_WORLD.Irecv([data, session.mpi.BYTE], 0, _TAG)]
 
     operation = session.progress.start(steps())
     session.progress.wait(operation, _Patience(session.rank, deadline, patience_seconds).look)
-    return Invitation.from_bytes(bytes(said).rstrip(b"\0"))
+    return Invitation.from_bytes(bytes(data).rstrip(b"\0"))
 
 
 def connect(invitation: Invitation, size: int, timeout: datetime.timedelta, deadline: float) -> tuple[TCPStore, str]:
-    """A connection to rank 0's store, and its place in words. Raises `OSError` if none of its addresses answers."""
+    """A connection to rank 0's store, and its address. Raises `OSError` if none of its addresses answers."""
     is_near = invitation.host == host_identity()
     addresses = ["127.0.0.1"] if is_near else invitation.addresses
     while True:
@@ -82,23 +82,24 @@ def connect(invitation: Invitation, size: int, timeout: datetime.timedelta, dead
                 store = TCPStore(
                     address, invitation.port, size, is_master=False, timeout=timeout, wait_for_workers=False
                 )
-                if store.check([f"{_TOKEN}/{invitation.token}"]):  # else it is somebody else's of this address
+                if store.check([f"{_TOKEN}/{invitation.token}"]):  # otherwise it is a different store at this address
                     return store, f"{address}:{invitation.port}"
         if time.monotonic() > deadline:
             raise OSError(
-                f"rank 0 told by MPI that it listens at port {invitation.port} of {', '.join(addresses)}, and none "
-                f"answers; set MASTER_ADDR on rank 0 to an address that the others reach"
+                f"rank 0 announced by MPI that it listens at port {invitation.port} of {', '.join(addresses)}, and "
+                f"none answers; set MASTER_ADDR on rank 0 to an address that the others reach"
             )
         time.sleep(0.1)
 
 
 def confirm(store: TCPStore, invitation: Invitation) -> None:
-    """Rank 0's, before the others come."""
+    """Rank 0 calls this before the others connect."""
     store.set(f"{_TOKEN}/{invitation.token}", "here")
 
 
 def addresses_of_this_host() -> list[str]:
-    """Under which others may reach it: what its name means first, then those of its interfaces that are up."""
+    """Addresses at which others may reach this host: those that its name resolves to first, then those of its
+    interfaces."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
@@ -109,12 +110,12 @@ def addresses_of_this_host() -> list[str]:
     return [address for address in dict.fromkeys(found) if not address.startswith("127.")] or ["127.0.0.1"]
 
 
-def _sending(world: Any, said: bytearray, rank: int) -> Steps:
-    yield [world.Isend(said, rank, _TAG)]
+def _sending(world: Any, data: bytearray, rank: int) -> Steps:
+    yield [world.Isend(data, rank, _TAG)]
 
 
 class _Patience:
-    """Says now and then that rank 0 has not come."""
+    """Warns from time to time that rank 0 has not come."""
 
     def __init__(self, rank: int, deadline: float, patience_seconds: float) -> None:
         self._rank = rank

@@ -1,7 +1,7 @@
-"""Collectives of torch made of MPI messages, each a generator of steps: what it yields has to be done first.
+"""Torch's collectives built from MPI messages. Each is a generator of steps: what it yields has to complete first.
 
-Sums are made by ourselves, each rank of its own part, in the order of ranks: in every dtype (MPI knows no bfloat16),
-the same to the bit on all ranks, and for large tensors in less time than the non-blocking ones of MPI take.
+Sums are our own, each rank summing its part in the order of ranks. They work in every dtype (MPI has no bfloat16), give
+the same bits on all ranks, and for large tensors take less time than MPI's non-blocking ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Line:
         yield [self.comm.Ibarrier()]
 
     def swap(self, arrived: Parts, sent: Parts, tag: int) -> Steps:
-        """`sent[i]` to rank i, `arrived[i]` from it; `None` where nothing goes. What is this rank's own is copied."""
+        """Send `sent[i]` to rank i and receive `arrived[i]` from it; `None` where nothing is sent. This rank's own part
+        is copied."""
         outgoing = [one if one is None else _dense(one) for one in sent]
         incoming = [one if one is None else _room_for(one) for one in arrived]
         requests = Requests()
@@ -73,7 +74,7 @@ class Line:
                 _land(room, one)
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> Steps:
-        """This rank's part of the ranks' `parts` combined; the parts of different ranks may differ in length."""
+        """This rank's part of the ranks' `parts`, combined. The parts of different ranks may differ in length."""
         own = _dense(parts[self.rank])
         terms = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         yield from self.swap(
@@ -84,7 +85,7 @@ class Line:
         out.detach().copy_(combined(terms, op).view(out.shape))
 
     def all_reduce(self, tensor: Tensor, op: str, tag: int, root: int | None = None) -> Steps:
-        """On all ranks, or on `root` alone. Takes two tags."""
+        """Result on all ranks, or only on `root`. Uses two tags."""
         flat = _dense(tensor).view(-1)
         parts = flat.tensor_split(self.size)
         total = torch.empty_like(parts[self.rank])
@@ -101,7 +102,7 @@ class Line:
 
 
 def combined(terms: Sequence[Tensor], op: str) -> Tensor:
-    """All terms by one operation, in their order; of narrow floating numbers in fp32, rounded once."""
+    """All terms combined by one operation, in order; narrow floating-point numbers in fp32, rounded once."""
     first = terms[0]
     total = first.float() if first.dtype in _NARROW and op in _ROUNDED else first.clone()
     for term in terms[1:]:
@@ -127,7 +128,7 @@ def combined(terms: Sequence[Tensor], op: str) -> Tensor:
 
 
 def name_of(op: Any) -> str:
-    """`"SUM"`. Raises `CommError` for what we cannot do."""
+    """For example `"SUM"`. Raises `CommError` for an unsupported operation."""
     kind = getattr(op, "op", op)
     name = str(kind).rpartition(".")[2]
     if name not in _KNOWN:
@@ -140,11 +141,11 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _room_for(tensor: Tensor) -> Tensor:
-    """Its own memory, if that is contiguous."""
+    """The tensor's own memory, if it is contiguous; else new memory."""
     return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _land(dense: Tensor, tensor: Tensor) -> None:
-    """Where memory had to be made for it, put it where it belongs."""
+    """Copy `dense` to `tensor`, if it is separate memory."""
     if dense.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(dense.view(tensor.shape))

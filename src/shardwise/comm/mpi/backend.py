@@ -1,4 +1,4 @@
-"""The name under which torch knows our process groups, and the communicators that they stand on."""
+"""Registers our process groups with torch, and creates the communicators under them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NUM_TAGS = 32_767
 
 @cache
 def register() -> None:
-    """Let `torch.distributed` make groups of the backend `mpi4py`, for tensors of the host."""
+    """Let `torch.distributed` create groups of the backend `mpi4py`, for CPU tensors."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
 def ranks_communicator(found: Session, rank: int, size: int) -> Any:
-    """A communicator of our own of all ranks, numbered as torch numbers them. All ranks call."""
+    """A separate communicator of all ranks, numbered as in torch. All ranks call."""
     if size != found.size:
         raise CommError(
             f"The process group has {size} ranks, but MPI started {found.size}: messages by MPI need a process group "
@@ -34,7 +34,7 @@ def ranks_communicator(found: Session, rank: int, size: int) -> Any:
 
 
 def _create(options: Any, _: Any = None) -> MpiProcessGroup:
-    """One of torch's groups. Its ranks call, in the same order on all of them."""
+    """Create one of torch's groups. Its ranks call, in the same order on all of them."""
     found = session()
     store, rank, size = options.store, int(options.group_rank), int(options.group_size)
     store.set(f"mpi/{rank}", str(found.rank))

@@ -1,4 +1,4 @@
-"""The last second of a rank that its launcher ends because another one is gone."""
+"""The last second of a rank that its launcher ends because another rank is gone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from types import FrameType
 from shardwise.comm.journal import Journal
 
 _SECONDS = 1.5
-"""In which the watch finds out who is gone. Open MPI kills after two."""
+"""Time for the watchdog to find out which rank is gone. Open MPI kills after two seconds."""
 
 
 def take_time_to_say_why(journal: Journal) -> None:
-    """After a SIGTERM that nobody else handles this process goes on for a moment, so that what it waits for can raise.
+    """After a SIGTERM that nothing else handles, keep this process alive for a moment, so that what it waits for can
+    raise.
 
-    `mpirun` ends all ranks when one is killed, as a rule before the others could find out which. What is known when the
-    time is over, and nobody has raised, is printed. Does nothing outside of the main thread.
+    `mpirun` ends all ranks when one is killed, usually before the others could find out which. If the fault is known at
+    the end of that time and has not been raised, it is printed. No effect outside of the main thread.
     """
 
     def begin(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -1,4 +1,4 @@
-"""The variables that scripts read, for ranks that MPI has started."""
+"""The environment variables that scripts read, for ranks that MPI has started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _TIMEOUT_SECONDS, _PATIENCE_SECONDS = 600, 10
 
 
 def as_torchrun_would() -> None:
-    """Set RANK and the others where an MPI has started this process and nobody has. Then all ranks call.
+    """Set RANK and the related variables, where an MPI has started this process and they are not set. Then all ranks
+    call.
 
-    Raises `ConfigError` where mpi4py is missing, or is another MPI's.
+    Raises `ConfigError` if mpi4py is missing, or belongs to another MPI.
     """
     place = place_of(os.environ)
     if not place.is_mpi or place.size == 1:
@@ -51,7 +52,7 @@ def _free_port() -> int:
 
 
 def _reached(invitation: Invitation) -> str:
-    """The address to be used for rank 0: nothing listens there yet, so it is the first by which there is a way."""
+    """The address to use for rank 0. Nothing listens there yet, so it is the first to which there is a route."""
     for address in invitation.addresses:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

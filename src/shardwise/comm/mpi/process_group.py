@@ -20,17 +20,17 @@ from shardwise.errors import CommError
 
 Tensor = torch.Tensor
 _TAGS_OF_A_CALL = 4
-"""Two for the steps of a collective, one for messages of the user's; see `_collective_tag` and `_message_tag`."""
+"""Two for the steps of a collective, one for the user's messages; see `_collective_tag` and `_message_tag`."""
 
 
-_Base: Any = dist.ProcessGroup  # its methods have overloads that nobody calls
+_Base: Any = dist.ProcessGroup  # its methods have overloads that are not used
 
 
 class MpiProcessGroup(_Base):
-    """All collectives of torch for tensors of the host, dense and of any dtype.
+    """All collectives of torch for dense CPU tensors of any dtype.
 
-    Torch puts a group that is written in Python in the place of its own, so there is no other backend beside it.
-    Methods take what those of `torch.distributed.ProcessGroup` take. Each returns at once.
+    A group written in Python replaces torch's own, so there is no other backend beside it. Methods take the arguments
+    of those of `torch.distributed.ProcessGroup`. Each returns at once.
     """
 
     def __init__(self, session: Session, line: Line, timeout: datetime.timedelta) -> None:
@@ -93,10 +93,10 @@ class MpiProcessGroup(_Base):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        """The communicator stays: to free it all ranks would have to meet again."""
+        """The communicator is kept: freeing it would be collective."""
 
     def abort(self) -> None:
-        """What is under way is left alone, and MPI is not finalized any more."""
+        """Operations under way are left alone, and MPI will not be finalized."""
         self._session.break_off()
 
     # -- collectives ------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class MpiProcessGroup(_Base):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:  # noqa: ARG002
         raise CommError("The mpi4py backend receives from a rank that is named: give recv or irecv its src.")
 
-    # the names of torch before 2.13
+    # names in torch before 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -231,7 +231,7 @@ class MpiProcessGroup(_Base):
         result: Any,
         settle: Callable[[], None] | None = None,
     ) -> MpiWork:
-        """One collective after the other; each gets a tag, which is the same on all ranks."""
+        """Run collectives one after the other; each has a tag, which is the same on all ranks."""
         return self._work(verb, [call(self._collective_tag()) for call in calls], tensors, result, settle)
 
     def _collective_tag(self) -> int:

@@ -1,12 +1,12 @@
-"""The thread that keeps MPI's messages moving, and the ways in which others may call MPI.
+"""The thread that keeps MPI's messages moving, and how other threads may call MPI.
 
-[Note: progress] MPI moves a large message only while somebody is inside of MPI at both ends, and a wait inside of MPI
-can neither be ended from outside nor hand the interpreter over. So all calls are non-blocking: what is posted is polled
-by whoever waits for it, and by a thread of our own while everybody computes.
+[Note: progress] MPI moves a large message only while both ends are inside an MPI call, and a blocking MPI wait can
+neither be ended from outside nor release the interpreter. So all calls are non-blocking: operations are polled by the
+threads that wait for them, and by a thread of our own while all others compute.
 
 [Note: who may call MPI] With MPI_THREAD_MULTIPLE any thread posts and polls for itself; with MPI_THREAD_SERIALIZED too,
-one at a time. With less than that MPI belongs to the thread that has initialized it, which is ours: the others hand it
-what they want posted, and look now and then whether it is done.
+one at a time. Below that only the thread that initialized MPI may call it, which is ours: other threads hand it their
+operations, and check from time to time whether they are done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.errors import CommError
 
 
 class Requests(list[Any]):
-    """MPI requests of one step; of receives among them how many bytes have to come."""
+    """The MPI requests of one step, and the number of bytes expected by each receive among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,19 +32,19 @@ class Requests(list[Any]):
 
 
 Steps = Iterator[Sequence[Any]]
-"""What an operation does, cut where it waits: it yields the MPI requests that have to be complete before it goes on."""
+"""An operation, cut where it waits: it yields the MPI requests that have to be complete before it goes on."""
 OnEnd = Callable[[BaseException | None], None]
 Late = Callable[[], None]
 Result = TypeVar("Result")
 _SPINS = 100
-"""So many polls without a pause: a small message takes some ten microseconds."""
+"""Polls without a pause: a small message takes some ten microseconds."""
 _FIRST_PAUSE_SECONDS, _LONGEST_WAIT_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-5, 5e-4, 1e-3
 _MOVED_SECONDS = 3e-5
 """A poll that takes longer than this has moved bytes."""
 
 
 class Operation:
-    """Something that was begun, one step after the other. Several threads may advance it; one does at a time."""
+    """An operation, advanced step by step. Several threads may advance it, one at a time."""
 
     __slots__ = ("_late", "_lock", "_on_end", "_requests", "_steps", "error", "is_message", "is_over")
 
@@ -59,7 +59,7 @@ class Operation:
         self._late = late
 
     def advance(self, complete: Callable[[Sequence[Any]], bool]) -> bool:
-        """Go on as far as that is possible at once; whether all is done. `complete` tests MPI requests."""
+        """Go on as far as possible without waiting. Returns whether all is done. `complete` tests MPI requests."""
         if not self._lock.acquire(blocking=False):
             return self.is_over
         try:
@@ -70,27 +70,27 @@ class Operation:
                     return False
                 following = next(self._steps, None)
                 if following is None:
-                    self._requests, self._steps = (), iter(())  # and with them the tensors
-                    self._tell(None)
+                    self._requests, self._steps = (), iter(())  # releases the tensors as well
+                    self._finish(None)
                 else:
                     self._requests = following
-        except BaseException as error:  # whoever waits for it raises it
-            self._tell(error)
+        except BaseException as error:  # raised in `wait`
+            self._finish(error)
         finally:
             self._lock.release()
         return True
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         self.error, self.is_over = error, True
         if self._on_end is not None:
             self._on_end(error)
 
 
 class Progress:
-    """The thread, from MPI_Init to MPI_Finalize. One for each process."""
+    """The progress thread, from MPI_Init to MPI_Finalize. One per process."""
 
     def __init__(self, mpi: Any, initialize: Callable[[], int]) -> None:
-        """`initialize` returns the thread level that MPI gives; it runs in the thread. Raises what it raises."""
+        """`initialize` returns MPI's thread level; it runs in the thread, and its exceptions are raised here."""
         self._mpi = mpi
         self._initialize = initialize
         self._level = mpi.THREAD_SINGLE
@@ -122,9 +122,9 @@ class Progress:
     ) -> Operation:
         """Begin an operation; its first step is posted before anything that is begun later.
 
-        Nobody but those who wait for it is told of the end of a message of one step: `is_message`. Else `on_end` is
-        called by whichever thread has come to the end, with the error if there was one, and `late` now and then before
-        that: it may raise.
+        `is_message`: a message of a single step, whose end matters only to the threads that wait for it. Otherwise
+        `on_end` is called with the error or `None` by the thread that reaches the end, and `late` from time to time
+        before that; it may raise.
         """
         operation = Operation(steps, is_message=is_message, on_end=on_end, late=late)
         if self._calls_directly:
@@ -136,14 +136,15 @@ class Progress:
         return operation
 
     def wait(self, operation: Operation, look: Callable[[], None] | None = None) -> None:
-        """Return once it is done, or raise its error. `look` is called now and then, and may raise to end the wait."""
+        """Return once it is done, or raise its error. `look` is called from time to time, and may raise to end the
+        wait."""
         if not self._poll(operation):
             self._wait(operation, look)
         if operation.error is not None:
             raise operation.error
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """What a call returns that may block; it runs where MPI may be called."""
+        """The result of `function`, which may block; it runs on a thread that may call MPI."""
         if self._calls_directly:
             with self._turn:
                 return function()
@@ -157,7 +158,7 @@ class Progress:
         return results[0]
 
     def stop(self, *, finalizes: bool) -> None:
-        """End the thread, and MPI with it. Blocks as MPI_Finalize does: until all ranks have come to it."""
+        """End the thread, and MPI with it. Blocks as MPI_Finalize does, until all ranks have called it."""
         if os.getpid() != self._pid:
             return
         self._is_stopping, self._finalizes = True, finalizes
@@ -218,7 +219,7 @@ class Progress:
     def _run(self) -> None:
         try:
             self._level = self._initialize()
-        except BaseException as error:  # told to the thread that has started this one
+        except BaseException as error:  # raised by the constructor, in the thread that started this one
             self._failure = error
             return
         finally:
@@ -239,7 +240,7 @@ class Progress:
             self._mpi.Finalize()
 
     def _rest(self) -> None:
-        if not self._calls_directly:  # others wait for this thread to post
+        if not self._calls_directly:  # other threads wait for this one to post
             if self._wake.wait(self._pause):
                 self._wake.clear()
         elif self._num_waiting:
@@ -248,7 +249,8 @@ class Progress:
             time.sleep(self._pause)
 
     def _tick(self) -> bool:
-        """Poll what has been begun; whether anything has ended. Of messages the oldest one: MPI moves all of them."""
+        """Poll all operations. Returns whether any has ended. Of messages only the oldest is polled: MPI moves all of
+        them."""
         while self._new:
             operation = self._new.popleft()
             if self._calls_directly or not self._has_ended(operation):
@@ -256,7 +258,7 @@ class Progress:
         num_before = len(self._messages) + len(self._others)
         while self._messages and self._has_ended(self._messages[0]):
             self._messages.popleft()
-        if not self._calls_directly:  # nobody else polls these
+        if not self._calls_directly:  # only this thread polls them
             self._messages = deque(message for message in self._messages if not self._has_ended(message))
         self._others = [operation for operation in self._others if not self._has_ended(operation)]
         return len(self._messages) + len(self._others) < num_before

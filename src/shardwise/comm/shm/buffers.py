@@ -1,13 +1,13 @@
 """Memory that the ranks of a line read as one, and in which each writes its own part.
 
-[Note: shared parameters] What rests sharded over ranks of one host rests there exactly once; to make it whole nothing
-has to travel. Each rank maps the whole privately (the others do not see what it writes there, and it is gone with the
-next `renew`), and its own part openly. What is left of a gather is to wait until everybody has written:
+[Note: shared parameters] Parameters sharded over ranks of one host rest there exactly once, and a gather sends nothing.
+Each rank maps the whole privately (other ranks do not see what it writes there, and the next `renew` discards it), and
+its own part shared. All that is left of a gather is to wait until every rank has written:
 
-    open     every rank says that it has done with reading, and waits until all have
+    open     every rank announces that it has finished reading, and waits until all have
     (write)  each its own part
-    close    every rank says that it has written
-    (read)   after `wait_closed`: as often as this rank has closed, so have all
+    close    every rank announces that it has written
+    (read)   after `wait_closed`: all ranks have closed as often as this one
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 class MappedBuffer:
-    """One piece of it: a `SharedBuffer`."""
+    """One piece: a `SharedBuffer`."""
 
     def __init__(self, shared_buffers: MappedBuffers, file: SharedFile, offset: int, part: Part) -> None:
         self._shared_buffers = shared_buffers
@@ -55,7 +55,7 @@ class MappedBuffers:
     def __init__(
         self, group: Group, neighbours: Neighbours, journal: Journal, file: SharedFile, parts: Sequence[Part]
     ) -> None:
-        """Raises `OSError` if there is not enough address space. The caller may close `file` then and afterwards."""
+        """Raises `OSError` if there is not enough address space. The caller may close `file` in either case."""
         num_ranks = len(group.ranks)
         self._group = group
         self._neighbours = neighbours
@@ -75,23 +75,23 @@ class MappedBuffers:
     def open(self) -> None:
         self._num_opened += 1
         entry = self._journal.enter("open", self._group, self._num_opened, torch.uint8, "shared buffers")
-        self._say(self._opened, self._num_opened)
+        self._publish(self._opened, self._num_opened)
         Awaited(self._journal, entry, _All(self, self._opened, self._num_opened)).wait()
 
     def close(self) -> None:
         self._num_closed += 1
         self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8, "shared buffers")
         self._is_settled = False
-        self._say(self._closed, self._num_closed)
+        self._publish(self._closed, self._num_closed)
 
     def wait_closed(self) -> None:
-        """Blocks until the others have closed as often as this rank; until the next `open` reading is safe."""
+        """Block until the others have closed as often as this rank; reading is then safe until the next `open`."""
         if self._is_settled or self._last is None:
             return
         Awaited(self._journal, self._last, _All(self, self._closed, self._num_closed)).wait()
         self._is_settled = True
 
-    def _say(self, counts: np.ndarray, count: int) -> None:
+    def _publish(self, counts: np.ndarray, count: int) -> None:
         counts[self._group.index] = count
         self._neighbours.notify()
 
@@ -106,7 +106,7 @@ def _has_come(counts: np.ndarray, place: int, count: int) -> bool | None:
 
 
 class _All:
-    """A work: everybody's count has come so far."""
+    """A work that completes when every rank's count has come so far."""
 
     def __init__(self, shared_buffers: MappedBuffers, counts: np.ndarray, count: int) -> None:
         self._shared_buffers = shared_buffers

@@ -1,4 +1,4 @@
-"""Collectives in which ranks of one host read each other's memory where it lies."""
+"""Collectives in which ranks of one host read each other's memory in place."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from shardwise.telemetry import Ledger
 class Shared:
     """A `Communicator` between neighbours; groups that reach beyond this host go by `pairs`.
 
-    What a rank gives is laid out in a block that the others read: what came from `buffer` is there already, anything
-    else is copied once. What it takes it copies, or adds up, straight from theirs.
+    What a rank contributes is in a block that the others read: memory from `buffer` is there already, anything else is
+    copied once. What it receives it copies, or sums, straight from their blocks.
     """
 
     is_host = True
-    is_buffer_scarce = True  # pages of a file are slow to make, so few are used over and over
+    is_buffer_scarce = True  # pages of a file are slow to create, so few are used over and over
 
     def __init__(self, neighbours: Neighbours, pairs: Pairwise) -> None:
         self._neighbours = neighbours
@@ -78,7 +78,7 @@ class Shared:
         if not self._is_near(group):
             return self._pairs.all_to_all(arrived, sent, group, subject)
         self.ledger.called("all_to_all", group.axis)
-        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # each pair has a length of its own
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # lengths differ per pair
         for place, rank in group.others:
             if sent[place].numel():
                 self._count("all_to_all", group, sent[place].nbytes)
@@ -107,9 +107,9 @@ class Shared:
         return Done()
 
     def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
-        """The tensor is free at once: what is waited for is that the receiver has read the copy.
+        """The tensor may be reused at once; the work waits until the receiver has read the copy.
 
-        A stage is meant to be ahead of the next one, so many messages may be there at a time; none waits for memory.
+        A stage is meant to be ahead of the next one, so many messages may exist at a time; none waits for memory.
         """
         if not self._is_near(link):
             return self._pairs.send(tensor, link, subject)
@@ -138,8 +138,11 @@ class Shared:
             return self._pairs.exchange(message, group, subject)
         return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
+    def runs_beside(self, group: Group) -> bool:
+        return not self._is_near(group) and self._pairs.runs_beside(group)
+
     def prepare(self, mesh: Mesh) -> None:
-        """Neighbours have met."""
+        """Neighbours have met already."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._neighbours.buffer(numel * dtype.itemsize).view(dtype)
@@ -166,7 +169,7 @@ class Shared:
         self._pairs.cut()
 
     def close(self) -> None:
-        self._pairs.close()  # first: what it does beside this thread reads what neighbours give
+        self._pairs.close()  # first: its background threads read what neighbours offer
         self._neighbours.close()
 
     # -- what verbs are made of -------------------------------------------------------------------------
@@ -190,12 +193,12 @@ class Shared:
             return Done()
         own = chunks[group.index]
         self._count(verb, group, len(readers) * own.nbytes)
-        is_lent = self._neighbours.lies_open(own)
+        is_lent = self._neighbours.is_shared(own)
         offered = self._neighbours.offer(own if is_lent else self._copied(own), entry.tag, readers)
 
         def fetch() -> None:
             self._fetch(chunks, group, entry.tag, full.dtype)
-            if is_lent:  # the caller may write to it next
+            if is_lent:  # the caller may overwrite it next
                 self._neighbours.await_readers(offered)
 
         return self._work(entry, fetch)
@@ -205,18 +208,19 @@ class Shared:
             self._neighbours.take(rank, tag, _copy_into(chunks[place], wire))
 
     def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
-        """Let the others read `source` as `wire`."""
+        """Offer `source` to the others, as `wire`."""
         readers = [rank for _, rank in group.others]
         if not readers:
             return
         self._count(verb, group, len(readers) * (source.numel() // len(group.ranks)) * wire.itemsize)
-        if source.dtype == wire and self._neighbours.lies_open(source):
+        if source.dtype == wire and self._neighbours.is_shared(source):
             self._neighbours.offer(source, tag, readers)
             return
         self._neighbours.offer(self._copied(source, wire), tag, readers)
 
     def _add_up(self, out: Tensor, own: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
-        """This rank's chunk of all ranks' summands into `out`, in the order of the group; `own` is that of its own."""
+        """Sum all ranks' summands of this rank's chunk into `out`, in the order of the group; `own` is this rank's
+        summand."""
         if len(group.ranks) == 1:
             out.copy_(own)
             return
@@ -234,14 +238,14 @@ class Shared:
         own = chunks[group.index]
         self._add_up(own, source.chunk(len(chunks))[group.index], group, wire, tag)
         readers = [rank for _, rank in group.others]
-        lies_open = own.dtype == wire and self._neighbours.lies_open(own)
-        offered = own if lies_open else self._copied(own, wire)
+        is_shared = own.dtype == wire and self._neighbours.is_shared(own)
+        offered = own if is_shared else self._copied(own, wire)
         if own.dtype != wire:
-            own.copy_(offered)  # what travels is rounded, so everybody keeps the rounded sum
+            own.copy_(offered)  # what is sent is rounded, so all ranks keep the rounded sum
         given = self._neighbours.offer(offered, tag ^ 1, readers)
         self._count("all_reduce", group, len(readers) * own.numel() * wire.itemsize)
         self._fetch(chunks, group, tag ^ 1, wire)
-        if lies_open:  # the caller may write to `out` next
+        if is_shared:  # the caller may overwrite `out` next
             self._neighbours.await_readers(given)
 
     def _copied(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -250,15 +254,15 @@ class Shared:
         return copy
 
     def _meet_in(self, group: Group, parts: Sequence[Part]) -> MappedBuffers | None:
-        """The first of the group makes a file, the others open it; if one cannot, nobody has it."""
+        """The first rank of the group creates a file, the others open it; if one cannot, none uses it."""
         mine, refusal, made = None, "", None
         if group.index == 0:
             try:
                 mine = SharedFile.create()
             except OSError as error:
                 refusal = str(error)
-        said = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
-        first = json.loads(self.exchange(json.dumps(said).encode(), group, "shared memory")[0])
+        mine_and_file = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
+        first = json.loads(self.exchange(json.dumps(mine_and_file).encode(), group, "shared memory")[0])
         try:
             if first["file"] >= 0:
                 mine = mine or SharedFile.attach(first["pid"], first["file"])
@@ -272,9 +276,10 @@ class Shared:
 
 
 class _Sum:
-    """A sum that grows term by term in `out`, in the order of the group; a sum of two has no order.
+    """A sum that grows in `out` term by term, in the order of the group; a sum of two has no order.
 
-    The own summand may be `out` itself. One of the first two, it is added together with the first of the others.
+    This rank's own summand may be `out` itself. If it is one of the first two, it is added together with the first of
+    the others.
     """
 
     def __init__(self, out: Tensor, own: Tensor, place: int) -> None:
@@ -294,7 +299,7 @@ class _Sum:
                 torch.add(own, summand, out=out)
             else:
                 out.copy_(own)
-                out.add_(summand)  # of a narrow summand twice as fast as torch.add(out=)
+                out.add_(summand)  # for a narrow summand twice as fast as torch.add(out=)
         elif self._is_begun:
             out.add_(summand)
         else:
@@ -303,7 +308,7 @@ class _Sum:
 
 
 class _Steps:
-    """A work whose steps are all still to be done."""
+    """A work none of whose steps has been done yet."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait

@@ -1,12 +1,12 @@
 """Memory that processes share without giving it a name.
 
-[Note: nothing is left] A `memfd` is a file in no folder. It lives as long as somebody has it open or mapped, so
-whatever ends the processes, `kill -9` included, ends it too, and the size of /dev/shm (64 MiB in most containers) is
-no limit to it. Another process of the same user opens it as `/proc/PID/fd/N`.
+[Note: nothing is left] A `memfd` is a file in no folder. It lives as long as a process has it open or mapped, so
+however the processes end, `kill -9` included, it ends too, and the size of /dev/shm (64 MiB in most containers) does
+not limit it. Another process of the same user opens it as `/proc/PID/fd/N`.
 
-[Note: one descriptor] Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (before 3.13
-it cannot do without). There are two mappings for every unit of a model, and 1024 descriptors in many a shell: so
-memory is mapped by the C library, and a file has one descriptor, however often it is mapped.
+[Note: one descriptor] Python's own `mmap` keeps a copy of the descriptor as long as the mapping lives (before 3.13
+always). There are two mappings per unit of a model, and many shells allow 1024 descriptors. So memory is mapped by the
+C library, and a file has one descriptor, however often it is mapped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 def is_possible() -> bool:
-    """Whether processes of this system can share memory like this."""
+    """Whether processes of this system can share memory in this way."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
 
 
@@ -45,7 +45,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 class SharedFile:
-    """One open `memfd`. Raises `OSError` where the system refuses."""
+    """One open `memfd`. Raises `OSError` if the system refuses."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -58,19 +58,19 @@ class SharedFile:
 
     @classmethod
     def attach(cls, pid: int, descriptor: int) -> SharedFile:
-        """The file that process `pid` knows as `descriptor`."""
+        """The file that process `pid` has open as `descriptor`."""
         return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def map(self, offset: int, num_bytes: int) -> Mapping:
-        """Some of it, to read and write. `offset` and `num_bytes` are of whole pages."""
+        """Map part of it to read and write. `offset` and `num_bytes` are whole pages."""
         return _map(self.descriptor, offset, num_bytes, mmap.MAP_SHARED)
 
     def map_privately(self, offset: int, num_bytes: int) -> Mapping:
-        """Some of it, to read; what is written here is seen by nobody else, and hides what others write."""
+        """Map part of it to read. Writes are seen only by this process, and hide those of others."""
         return _map(self.descriptor, offset, num_bytes, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0))
 
     def close(self) -> None:
-        """What is mapped stays mapped."""
+        """Mappings stay."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -111,20 +111,20 @@ def _c(name: str) -> Callable[..., Any]:
 
 
 def bytes_of(mapped: Mapping) -> Tensor:
-    """The mapping as uint8; it stays as long as a tensor of it does."""
+    """The mapping as uint8; it lives as long as a tensor over it."""
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def give_back(mapped: Mapping) -> None:
-    """Free the pages of a mapping for all who have them; the next to look finds zeros."""
-    with suppress(OSError):  # then they stay, which costs memory and nothing else
+    """Free the pages of a mapping for all processes; they read as zeros afterwards."""
+    with suppress(OSError):  # otherwise they stay, which only costs memory
         _advise(mapped, mmap.MADV_REMOVE)
 
 
 def has_own_pages(mapped: Mapping) -> bool:
     """Whether this process has written to a private mapping, so that some of its pages are no longer the file's.
 
-    See proc_pid_pagemap(5). True as well where the system does not tell.
+    See proc_pid_pagemap(5). Also true if the system does not say.
     """
     first = ctypes.addressof(mapped) // PAGE
     num_pages = len(mapped) // PAGE
@@ -138,5 +138,5 @@ def has_own_pages(mapped: Mapping) -> bool:
 
 
 def forget(mapped: Mapping) -> None:
-    """Take a mapping's pages out of this process: the file keeps them, and what was privately written is gone."""
+    """Remove a mapping's pages from this process: the file keeps them, and private writes are lost."""
     _advise(mapped, mmap.MADV_DONTNEED)

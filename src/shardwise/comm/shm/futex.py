@@ -36,7 +36,7 @@ _FUTEX = _find_futex()
 
 
 class Futex:
-    """32 bits that one rank writes and others wait for. It counts, and wraps."""
+    """A 32-bit counter that one rank writes and others wait for. It wraps."""
 
     def __init__(self, mapped: Mapping, offset: int) -> None:
         self._cell = ctypes.c_uint32.from_buffer(mapped, offset)
@@ -47,17 +47,17 @@ class Futex:
         return self._cell.value
 
     def advance(self) -> None:
-        """Count on, and wake whoever waits."""
+        """Increment it, and wake all that wait."""
         self._cell.value = (self._cell.value + 1) % _WRAP
         self.wake()
 
     def wake(self) -> None:
-        """Wake whoever waits, though nothing has changed."""
+        """Wake all that wait, without a change."""
         if _FUTEX is not None:
             _FUTEX(self._address, _FUTEX_WAKE, _EVERYBODY, None)
 
     def wait_while(self, seen: int, seconds: float) -> None:
-        """Return when it is no longer `seen`, when the time is up, or for no reason at all."""
+        """Return when the value is no longer `seen`, when the time is up, or spuriously."""
         if _FUTEX is not None:
             duration = _Duration(int(seconds), int(seconds % 1 * 1e9))
             _FUTEX(self._address, _FUTEX_WAIT, seen, ctypes.byref(duration))

@@ -1,4 +1,4 @@
-"""The ranks of this host, from one rank's point of view: what it offers them, and what it waits for."""
+"""The ranks of this host as seen from one of them: what it offers them, and what it waits for."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Tensor = torch.Tensor
 Exchange = Callable[[bytes], list[bytes]]
 Found = TypeVar("Found")
 _LOOK_SECONDS = 0.05
-"""How often a wait looks whether the other still lives."""
+"""How often a wait checks whether the other process is alive."""
 _PATIENCE_SECONDS = 0.005
-"""How long a rank waits for readers before it makes a block: some times what that takes."""
+"""How long a rank waits for readers before it creates a block: a few times what creating one takes."""
 _NUM_MAPPED = 64
 _KEPT_BYTES = 2**16
-"""A neighbour's blocks up to this size stay mapped from step to step: to take them out costs as much."""
+"""A neighbour's blocks up to this size stay mapped from step to step, because unmapping costs as much."""
 _log = logging.getLogger("shardwise")
 
 
 @dataclass(eq=False, slots=True)
 class _Lent:
-    """An offer that has not been read by all, as far as is known. Slots are used again, numbers are not."""
+    """An offer that not all readers are known to have read. Slots are reused, numbers are not."""
 
     number: int
     slot: int
@@ -50,8 +50,8 @@ class _Lent:
 class Neighbours:
     """What this rank shares with the others of its host.
 
-    Used by the thread that computes, and by those that bring its collectives over several hosts to their end. Nobody
-    waits for anybody under the lock.
+    Used by the computing thread, and by the background threads of its collectives over several hosts. No wait happens
+    under the lock.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], files: dict[int, SharedFile], pids: dict[int, int]) -> None:
@@ -75,29 +75,30 @@ class Neighbours:
 
     @classmethod
     def meet(cls, rank: int, exchange: Exchange, host: str = "") -> tuple[Neighbours | None, Hosts]:
-        """Find the ranks of this host. All ranks of the world call; `exchange` gives everybody's message, by rank.
+        """Find the ranks of this host. All ranks of the world call; `exchange` returns every rank's message, by rank.
 
-        `None` on all ranks of a host where memory cannot be shared, or where there is only one of them. Beside it where
-        each rank is, the same on all. `host` is what to call this rank's, where it is not what the system says.
+        Returns the neighbours, and the host of every rank, the same on all. There are no neighbours (`None`), on all
+        ranks of the host, if memory cannot be shared or there is only one rank. `host` names this rank's host, if not
+        the system's name.
         """
         own = _create()
-        said = _introduction(rank, own, host)
-        told = [json.loads(message) for message in exchange(json.dumps(said).encode())]
-        ranks = [other for other, one in enumerate(told) if one["host"] == said["host"]]
-        pids = {other: int(told[other]["pid"]) for other in ranks}
+        mine = _introduction(rank, own, host)
+        introductions = [json.loads(message) for message in exchange(json.dumps(mine).encode())]
+        ranks = [other for other, one in enumerate(introductions) if one["host"] == mine["host"]]
+        pids = {other: int(introductions[other]["pid"]) for other in ranks}
         files: dict[int, SharedFile] = {} if own is None else {rank: own}
         found, refusal = None, ""
         try:
             if len(ranks) > 1:
                 for other in ranks:
-                    files[other] = files.get(other) or SharedFile.attach(pids[other], int(told[other]["file"]))
+                    files[other] = files.get(other) or SharedFile.attach(pids[other], int(introductions[other]["file"]))
                 found = cls(rank, ranks, files, pids)
         except OSError as error:
             refusal = str(error)
         answers = exchange(refusal.encode())
         refusals = [answers[other].decode() for other in ranks if answers[other]]
-        numbers = _numbered([str(one["host"]) for one in told], [bool(answer) for answer in answers])
-        hosts = Hosts(tuple(numbers), tuple(str(one["name"]) for one in told))
+        numbers = _numbered([str(one["host"]) for one in introductions], [bool(answer) for answer in answers])
+        hosts = Hosts(tuple(numbers), tuple(str(one["name"]) for one in introductions))
         if found is not None and not refusals:
             return found, hosts
         if refusals and rank == ranks[0]:
@@ -107,15 +108,15 @@ class Neighbours:
         return None, hosts
 
     def has(self, ranks: Sequence[int]) -> bool:
-        """Whether all of `ranks` are of this host."""
+        """Whether all of `ranks` are on this host."""
         return all(rank in self._places for rank in ranks)
 
     # -- to give ----------------------------------------------------------------------------------------
 
     def buffer(self, num_bytes: int, *, waits: bool = True) -> Tensor:
-        """Memory whose content can be offered as it lies there: uint8, undefined.
+        """A uint8 tensor of undefined content that can be offered in place.
 
-        `waits`: a little, for readers of what there is, before more is made.
+        `waits`: wait briefly for readers of existing blocks before creating another one.
         """
         self._tidy()
         with self._lock:
@@ -126,23 +127,24 @@ class Neighbours:
             return self._arena.take(num_bytes)
 
     def rest(self, *, keeps_some: bool) -> None:
-        """Give back what waits for the next `buffer`, perhaps but for the largest blocks."""
+        """Give back what is kept for the next `buffer`, optionally except the largest blocks."""
         self._tidy()
         with self._lock:
             self._arena.rest(keeps_some=keeps_some)
             for mapped, view in self._mapped.values():
                 if len(view) > _KEPT_BYTES:
-                    forget(mapped)  # it is a neighbour's memory, and shall not count as ours
+                    forget(mapped)  # it is a neighbour's memory, and must not count as ours
 
-    def lies_open(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is such memory."""
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in memory from `buffer`."""
         with self._lock:
             return self._arena.find(tensor) is not None
 
     def offer(self, tensor: Tensor, tag: int, readers: Sequence[int], *, to_one: bool = False) -> int:
-        """Let `readers`, ranks that await `tag`, read `tensor`, which is of a `buffer`. Returns the offer's number.
+        """Let `readers`, ranks that await `tag`, read `tensor`, which is from `buffer`. Returns the offer's number.
 
-        Nobody may write to it until all have. The block is kept until then, the tensor itself need not be.
+        The memory must not be written until all have read it. The block is kept until then; the tensor itself need not
+        be.
         """
         places = [self._places[reader] for reader in readers]
         to = places[0] if to_one else TO_ALL
@@ -163,7 +165,7 @@ class Neighbours:
             self._await(oldest)
 
     def reclaim(self, tensor: Tensor) -> None:
-        """Return once all offers of the block in which `tensor` lies have been read."""
+        """Return once all offers of the block that contains `tensor` have been read."""
         with self._lock:
             found = self._arena.find(tensor)
             lent_of = [lent for lent in self._lent if found is not None and lent.block is found[0]]
@@ -184,7 +186,7 @@ class Neighbours:
     # -- to take ----------------------------------------------------------------------------------------
 
     def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
-        """Wait for what `rank` offers under `tag`, and let `use` read it where it lies (uint8, flat)."""
+        """Wait for what `rank` offers under `tag`, and let `use` read it in place (uint8, flat)."""
         offer_table, me = self._offer_tables[rank], self._places[self.rank]
         offer = self.wait_for(rank, lambda: offer_table.find(tag, me))
         view = self._view(rank, offer.offset, offer.block_bytes)
@@ -193,7 +195,8 @@ class Neighbours:
         self._own.notify()
 
     def wait_for(self, rank: int, look: Callable[[], Found | None]) -> Found:
-        """What `look` finds, once `rank` has brought it about. Raises `LinkError` if that will not happen."""
+        """The first result of `look` that is not `None`; called again whenever `rank` notifies. Raises `LinkError` if
+        that rank has ended or the wait is cut."""
         changes = self._offer_tables[rank].changes
         while True:
             seen = changes.value
@@ -207,7 +210,7 @@ class Neighbours:
                 raise LinkError(rank, f"The process of rank {rank} has ended.")
 
     def notify(self) -> None:
-        """Wake those who wait for this rank."""
+        """Wake the ranks that wait for this one."""
         self._own.notify()
 
     def cut(self) -> None:
@@ -228,7 +231,7 @@ class Neighbours:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _tidy(self) -> None:
-        """Take back what has been read by all."""
+        """Reclaim the offers that all readers have read."""
         with self._lock:
             still = []
             for lent in self._lent:
@@ -241,7 +244,8 @@ class Neighbours:
             self._lent = still
 
     def _wait_briefly(self, block: Block) -> None:
-        """For the readers of `block`, who mostly take less time than fresh pages do. They may need us first."""
+        """Wait for the readers of `block`, who usually take less time than fresh pages. Limited, for they may need this
+        rank first."""
         until = time.monotonic() + _PATIENCE_SECONDS
         for lent in [lent for lent in self._lent if lent.block is block]:
             for place in lent.places:
@@ -253,7 +257,7 @@ class Neighbours:
         self._tidy()
 
     def _has_read(self, lent: _Lent, place: int) -> bool | None:
-        with self._lock:  # the slot is another offer's as soon as this one is tidied up
+        with self._lock:  # once this offer is tidied up its slot may hold another
             return lent.is_read or self._own.is_read(lent.slot, [place]) or None
 
     def _view(self, rank: int, offset: int, num_bytes: int) -> Tensor:
@@ -267,7 +271,7 @@ class Neighbours:
                 if len(self._mapped) > _NUM_MAPPED:
                     self._mapped.popitem(last=False)
             else:
-                self._mapped.move_to_end(key)  # the one that is used least goes first
+                self._mapped.move_to_end(key)  # so that the least recently used one is dropped first
             return view[1]
 
     def _has_ended(self, rank: int) -> bool:
@@ -276,16 +280,16 @@ class Neighbours:
 
 
 def _numbered(hosts: Sequence[str], has_refused: Sequence[bool]) -> list[int]:
-    """The first rank of each rank's host; of a host where one has refused, each rank is on one of its own."""
+    """By rank, the first rank of its host; ranks of a host where one has refused each count as a host of their own."""
     refused = {host for host, is_so in zip(hosts, has_refused, strict=True) if is_so}
     return [rank if host in refused else hosts.index(host) for rank, host in enumerate(hosts)]
 
 
 def _introduction(rank: int, own: SharedFile | None, host: str) -> dict[str, str | int]:
-    """What a rank tells the others: without a file of its own it is on a host of its own."""
-    said: dict[str, str | int] = {"pid": os.getpid(), "file": -1, "host": f"that of rank {rank} alone"}
-    said["name"] = host or socket.gethostname()
-    return said if own is None else said | {"file": own.descriptor, "host": host or host_identity()}
+    """A rank's introduction to the others; without a file it counts as alone on its host."""
+    mine: dict[str, str | int] = {"pid": os.getpid(), "file": -1, "host": f"that of rank {rank} alone"}
+    mine["name"] = host or socket.gethostname()
+    return mine if own is None else mine | {"file": own.descriptor, "host": host or host_identity()}
 
 
 def _create() -> SharedFile | None:

@@ -1,8 +1,8 @@
-"""The first pages of a rank's file: what it offers to its neighbours, who has read it, and a counter of changes.
+"""The first pages of a rank's file: its offers to its neighbours, which have read them, and a counter of changes.
 
-[Note: one writer] Every cell has one rank that writes it: an offer its owner, a mark of having read its reader. A
-cell is written before the counter is advanced, and read after it has been; the lock in between is what keeps
-processors with weak ordering from seeing it otherwise.
+[Note: one writer] Every cell is written by one rank: an offer by its owner, a read mark by its reader. A cell is
+written before the counter is advanced, and read after it; taking the lock in between keeps processors with weak
+ordering from reordering these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def offer_table_bytes(num_ranks: int) -> int:
 
 
 class OfferTable:
-    """One rank's, as its owner or a neighbour sees it. Readers go by their place among the neighbours."""
+    """The offers of one rank, seen by their owner or a neighbour. Readers are identified by their place among the
+    neighbours."""
 
     def __init__(self, mapped: Mapping, num_ranks: int, *, is_own: bool) -> None:
         self.changes = Futex(mapped, 0)
@@ -58,7 +59,7 @@ class OfferTable:
         return not self._unused
 
     def put(self, tag: int, to: int, offset: int, block_bytes: int, start: int, num_bytes: int) -> int:
-        """Lay an offer out. `to` is the place of its reader, or `TO_ALL`."""
+        """Write an offer. `to` is the place of its reader, or `TO_ALL`."""
         slot = self._unused.pop()
         self._marks[slot] = 0
         self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
@@ -76,7 +77,7 @@ class OfferTable:
 
     def notify(self) -> None:
         """Something has changed, here or in what this rank writes elsewhere."""
-        with self._fence:  # it counts, and several threads of a rank may do it
+        with self._fence:  # an increment, possibly by several threads of a rank
             self.changes.advance()
 
     # -- what a neighbour does --------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class OfferTable:
         return None
 
     def mark(self, slot: int, reader: int) -> None:
-        """`reader` will not look at it again. Its own table has to notify."""
+        """`reader` has finished with it. It has to notify through its own table."""
         self._order()
         self._marks[slot, reader] = 1
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-
-_HERE = ("localhost", "127.0.0.1", "::1")
-_SPACED = re.compile(r"\s+slots\s*=\s*")
+from shardwise.integrations.horovod.command_hosts import BY_SSH, NamedHosts, named_hosts, ssh_options, words_for_ssh
 
 # Option, number of words after it, and the variable that ranks read, of what is a number of ours too.
 _VARIABLES = {
@@ -60,19 +57,13 @@ _WITHOUT_MEANING = {
     "--log-without-timestamp": (0, "shardwise logs by Python's logging, as `shardwise`"),
     "--stall-check": (0, "ranks that never come are reported anyway"),
 }
-_BY_RESTART = "Ranks come and go with a restart here: give -np, and --reset-limit N to begin again after a failure."
+_MANY_SECONDS = 10**9
 _REFUSED = {
     "--mpi": (0, "Ranks are started by MPI with `mpirun -np N python train.py`, not from here. Leave --mpi out."),
     "--mpi-args": (1, "Ranks are started by MPI with `mpirun`, not from here. Leave --mpi-args out."),
     "--jsrun": (0, "jsrun is not supported. Start the script itself by jsrun, with torchrun's variables set."),
     "--config-file": (1, "A file of horovodrun's options is not read. Give them on the command line."),
-    "--host-discovery-script": (1, _BY_RESTART),
-    "--min-np": (1, _BY_RESTART),
-    "--max-np": (1, _BY_RESTART),
-    "--min-num-proc": (1, _BY_RESTART),
-    "--max-num-proc": (1, _BY_RESTART),
-    "--slots-per-host": (1, _BY_RESTART),
-    "--blacklist-cooldown-range": (2, _BY_RESTART),
+    "--slots-per-host": (1, "Let the script of --host-discovery-script print `host:slots`, and leave it out."),
 }
 
 
@@ -85,20 +76,28 @@ class Understood:
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What has no meaning here, and why."""
+    is_by_ssh: bool = False
+    """Whether ranks are on other hosts, which get the environment from here."""
+    num_ranks: int = 0
+    """On all hosts together."""
 
 
 def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
     """Horovod's own options, those without a meaning and those that are refused included."""
     option = parser.add_argument
     option("-np", "--num-proc", type=int, metavar="N", help="ranks to start")
-    option("-H", "--hosts", metavar="HOST:N,...", help="where; only this host has a meaning")
+    option("-H", "--hosts", metavar="HOST:N,...", help="where, by ssh: a:4,b:4 (default: this host)")
     option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same, a host in each line")
     option("--check-build", action="store_true", help="print what there is, and start nothing")
     option("--output-filename", metavar="DIR", help="also write each rank's stdout and stderr there")
     option("--fusion-threshold-mb", type=float, metavar="MB", help="all-reduces that are ready go together, up to this")
     option("--disable-cache", action="store_true", help="send every message whole")
     option("--no-stall-check", action="store_true", help="do not report ranks that others wait for")
-    option("--reset-limit", type=int, metavar="N", help="new attempts after a failure")
+    option("--reset-limit", type=int, metavar="N", help="new attempts after a failure; if elastic, new ranks")
+    option("--min-np", "--min-num-proc", type=int, metavar="N", help="elastic: the fewest ranks to go on with")
+    option("--host-discovery-script", metavar="CMD", help="elastic: prints `host:slots`, asked again and again")
+    option("--blacklist-cooldown-range", type=float, nargs=2, metavar=("MIN", "MAX"), help=argparse.SUPPRESS)
+    option("--max-np", "--max-num-proc", type=int, metavar="N", help="elastic: the most ranks (default: -np)")
     option("--verbose", action="store_true", help="print what is started")
     option("-p", dest="ssh_port", help=argparse.SUPPRESS)
     option("-i", dest="ssh_identity_file", help=argparse.SUPPRESS)
@@ -117,22 +116,32 @@ def understand(args: argparse.Namespace) -> Understood:
     for name, (_, why) in _REFUSED.items():
         if _given(args, name):
             raise LaunchError(f"{name}: {why}")
-    slots = _slots(args)
-    nproc = args.num_proc if args.num_proc is not None else slots
-    if nproc is None:
-        raise LaunchError("Give the number of ranks: -np 2.")
-    if slots is not None and nproc > slots:
-        raise LaunchError(f"-np {nproc} is more than the {slots} slots that the hosts have.")
-    understood = Understood(["--as-horovod", "--nproc", str(nproc)])
+    understood = _start(args, named_hosts(args.hosts, args.hostfile))
     for name, why in ((name, why) for name, (_, why) in _WITHOUT_MEANING.items() if _given(args, name)):
-        understood.notes.append(f"{name} has no meaning here: {why}")
+        if not (understood.is_by_ssh and name in BY_SSH):
+            understood.notes.append(f"{name} has no meaning here: {why}")
     if args.output_filename is not None:
         understood.launch += ["--log-dir", args.output_filename]
-    if args.reset_limit is not None:
-        understood.launch += ["--max-restarts", str(args.reset_limit)]
+    understood.launch += _elastic(args, understood)
     understood.environment = _environment(args)
     understood.launch += _script(args.command)
     return understood
+
+
+def _elastic(args: argparse.Namespace, understood: Understood) -> list[str]:
+    """Words for ranks that come and go, or for new attempts."""
+    limit = args.reset_limit
+    if args.min_np is None and args.max_np is None and args.host_discovery_script is None:
+        return [] if limit is None else ["--max-restarts", str(limit)]
+    least = args.min_np or understood.num_ranks
+    most = args.max_np or max(understood.num_ranks, least)
+    words = ["--elastic", f"{least}:{most}"]
+    if args.blacklist_cooldown_range is not None:
+        if understood.is_by_ssh:
+            words += ["--cooldown", f"{args.blacklist_cooldown_range[0]:g}"]
+        else:
+            understood.notes.append("--blacklist-cooldown-range has no meaning here: it is about other hosts")
+    return words if limit is None else [*words, "--retries", f"{limit}:{_MANY_SECONDS}"]
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
@@ -150,33 +159,22 @@ def _given(args: argparse.Namespace, name: str) -> object:
     return getattr(args, name.lstrip("-").replace("-", "_"))
 
 
-def _slots(args: argparse.Namespace) -> int | None:
-    """How many ranks the hosts have room for. Raises `LaunchError` for other hosts than this one."""
-    if args.hosts is not None and args.hostfile is not None:
-        raise LaunchError("--hosts and --hostfile both say where. Give one of them.")
-    words: list[str] = []
-    if args.hosts is not None:
-        words = args.hosts.split(",")
-    elif args.hostfile is not None:
-        try:
-            lines = [line.partition("#")[0].strip() for line in args.hostfile.read_text().splitlines()]
-        except OSError as error:
-            raise LaunchError(f"--hostfile cannot be read: {error}.") from error
-        words = [_SPACED.sub(":", line) for line in lines if line]
-    if not words:
-        return None
-    slots = 0
-    for word in words:
-        host, _, count = word.strip().rpartition(":") if ":" in word else (word.strip(), "", "1")
-        if host not in (*_HERE, socket.gethostname()):
-            raise LaunchError(
-                f"{host} is another host, and `shardwise launch` starts ranks on this one. Run torchrun on each host: "
-                f"torchrun --nnodes 2 ... -m shardwise.integrations.horovod train.py."
-            )
-        if not count.isdigit():
-            raise LaunchError(f"{word} does not say how many ranks: write {host}:2.")
-        slots += int(count)
-    return slots
+def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> Understood:
+    """Words that say how many ranks there are, and on which hosts."""
+    if args.host_discovery_script is not None:
+        if hosts is not None:
+            raise LaunchError("--host-discovery-script names the hosts. Leave out -H and --hostfile.")
+        words = ["--where", "ssh", "--host-discovery-script", args.host_discovery_script, *ssh_options(args)]
+        return Understood(["--as-horovod", *words], is_by_ssh=True, num_ranks=args.num_proc or 1)
+    nproc = args.num_proc if args.num_proc is not None or hosts is None else hosts.num_slots
+    if nproc is None:
+        raise LaunchError("Give the number of ranks: -np 2.")
+    if hosts is not None and nproc > hosts.num_slots:
+        raise LaunchError(f"-np {nproc} is more than the {hosts.num_slots} slots that the hosts have.")
+    filled = None if hosts is None else hosts.filled(nproc)
+    if filled is None or not filled.is_elsewhere:
+        return Understood(["--as-horovod", "--nproc", str(nproc)], num_ranks=nproc)
+    return Understood(["--as-horovod", *words_for_ssh(filled, args)], is_by_ssh=True, num_ranks=nproc)
 
 
 def _script(command: list[str]) -> list[str]:

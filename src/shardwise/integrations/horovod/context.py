@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import CommError, ConfigError
 from shardwise.integrations.horovod.current import PROCESS, current
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set, start_sets
 from shardwise.integrations.horovod.session import Session
@@ -34,16 +34,45 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm is not None:
         PROCESS.own.own = Session(comm, listed)
     else:
-        world = PROCESS.world if PROCESS.world is not None else sw.World.join()
-        try:
-            PROCESS.session = Session(world, listed)
-        except BaseException as error:
-            world.close(error)
-            raise
+        PROCESS.session = _opened(PROCESS.world if PROCESS.world is not None else sw.World.join(), listed)
         if not PROCESS.is_registered:
             atexit.register(shutdown)
             PROCESS.is_registered = True
     start_sets(sets)
+
+
+def _opened(world: sw.World, process_sets: Sequence[Sequence[int]]) -> Session:
+    """A session of these ranks, or in an elastic job of those that are left when some die meanwhile."""
+    while True:
+        try:
+            return Session(world, process_sets)
+        except CommError as error:
+            if world.membership is None:
+                world.close(error)
+                raise
+            world = world.membership.regroup(world, b"").world
+        except BaseException as error:
+            world.close(error)
+            raise
+
+
+def regroup() -> None:
+    """In an elastic job: meet the ranks that live and those that have come, with a new coordinator. All that live call.
+
+    Raises `TurnedAwayError` where the others go on without this rank, `ConfigError` if there were process sets, and
+    `CommError` if nobody goes on.
+    """
+    session = current()
+    membership = session.world.membership
+    assert membership is not None
+    if len(session.sets) > 1:
+        raise ConfigError(
+            "The ranks of this job change, and it has process sets, which are of the ranks that there were. Leave them "
+            "out of elastic jobs."
+        )
+    PROCESS.session = None
+    session.abandon()
+    PROCESS.session = _opened(membership.regroup(session.world, b"").world, [])
 
 
 def shutdown() -> None:

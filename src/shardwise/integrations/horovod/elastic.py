@@ -1,7 +1,12 @@
 """State that goes back to its last commit, and a loop that is run again from there.
 
-Ranks are neither added nor removed while a job runs: that comes with a restart (`shardwise launch --max-restarts`),
-from a checkpoint. What is survived here is an error that all ranks have raised and none has died of.
+[Note: ranks of an elastic job] Under `shardwise launch --elastic MIN:MAX` the world of a session has generations
+(`docs/elastic.md`): the launcher sees who dies, and says so. Whoever waits for the dead raises `HorovodInternalError`,
+and all that live meet in the next generation, where they make a session anew: rank 0, which is one of those that were
+there before, has a new coordinator, to which all connect. One that comes makes its first session then, in `init`, and
+its first message is the one with which the others begin their loop again, `state.sync()`.
+
+In any other job what is survived is an error that all ranks have raised and none has died of.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ import functools
 import logging
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.horovod import context
@@ -38,16 +45,28 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Nobody calls it here: ranks are changed by a restart."""
+        """Nobody calls it here: ranks are asked in `check_host_updates`."""
 
     def commit(self) -> None:
-        """`save`, and begin to count returns anew."""
+        """`save`, begin to count returns anew, and let ranks come and leave. All ranks call."""
         self.save()
         self.num_commits += 1
+        membership = current().world.membership
+        if membership is not None:
+            membership.step = max(membership.step, self.num_commits)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Ranks are changed by a restart, so there is nothing to find."""
+        """Raise `HostsUpdatedInterrupt` if a rank waits to come in, or asks to leave. All ranks call, and all raise.
+
+        One small message in an elastic job, and nothing in any other.
+        """
+        session = current()
+        membership = session.world.membership
+        if membership is not None:
+            wanted = torch.tensor([int(membership.changes_wanted())])
+            if int(session.on_tensors("allreduce", "elastic.changes", [wanted], op="Max").wait()):
+                raise HostsUpdatedInterrupt
 
     def save(self) -> None:
         raise NotImplementedError
@@ -94,7 +113,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     commit's.
 
     `HorovodInternalError` takes the state back and runs the function again, up to 3 times without a commit in between.
-    Where a rank is gone the world is made anew if all ranks can meet again; if not, the error says what to do.
+    In an elastic job the ranks that live go on, with those that have come. In any other the world is made anew if all
+    ranks can meet again; if not, the error says what to do. See [Note: ranks of an elastic job].
     """
 
     @functools.wraps(func)
@@ -117,6 +137,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 skips_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 skips_sync = interrupt.skip_sync
+                if current().world.membership is not None:
+                    context.regroup()
+                    skips_sync = False
             state.on_reset()
 
     return wrapper
@@ -124,6 +147,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _form_again(error: HorovodInternalError) -> None:
     """Meet again, if the ranks have lost each other. All of them call, as all have raised."""
+    if current().world.membership is not None:
+        context.regroup()
+        return
     if current().pending.over is None:
         return
     context.shutdown()
@@ -131,6 +157,6 @@ def _form_again(error: HorovodInternalError) -> None:
         context.init()
     except ShardwiseError as refusal:
         raise HorovodInternalError(
-            f"{error} The ranks could not meet again ({refusal}). Ranks come and go with a restart here: run "
-            f"`shardwise launch --max-restarts N`, and let the script begin with its last checkpoint."
+            f"{error} The ranks could not meet again ({refusal}). Run `shardwise launch --elastic MIN:MAX`, by which "
+            f"ranks go on without those that are lost."
         ) from refusal

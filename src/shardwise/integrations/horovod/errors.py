@@ -13,7 +13,7 @@ class HorovodInternalError(CommError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
-    """Ranks were added or removed. Nothing here raises it; loops written for Horovod may name or raise it."""
+    """Ranks come or leave. `State.commit` and `check_host_updates` raise it in an elastic job, on all ranks alike."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("The ranks of this job were changed.")

@@ -73,19 +73,27 @@ class Executor:
         verb = self._verbs.get(response.verb)
         if verb is not None:
             entries = self._entries(response)
-            for entry in entries:
-                if entry.ready is not None:
-                    entry.ready.wait()
-            self._stage(entries, response.process_set)
-            verb(response, entries)
-            for entry in entries:
-                self._land(entry)
-                entry.handle.finish(entry.result())
+            try:
+                self._move(verb, response, entries)
+            except BaseException as error:
+                for entry in entries:  # they are not pending any more
+                    entry.handle.fail(HorovodInternalError(str(error)))
+                raise
         else:
             self._other(response)
         if response.acknowledges == self._world.rank:
             self._link.send(DONE)
         self._timeline.did(response.names, response.verb.upper(), began, time.perf_counter())
+
+    def _move(self, verb: Callable[[Response, list[Entry]], None], response: Response, entries: list[Entry]) -> None:
+        for entry in entries:
+            if entry.ready is not None:
+                entry.ready.wait()
+        self._stage(entries, response.process_set)
+        verb(response, entries)
+        for entry in entries:
+            self._land(entry)
+            entry.handle.finish(entry.result())
 
     def _entries(self, response: Response) -> list[Entry]:
         """What this rank has issued under these names; zeros where it has joined."""

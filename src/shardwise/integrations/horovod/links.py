@@ -19,6 +19,7 @@ _HEAD = 4
 _WORD_BYTES = 32
 _WORD_SECONDS = 5
 """For which whoever comes may take all of the time of those after it."""
+_LOOK_SECONDS = 0.2
 _LONGEST_BYTES = 2**28
 LOOPBACK = "127.0.0.1"
 
@@ -147,14 +148,16 @@ class Door:
         """The port, and what the word is about, as text for the other ranks."""
         return f"{self._listener.getsockname()[1]} {self._name}"
 
-    def admit(self, size: int, seconds: float) -> dict[int, Link]:
-        """The link to every rank. Whoever does not know the word is sent away. Raises `CommError` after `seconds`."""
+    def admit(self, size: int, seconds: float, is_over: Callable[[], bool] = bool) -> dict[int, Link]:
+        """The link to every rank. Whoever does not know the word is sent away.
+
+        Raises `CommError` after `seconds`, or soon after `is_over`: then some rank will not come any more.
+        """
         links: dict[int, Link] = {}
         deadline = time.monotonic() + seconds
         try:
             while len(links) < size:
-                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, _ = self._listener.accept()
+                connection = self._next(deadline, is_over)
                 rank = self._read_rank(connection, time.monotonic() + _WORD_SECONDS)
                 if rank is None or not 0 <= rank < size or rank in links:
                     connection.close()
@@ -163,10 +166,21 @@ class Door:
                 links[rank] = Link(connection)
         except OSError as error:
             missing = sorted(set(range(size)) - set(links))
+            for link in links.values():
+                link.close()
             raise CommError(f"Ranks {missing} did not come to Horovod's coordinator: {error}.") from error
         finally:
             self._listener.close()
         return links
+
+    def _next(self, deadline: float, is_over: Callable[[], bool]) -> socket.socket:
+        while True:
+            self._listener.settimeout(min(_LOOK_SECONDS, max(0.01, deadline - time.monotonic())))
+            try:
+                return self._listener.accept()[0]
+            except TimeoutError:
+                if time.monotonic() > deadline or is_over():
+                    raise
 
     def _read_rank(self, connection: socket.socket, deadline: float) -> int | None:
         said = b""

@@ -34,8 +34,10 @@ class Handle:
         self._done.set()
 
     def fail(self, error: HorovodInternalError) -> None:
-        self._error = error
-        self._done.set()
+        """Unless it is done already."""
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
 
     def wait(self) -> Any:
         """What the collective gives; may be asked again. Raises `HorovodInternalError`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -23,10 +24,13 @@ from shardwise.integrations.horovod.messages import WORLD_SET, Remembering, Requ
 from shardwise.integrations.horovod.pending import Entry, Handle, Pending
 from shardwise.integrations.horovod.settings import Settings
 from shardwise.integrations.horovod.timeline import Timeline
+from shardwise.listening import address_towards
 
 Tensor = torch.Tensor
 _SECONDS = 60
 _FAREWELL_SECONDS = 10
+_ABANDON_SECONDS = 2
+"""For what another rank has left before it was carried out; the end of the world ends that too."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,20 @@ class Session:
         self.pending = Pending()
         self._names: Counter[str] = Counter()
         hosts = set(self._meet(process_sets))
-        door = Door(LOOPBACK if len(hosts) == 1 else os.environ.get("MASTER_ADDR", "")) if world.rank == 0 else None
-        told = world.exchange(door.address.encode() if door is not None else b"", "horovod")
-        host = LOOPBACK if self.places.local_size == world.size else os.environ.get("MASTER_ADDR", LOOPBACK)
+        here = LOOPBACK if len(hosts) == 1 else _own_address()
+        door = Door(here) if world.rank == 0 else None
+        told = world.exchange(f"{here} {door.address}".encode() if door is not None else b"", "horovod")
+        host, _, address = told[0].decode().partition(" ")
         self._exchanges = Exchanges(world)
         for number, ranks in self.sets.items():
             if number != WORLD_SET:
                 self._exchanges.add_set(number, ranks)
-        self._link = come_to(host, told[0].decode(), world.rank, _SECONDS)
+        self._link = come_to(host, address, world.rank, _SECONDS)
         self._outbox = Outbox(self._link)
         self._coordinator: Coordinator | None = None
         if door is not None:
-            self._coordinator = Coordinator(door.admit(world.size, _SECONDS), self.sets, self.settings, self.timeline)
+            links = door.admit(world.size, _SECONDS, lambda: world.fault is not None)
+            self._coordinator = Coordinator(links, self.sets, self.settings, self.timeline)
         self._remembering = Remembering(self.settings.cache_capacity)
         self._executor = Executor(world, self._exchanges, self._link, self.pending, self.timeline)
         if self.settings.timeline:
@@ -179,6 +185,22 @@ class Session:
         self._link.close()
         self.timeline.stop()
         self._coordinator = None
+
+    def abandon(self) -> None:
+        """Leave ranks that will meet again in another session. What is pending raises; others notice by the link."""
+        self._link.close()
+        self._outbox.close()
+        self._executor.wait(_ABANDON_SECONDS)
+        self.timeline.stop()
+        self._coordinator = None
+
+
+def _own_address() -> str:
+    """By which other hosts reach this one: on the way to where ranks have met, which in an elastic job is not always
+    where rank 0 is."""
+    meeting = os.environ.get("MASTER_ADDR", LOOPBACK)
+    found = address_towards(meeting)
+    return meeting if not found or ipaddress.ip_address(found.partition("%")[0]).is_loopback else found
 
 
 @cache

@@ -1,1 +1,1 @@
-"""Jobs whose ranks come and go: the launcher decides who goes on, and starts others in the place of the dead."""
+"""Elastic jobs: the launcher decides which ranks continue, and starts replacements for dead ones."""

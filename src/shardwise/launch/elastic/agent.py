@@ -1,314 +1,323 @@
-"""The launcher's loop for a job whose ranks come and go.
+"""The launcher's main loop for an elastic job.
 
-It sleeps until a process ends (by a descriptor that becomes readable then, so it knows within a millisecond) or a
-member may have said something, tells the council, and does what follows: news for the members, a process in the place
-of a dead one, an end.
+It waits for an event of a process or host, or a message of a member, passes it to the rendezvous, and carries out the
+decisions: it notifies members, starts replacements, or ends the job.
 """
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import time
 from dataclasses import replace
 
-from shardwise.comm import is_stopped, last_words
-from shardwise.comm.members import ENDING, Post, generation_prefix
-from shardwise.elastic.blame import Blame, Judge
+from shardwise.comm import last_words
+from shardwise.comm.members import Post, generation_prefix
+from shardwise.elastic.blame import Judge
 from shardwise.job_token import Seal, new_token
-from shardwise.launch.echo import Echo
-from shardwise.launch.elastic.blaming import Blaming
-from shardwise.launch.elastic.budget import Budget
-from shardwise.launch.elastic.council import Council
-from shardwise.launch.elastic.letters import Change, letter
-from shardwise.launch.elastic.people import Loss
-from shardwise.launch.elastic.place import Place
-from shardwise.launch.environment import Attempt, rank_environment
+from shardwise.launch.elastic.blaming import Blaming, Verdicts
+from shardwise.launch.elastic.changes import Change, change_report
+from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.draining import Draining
+from shardwise.launch.elastic.processes import Loss
+from shardwise.launch.elastic.rendezvous import Rendezvous
+from shardwise.launch.elastic.slots import Slot
+from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
+from shardwise.launch.environment import Attempt
 from shardwise.launch.outcome import Outcome
-from shardwise.launch.port import ADDRESS
-from shardwise.launch.ranks import Ranks
 from shardwise.launch.report import manner
 
 _BUSY_MILLISECONDS, _AWAITED_MILLISECONDS, _CALM_MILLISECONDS = 1, 10, 50
 
 
 class ElasticAgent:
-    """Runs a job's ranks; `outcomes` tells of those that it ended with, by rank."""
+    """Runs a job's ranks; `outcomes` are those of the last ranks, by rank."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, context: Context) -> None:
         self.outcomes: list[Outcome] = []
         self.attempt = -1
         self.num_killed = 0
         self.why_lost = ""
-        self._place = place
-        self._job = place.job
-        self._token = new_token()
-        self._ranks = Ranks()
-        self._slots: list[int] = []
-        """By number of the process: which of the job's first ranks' places (device, cores) it has."""
-        self._reasons: dict[int, str] = {}
         self.is_final = False
-        """Whether the job is not to be begun again: that would not help."""
-        self._num_before = place.job.nproc
-        """Ranks of the generation that was last when one was lost."""
-        self._verdict: Blame | None = None
-        """On the losses that nobody was told of yet."""
-        self._blaming = Blaming(Judge(place.elastic.policy), place.images.folder)
-        self._budget = Budget(place.elastic.retries, place.elastic.retry_seconds)
-        self._poll = select.poll()
-        self._lives: dict[int, int] = {}
-        """By number: a descriptor of each process that lives."""
-        self._echoes: list[Echo] = []
+        """Whether the job must not be restarted, since that would not help."""
+        self._context = context
+        self._workers = context.workers
+        self._slots = context.slots
+        self._token = context.token or new_token()
+        self._num_started = 0
+        self._hosts: dict[int, str] = {}
+        """The host of each process, by number."""
+        self._reasons: dict[int, str] = {}
+        """Why the launcher ended processes, by number."""
+        self._num_before = context.job.nproc
+        """The number of ranks before the last loss."""
+        self._blaming = Blaming(Judge(context.elastic.policy), context.workers.notes)
+        self._verdicts = Verdicts(self._blaming, context.slots, context.elastic.exclude_seconds)
         self._begin()
 
     # -- for the supervisor -----------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """One attempt, to its end: whether it ended well. Stops early when a signal has come."""
-        for slot in range(self._job.nproc):
-            self._start(slot)
-        while self._lives and not self._place.signals.received and self._council.state != "lost":
+        """Run one attempt to its end; return whether it succeeded. A signal ends it early."""
+        self._slots.begin(time.monotonic())
+        self._start_due(time.monotonic())
+        while self._goes_on() and not self._context.signals.received and self._rendezvous.state != "lost":
             self._sleep()
             self._look()
-        if self._place.signals.received:
-            self._end(self._place.signals.received[0])
+        if self._context.signals.received:
+            self._end(self._context.signals.received[0])
             return False
-        if self._council.state == "lost":
+        if self._rendezvous.state == "lost":
             self._end(signal.SIGTERM)
         self._conclude()
-        return self._council.state != "lost" and all(outcome.exit_code == 0 for outcome in self.outcomes)
+        is_well = bool(self.outcomes) and all(outcome.exit_code == 0 for outcome in self.outcomes)
+        return self._rendezvous.state != "lost" and is_well
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the ranks have said that if one is lost, all are to start again."""
+        return self._rendezvous.needs_all
 
     def begin_again(self) -> None:
-        """Another attempt, of new processes that know nothing of the last one."""
-        self._place.images.clear()
+        """Prepare another attempt, with new processes."""
+        self._workers.begin()
         self._begin()
 
     def close(self) -> None:
-        self._ranks.kill()
-        for descriptor in self._lives.values():
-            os.close(descriptor)
-        self._lives.clear()
-        for echo in self._echoes:
-            echo.close()
-        self._echoes.clear()
+        self._workers.close()
+
+    def _goes_on(self) -> bool:
+        """Whether processes live, or hosts may come back for the first ones of an attempt."""
+        is_first = not self._rendezvous.processes
+        return bool(self._workers.living) or (is_first and self._slots.can_come(time.monotonic()))
 
     # -- processes --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.attempt += 1
-        elastic = self._place.elastic
+        elastic = self._context.elastic
         self._has_blamed = False
         self._seal = Seal(self._token, str(self.attempt))
-        self._post = Post(self._place.store, str(self.attempt), self._seal)
-        self._council = Council(elastic.least, elastic.most, can_grow=self._can_grow, is_stopped=is_stopped)
-        self._due: list[tuple[float, int]] = []
+        self._post = Post(self._context.store, str(self.attempt), self._seal)
+        self._rendezvous = Rendezvous(
+            elastic.least, elastic.most, can_grow=self._can_grow, is_stopped=self._workers.is_stopped
+        )
+        self._draining = Draining(self._context, self._rendezvous, self._end_one)
         self._num_forgotten = 0
 
-    def _start(self, slot: int) -> None:
-        number = len(self._slots)
-        files = self._place.folder.files(self.attempt, number)
-        environment = self._environment(slot, number, str(files.error))
-        pid = self._ranks.start(self._job.rank_command(), os.environ | environment, files)
-        self._slots.append(slot)
-        self._council.started(number)
-        self._lives[number] = os.pidfd_open(pid)
-        self._poll.register(self._lives[number], select.POLLIN)
-        self._echoes.append(Echo([files]))
-
-    def _environment(self, slot: int, number: int, error_file: str) -> dict[str, str]:
-        place, job = self._place, self._job
-        attempt = Attempt(ADDRESS, place.port, self.attempt, job.max_restarts, place.run_id, self._token)
-        settings = rank_environment(
-            slot, job.nproc, attempt, os.environ, threads=job.threads, on_cpu=place.on_cpu, error_file=error_file
+    def _start(self, slot: Slot) -> None:
+        number, context = self._num_started, self._context
+        self._num_started += 1
+        attempt = Attempt(
+            context.address, context.port, self.attempt, context.job.max_restarts, context.run_id, self._token
         )
-        images = {"SHARDWISE_IMAGES": str(place.images.folder)} if place.images.folder is not None else {}
-        return {
-            **settings,
-            **place.bound[slot],
-            **images,
+        settings = {
             "SHARDWISE_MEMBER": str(number),
             "SHARDWISE_NEWS": str(self._post.num_news),
-            "SHARDWISE_ELASTIC": f"{place.elastic.least}:{place.elastic.most}",
-            "SHARDWISE_LAUNCHER_PID": str(os.getpid()),
+            "SHARDWISE_ELASTIC": f"{context.elastic.least}:{context.elastic.most}",
         }
+        self._workers.start(number, slot, attempt, settings)
+        self._hosts[number] = slot.host
+        self._slots.started(number, slot)
+        self._rendezvous.started(number, slot.host)
+
+    def _start_due(self, now: float) -> None:
+        while (slot := self._slots.next(now)) is not None:
+            self._start(slot)
 
     def _can_grow(self) -> bool:
-        """Whether somebody is to come who is not in the council yet."""
-        people = self._council.people.values()
-        return bool(self._due) or any(person.is_alive and not person.is_member for person in people)
+        """Whether a process may still join that is not a member yet."""
+        processes = self._rendezvous.processes.values()
+        is_starting = any(process.is_alive and not process.is_member for process in processes)
+        return is_starting or self._slots.can_come(time.monotonic())
 
     # -- the loop ---------------------------------------------------------------------------------------
 
     def _sleep(self) -> None:
-        council = self._council
-        wait = _BUSY_MILLISECONDS if council.is_busy else _AWAITED_MILLISECONDS
-        self._poll.poll(wait if council.is_busy or council.is_awaited or council.is_ending else _CALM_MILLISECONDS)
+        rendezvous = self._rendezvous
+        wait = _BUSY_MILLISECONDS if rendezvous.is_busy else _AWAITED_MILLISECONDS
+        is_calm = not (rendezvous.is_busy or rendezvous.is_awaited or rendezvous.is_ending)
+        self._workers.wait(_CALM_MILLISECONDS if is_calm else wait)
 
     def _look(self) -> None:
-        """What has happened since, and what follows."""
+        """Handle all messages and events since the last call."""
         now = time.monotonic()
-        self._ranks.any_alive()
-        said = self._post.read(self._lives)
-        for number in [number for number in self._lives if self._ranks.code(number) is not None]:
-            self._bury(number, now)
+        said = self._post.read(list(self._workers.living))
+        events = self._workers.events()
+        for event in events:
+            self._take(event, now)
             self._act()
         for one in said:
-            self._council.hear(one, now)
+            self._rendezvous.hear(one, now)
             self._act()
-        self._council.tick(now)
+        self._rendezvous.tick(now)
+        self._rendezvous.reconsider(now)
+        self._act()
+        self._draining.go_on()
         self._act()
         self._replace_dead(now)
-        for number in self._lives:
-            if self._ranks.lingers(number, self._job.grace_seconds):
-                self._end_one(number, "raised, and did not end")
 
-    def _bury(self, number: int, now: float) -> None:
-        descriptor = self._lives.pop(number)
-        self._poll.unregister(descriptor)
-        os.close(descriptor)
-        self._ranks.kill_one(number)  # its children
-        person = self._council.people[number]
-        was_alive, was_member = person.is_alive, person.is_member
-        outcome = self._ranks.outcome(number)
+    def _take(self, event: Event, now: float) -> None:
+        match event:
+            case Ended():
+                self._process_ended(event, now)
+            case HostLost():
+                self._host_lost(event, now)
+            case HostReady():
+                self._context.say(self._slots.ready(event.host, event.num_slots, now))
+            case HostLeaves():
+                self._draining.begin(event, now)
+
+    def _process_ended(self, event: Ended, now: float) -> None:
+        number, outcome = event.number, event.outcome
+        process = self._rendezvous.processes.get(number)
+        if process is None:  # of an earlier attempt
+            return
+        was_alive, was_member = process.is_alive, process.is_member
         if outcome.exit_code == 0:
-            self._council.finished(number, now)
+            self._slots.left(number)
+            self._rendezvous.finished(number, now)
             return
         text = self._reasons.get(number) or manner(outcome)
-        if was_alive or self._loss_of(number) is not None:
-            self._plan_another(number, now)
-        if was_alive and not was_member and not self._council.is_ending:
-            self._place.say(f"a process that was to become a rank {text}.")
-        self._num_before = len(self._council.former)
-        self._council.died(number, text, now)
+        is_replaced = was_alive or self._loss_of(number) is not None
+        is_replaced = is_replaced and not self._rendezvous.is_ending and not process.is_leaving
+        is_replaced = is_replaced and not self._rendezvous.needs_all
+        self._slots.died(number, now, is_replaced=is_replaced)
+        if was_alive and not was_member and not self._rendezvous.is_ending:
+            self._context.say(f"a process that was to become a rank {text}.")
+        self._num_before = len(self._rendezvous.former)
+        self._rendezvous.died(number, text, now)
         if (loss := self._loss_of(number)) is not None:
-            self._blaming.note(outcome, loss.rank, self._council.step, self._reasons.get(number, ""))
+            reason, host = self._reasons.get(number, ""), self._hosts[number]
+            step = self._rendezvous.step
+            self._blaming.note(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out)
+
+    def _host_lost(self, event: HostLost, now: float) -> None:
+        """Treat all processes of a lost host as dead at once."""
+        self._num_before = len(self._rendezvous.former)
+        self._slots.lost(event.host, now)
+        numbers = [number for number in event.numbers if number in self._rendezvous.processes]
+        if not numbers:
+            self._context.say(f"host {event.host} is gone ({event.why}). No rank was there.")
+        self._rendezvous.lost(event.host, numbers, event.why, now)
+        for number in numbers:
+            if (loss := self._loss_of(number)) is not None:
+                outcome = self._workers.outcome(number)
+                self._blaming.note(outcome, loss.rank, self._rendezvous.step, host=event.host)
 
     def _loss_of(self, number: int) -> Loss | None:
-        return next((loss for loss in self._council.losses if loss.member == number), None)
-
-    def _plan_another(self, number: int, now: float) -> None:
-        """A process in the place of one that has died, if it may be."""
-        if self._council.is_ending or self._council.people[number].is_leaving:
-            return
-        moment = self._budget.ask(self._slots[number], now)
-        if moment is not None:
-            self._due.append((moment, self._slots[number]))
+        return next((loss for loss in self._rendezvous.losses if loss.member == number), None)
 
     def _replace_dead(self, now: float) -> None:
-        """But not while those that live are busy with each other: starting one costs them processor time."""
-        council = self._council
-        if council.is_ending:
-            self._due.clear()
-            for person in council.people.values():
-                if person.is_alive and not person.is_member:
-                    self._end_one(person.number, "was not needed any more")
-        if council.is_busy and any(person.is_alive and person.is_member for person in council.people.values()):
+        """Start replacements, but not while members form a generation: starting a process would slow them down."""
+        rendezvous = self._rendezvous
+        processes = rendezvous.processes.values()
+        if rendezvous.is_ending:
+            self._slots.stop()
+            for process in processes:
+                if process.is_alive and not process.is_member:
+                    self._end_one(process.number, "was not needed any more")
+        if rendezvous.is_busy and any(process.is_alive and process.is_member for process in processes):
             return
-        for moment, slot in [one for one in self._due if one[0] <= now]:
-            self._due.remove((moment, slot))
-            self._start(slot)
+        self._start_due(now)
 
     def _end_one(self, number: int, why: str) -> None:
-        if number in self._lives and number not in self._reasons:
+        if number in self._workers.living and number not in self._reasons:
             self._reasons[number] = why
-            self._ranks.kill_one(number)
+            self._workers.end_one(number)
 
     def _act(self) -> None:
-        """What the council has decided."""
-        council = self._council
-        for news in council.news:
+        """Carry out the decisions of the rendezvous."""
+        rendezvous = self._rendezvous
+        for news in rendezvous.news:
             if news.kind == "entering":
                 self._judge()
                 self._post.pass_on(news.generation, news.members, news.before)
             self._post.publish(news)
-        has_formed = any(news.kind == "formed" for news in council.news)
-        council.news.clear()
-        for number, why in council.kills:
+        has_formed = any(news.kind == "formed" for news in rendezvous.news)
+        rendezvous.news.clear()
+        for number, why in rendezvous.kills:
             self._end_one(number, why)
-        council.kills.clear()
+        rendezvous.kills.clear()
         if has_formed:
-            self._tell_of_change()
+            self._report_change()
 
     def _judge(self) -> None:
-        """Whose fault the losses were, before anybody enters the next generation: all who do know of a batch to leave
-        out."""
-        verdict = self._blaming.conclude(self._num_before, self._council.step)
-        if self._verdict is None or (verdict is not None and verdict.action == "stop"):
-            self._verdict = verdict
+        """Judge the losses before the next generation is entered, so that its members know of a batch to skip, and
+        nothing is started on an excluded host."""
+        self._verdicts.judge(self._num_before, self._rendezvous.step, time.monotonic())
 
-    def _tell_of_change(self) -> None:
-        """In one letter, once it is known who goes on. Keys that nobody reads any more go after that."""
-        council = self._council
-        if council.generation:
-            words = {loss.member: self._last_words(loss.rank, loss.generation) for loss in council.losses}
-            change = Change(
-                tuple(council.losses),
-                words,
-                council.num_left,
-                council.num_new,
-                len(council.members),
-                council.step,
-                time.monotonic() - min((loss.at for loss in council.losses), default=0.0),
-                len(self._due) + sum(person.is_alive and not person.is_member for person in council.people.values()),
-                f"{self._budget.num_used} of {self._budget.retries} within {self._budget.seconds:g} s",
-                council.least,
-            )
+    def _report_change(self) -> None:
+        """Print one report, once it is known which ranks continue; then delete keys of former generations."""
+        rendezvous, now = self._rendezvous, time.monotonic()
+        if rendezvous.generation:
             self._judge()
-            verdict, self._verdict = self._verdict, None
-            if text := letter(change, verdict):
-                self._place.say(text)
+            verdict = self._verdicts.take()
+            words = {loss.member: self._last_words(loss.rank, loss.generation) for loss in rendezvous.losses}
+            waiting = sum(process.is_alive and not process.is_member for process in rendezvous.processes.values())
+            change = Change(
+                tuple(rendezvous.losses),
+                words,
+                rendezvous.num_left,
+                rendezvous.num_new,
+                len(rendezvous.members),
+                rendezvous.step,
+                now - min((loss.at for loss in rendezvous.losses), default=0.0),
+                self._slots.num_coming(now) + waiting,
+                self._slots.budget.in_words(),
+                rendezvous.least,
+                self._verdicts.excluded(verdict),
+                can_come=self._slots.can_come(now),
+            )
+            if text := change_report(change, verdict):
+                self._context.say(text)
             if verdict is not None and verdict.action == "stop":
                 self.is_final = True
-                council.stop(str(verdict))
-        council.losses.clear()
-        council.num_left = 0
-        for generation in range(self._num_forgotten, council.generation):
+                rendezvous.stop(str(verdict))
+        rendezvous.losses.clear()
+        rendezvous.num_left = 0
+        for generation in range(self._num_forgotten, rendezvous.generation):
             self._post.forget(generation)
-        self._num_forgotten = council.generation
+        self._num_forgotten = rendezvous.generation
 
     def _last_words(self, rank: int, generation: int) -> str:
         try:
-            return last_words(self._place.store, rank, generation_prefix(str(self.attempt), generation), self._seal)
+            return last_words(self._context.store, rank, generation_prefix(str(self.attempt), generation), self._seal)
         except RuntimeError:
             return ""
 
     # -- the end ----------------------------------------------------------------------------------------
 
     def _end(self, number: signal.Signals) -> None:
-        """Ask the ranks that live to end, and kill those that do not."""
-        signals = self._place.signals.received
+        """Ask living ranks to end, and kill those that do not."""
+        signals, grace = self._context.signals.received, self._context.job.grace_seconds
         passed_on = signal.SIGTERM if number is signal.SIGHUP else number
         if signals:
-            self._place.say(
-                f"{number.name}: passed on to the ranks, which have {self._job.grace_seconds:g} s to end; once more "
-                "kills them."
+            self._context.say(
+                f"{number.name}: passed on to the ranks, which have {grace:g} s to end; once more kills them."
             )
         already = len(signals)
-        if self._place.images.folder is not None:  # it is not for single ranks to leave
-            (self._place.images.folder / ENDING).touch()
-        self._ranks.send(passed_on)
-        self._ranks.wait(self._job.grace_seconds, lambda: len(signals) > already)
-        self.num_killed = self._ranks.kill()
-        self._ranks.kill_children()
+        self._workers.end_job()
+        self._workers.send(passed_on)
+        self._workers.wait_for_end(grace, lambda: len(signals) > already)
+        self.num_killed = self._workers.kill()
         self._conclude()
 
     def _conclude(self) -> None:
-        """What became of the last ranks there were, by rank."""
-        council = self._council
-        self.why_lost = council.why_lost
-        numbers = council.members or tuple(council.people)
+        """Collect the outcomes of the last ranks."""
+        rendezvous = self._rendezvous
+        self.why_lost = rendezvous.why_lost
+        numbers = rendezvous.members or tuple(rendezvous.processes)
         self.outcomes = []
         for rank, number in enumerate(numbers):
-            outcome = replace(self._ranks.outcome(number), rank=rank)
-            words = self._last_words(rank, council.generation)
+            outcome = replace(self._workers.outcome(number), rank=rank)
+            words = self._last_words(rank, rendezvous.generation)
             self.outcomes.append(replace(outcome, last_words=words))
-        if council.state == "lost" and not self.is_final and not self._has_blamed:
+        if rendezvous.state == "lost" and not self.is_final and not self._has_blamed:
             self._has_blamed = True
-            verdict = self._blaming.conclude_all(self.outcomes, council.step)
+            verdict = self._blaming.conclude_all(self.outcomes, rendezvous.step)
             if verdict is not None:
-                self._place.say(f"blame: {verdict.sort}: {verdict.evidence}")
+                self._context.say(f"blame: {verdict.sort}: {verdict.evidence}")
                 self.is_final = verdict.action == "stop"
-        for number in council.people:
-            self._place.folder.add_tracebacks(self.attempt, [self._ranks.outcome(number)])
-        self.close()
+        for number in rendezvous.processes:
+            self._context.folder.add_tracebacks(self.attempt, [self._workers.outcome(number)])
+        self._workers.close()

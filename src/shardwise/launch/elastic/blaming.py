@@ -1,99 +1,101 @@
-"""From what became of processes to a verdict: whose fault it was, for the letter and for the run's record."""
+"""Collects how processes ended and has the cause judged, for the launcher's report and the run record."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.elastic.blame import Blame, Judge
 from shardwise.elastic.signs import End
+from shardwise.launch.elastic.notes import Notes
+from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.outcome import Outcome
 
-_OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _UNREACHED = "kept the others waiting", "did not answer", "did not come"
 
 
 class Blaming:
-    """Gathers how ranks ended until it is known who goes on."""
+    """Collects how ranks ended until it is known which ones continue."""
 
-    def __init__(self, judge: Judge, folder: Path | None, oom_events: Path = _OOM_EVENTS) -> None:
+    def __init__(self, judge: Judge, notes: Notes) -> None:
         self._judge = judge
-        self._folder = folder
-        self._oom_events = oom_events
-        self._num_oom = self._ooms()
+        self._notes = notes
         self._ends: list[End] = []
         self._left_out: list[int] = []
 
-    def note(self, outcome: Outcome, rank: int, step: int, reason: str = "") -> None:
-        """A rank is gone; `reason` is why it was ended, if the launcher did that."""
-        self._ends.append(self._end(outcome, rank, step, reason))
+    def note(
+        self, outcome: Outcome, rank: int, step: int, reason: str = "", *, host: str = "", ran_out: bool = False
+    ) -> None:
+        """A rank is lost. `reason`: why the launcher ended it, if it did. `host`: its host, in a job of several.
+        `ran_out`: the kernel has killed a process there, out of memory."""
+        lines = outcome.summary.strip().splitlines()
+        is_lost = bool(outcome.lost_with)
+        end = End(
+            rank,
+            host,
+            exit_code=-signal.SIGSTOP if "was stopped" in reason else outcome.exit_code,
+            error=lines[0] if outcome.raised and lines else "",
+            text=outcome.lost_with or reason or outcome.traceback,
+            step=step,
+            batch=outcome.batch,
+            ran_out=ran_out and outcome.exit_code == -signal.SIGKILL and not reason and not is_lost,
+            is_alive=is_lost or reason.startswith(_UNREACHED),
+            at=outcome.time,
+        )
+        self._ends.append(end)
 
     def conclude(self, num_ranks: int, step: int) -> Blame | None:
-        """The verdict on all that was noted since the last, written to the record; `None` if nothing was."""
+        """The verdict on all losses noted since the last call, also written to the run record; `None` if none were."""
         if not self._ends:
             return None
-        if self._skips():
+        if self._notes.skips():
             self._judge.policy = replace(self._judge.policy, data="skip")
         verdict = self._judge.judge(self._ends, num_ranks, time.monotonic())
         self._ends = []
-        if verdict.action == "skip" and self._folder is not None:
+        if verdict.action == "skip":
             self._left_out.append(step)
-            (self._folder / LEFT_OUT).write_text(json.dumps(self._left_out))
-        self._write(verdict, step)
+            self._notes.leave_out(self._left_out)
+        line = {"kind": "fault", "step": max(0, step), "time": time.time(), "host": socket.gethostname()}
+        self._notes.record({**line, **verdict.record()})
         return verdict
 
     def conclude_all(self, outcomes: Sequence[Outcome], step: int) -> Blame | None:
-        """The verdict on the end of a job, by what became of its last ranks."""
+        """The verdict on the end of a job, from the outcomes of its last ranks."""
         noted = {end.rank for end in self._ends}
         for outcome in outcomes:
             if outcome.failed and outcome.rank not in noted:
                 self.note(outcome, outcome.rank, step)
         return self.conclude(len(outcomes), step)
 
-    def _end(self, outcome: Outcome, rank: int, step: int, reason: str) -> End:
-        lines = outcome.summary.strip().splitlines()
-        code = -signal.SIGSTOP if "was stopped" in reason else outcome.exit_code
-        num_oom = self._ooms()
-        ran_out = outcome.exit_code == -signal.SIGKILL and not reason and num_oom > self._num_oom
-        self._num_oom = num_oom
-        return End(
-            rank,
-            exit_code=code,
-            error=lines[0] if outcome.raised and lines else "",
-            text=reason or outcome.traceback,
-            step=step,
-            batch=outcome.batch,
-            ran_out=ran_out,
-            is_alive=reason.startswith(_UNREACHED),
-            at=outcome.time,
-        )
 
-    def _skips(self) -> bool:
-        """Whether the plan has said so."""
-        with contextlib.suppress(OSError):
-            return self._folder is not None and (self._folder / BAD_BATCH).read_text() == "skip"
-        return False
+class Verdicts:
+    """The verdict not yet reported, and its consequences for hosts."""
 
-    def _ooms(self) -> int:
-        """How many processes the kernel has killed for memory in this group, if it says."""
-        with contextlib.suppress(OSError, ValueError):
-            words = dict(line.split() for line in self._oom_events.read_text().splitlines())
-            return int(words.get("oom_kill", 0))
-        return 0
+    def __init__(self, blaming: Blaming, slots: Slots, exclude_seconds: float) -> None:
+        self._blaming, self._slots, self._exclude_seconds = blaming, slots, exclude_seconds
+        self._verdict: Blame | None = None
 
-    def _write(self, verdict: Blame, step: int) -> None:
-        """A line of the run's record, if there is one on this host."""
-        if self._folder is None:
-            return
-        with contextlib.suppress(OSError):  # a record that cannot be written must not end a job
-            path = Path((self._folder / RECORD_PATH).read_text())
-            line = {"kind": "fault", "step": max(0, step), "time": time.time(), "host": socket.gethostname()}
-            with path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**line, **verdict.record()}) + "\n")
+    def judge(self, num_ranks: int, step: int, now: float) -> None:
+        """Judge the losses noted since the last call, and exclude hosts if the verdict says so."""
+        verdict = self._blaming.conclude(num_ranks, step)
+        if verdict is not None and verdict.action == "exclude":
+            for host in verdict.hosts:
+                self._slots.exclude(host, now + self._exclude_seconds)
+        if self._verdict is None or (verdict is not None and verdict.action in ("stop", "exclude")):
+            self._verdict = verdict
+
+    def take(self) -> Blame | None:
+        """Return the verdict to report, once."""
+        verdict, self._verdict = self._verdict, None
+        return verdict
+
+    def excluded(self, verdict: Blame | None) -> str:
+        """A sentence about the hosts that a verdict excludes, and for how long; empty if there are none."""
+        if verdict is None or verdict.action != "exclude" or not verdict.hosts:
+            return ""
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._exclude_seconds))
+        hosts = ", ".join(verdict.hosts)
+        return f"No process is started on {hosts} for {self._exclude_seconds:g} s (until {until})."

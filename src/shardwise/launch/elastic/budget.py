@@ -1,8 +1,9 @@
-"""How many processes may be started in the place of dead ones."""
+"""How many replacements for dead processes may be started."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 
 _SOON_SECONDS = 30
 _LONGEST_PAUSE_SECONDS = 30
@@ -15,13 +16,13 @@ class Budget:
         self.retries = retries
         self.seconds = seconds
         self._starts: deque[float] = deque()
-        self._born: dict[int, float] = {}
-        self._num_soon: dict[int, int] = {}
+        self._born: dict[Hashable, float] = {}
+        self._num_soon: dict[Hashable, int] = {}
 
-    def ask(self, slot: int, now: float) -> float | None:
-        """When to start a process in a `slot` whose process has died; `None` if there were too many.
+    def ask(self, slot: Hashable, now: float) -> float | None:
+        """When to start a replacement in `slot`; `None` if there were too many.
 
-        At once, as a rule. Where one after the other dies soon after its start, the pauses grow.
+        Usually at once. If one process after the other dies soon after its start, the pauses grow.
         """
         while self._starts and self._starts[0] < now - self.seconds:
             self._starts.popleft()
@@ -34,6 +35,6 @@ class Budget:
         self._born[slot] = moment
         return moment
 
-    @property
-    def num_used(self) -> int:
-        return len(self._starts)
+    def in_words(self) -> str:
+        """How much of it is used: `1 of 3 within 600 s`."""
+        return f"{len(self._starts)} of {self.retries} within {self.seconds:g} s"

@@ -1,7 +1,6 @@
-"""A folder in the host's memory for what has to outlive ranks. The launcher makes it, and removes it at the end.
+"""A folder in the host's memory for state that must outlive ranks. The launcher creates it, and removes it at the end.
 
-[Note: folders of the dead] in `launch/folder.py` holds here too: what a launcher that was killed has left, the next one
-takes away.
+The folder of a killed launcher is removed by the next one: see [Note: abandoned folders] in `launch/folder.py`.
 """
 
 from __future__ import annotations
@@ -12,27 +11,27 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shardwise.launch.folder import LOCK, clear_away
+from shardwise.launch.folder import LOCK, remove_abandoned
 
 MEMORY = Path("/dev/shm")
 
 
 class Images:
-    """`folder` is the place, or `None` on a system without such memory. Use it in a `with`."""
+    """A context manager; `folder` is `None` on a system without such memory."""
 
     def __init__(self, memory: Path = MEMORY) -> None:
         self.folder: Path | None = None
         self._lock = -1
         if not memory.is_dir() or not os.access(memory, os.W_OK):
             return
-        clear_away(memory)
+        remove_abandoned(memory)
         draft = Path(tempfile.mkdtemp(prefix=".shardwise-", dir=memory))
         self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.folder = draft.rename(draft.with_name(draft.name[1:]))
 
     def clear(self) -> None:
-        """Remove what ranks have left there: it is of no use to those that start anew."""
+        """Remove all files of ranks, before a new attempt."""
         for path in self.folder.iterdir() if self.folder is not None else ():
             if path.name != LOCK:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Ranks on other hosts: a process on each starts and ends its ranks, and one here tells them what to do."""
+"""Ranks on other hosts: an agent process on each host starts and ends its ranks, as the launcher orders."""

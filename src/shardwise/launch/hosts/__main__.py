@@ -1,22 +1,35 @@
-"""`python -m shardwise.launch.hosts`: what ssh starts on a host."""
+"""`python -m shardwise.launch.hosts [members]`: the agent that ssh starts on a host, with `members` for elastic jobs;
+with `dial HOST:PORT`, what a pod runs."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+from shardwise.launch.elastic.images import Images
 from shardwise.launch.folder import Folder
 from shardwise.launch.hosts.agent import HostAgent
+from shardwise.launch.hosts.members import MemberAgent
+from shardwise.launch.hosts.pod import DIAL
+from shardwise.launch.hosts.pod import main as serve_in_pod
 from shardwise.launch.hosts.wire import Inbox, Outbox
+from shardwise.launch.places.ssh import MEMBERS
 from shardwise.launch.signals import SignalLog
 
 
 def main() -> None:
-    """Serve whoever is at the other end of stdin and stdout."""
+    """Serve the launcher, over stdin and stdout, or over a connection that a pod opens."""
+    if sys.argv[1:2] == [DIAL]:
+        sys.exit(serve_in_pod(sys.argv[2:]))
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is not a message
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps a library's output out of the messages
+    inbox, outbox = Inbox(sys.stdin.fileno()), Outbox(out)
     with SignalLog() as signals, Folder(None) as folder:
-        HostAgent(Inbox(sys.stdin.fileno()), Outbox(out), folder, signals).run()
+        if MEMBERS in sys.argv[1:]:
+            with Images() as images:
+                MemberAgent(inbox, outbox, folder, images, signals).run()
+        else:
+            HostAgent(inbox, outbox, folder, signals).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A connection to one host: ssh as a process, and threads that read what comes."""
+"""A connection to one host: a process of ssh, and threads that read its output."""
 
 from __future__ import annotations
 
@@ -7,33 +7,65 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from typing import Any
+from collections.abc import Container
+from typing import Any, Protocol
 
-from shardwise.launch.hosts.wire import Message, Outbox, bounded_lines, is_about, report
+from shardwise.launch.hosts.wire import Message, Outbox, Sink, Source, bounded_lines, is_about, report
 from shardwise.launch.places.hosts import Share
 
 Arrivals = queue.Queue[tuple["Connection", Message]]
-_KEPT_LINES = 30
-_MAX_COMPLAINT_BYTES = 2**16
+_NUM_STDERR_LINES = 30
+_MAX_STDERR_LINE_BYTES = 2**16
 MAX_ARRIVALS = 256
-"""So many messages may wait to be taken; then hosts wait."""
+"""Messages that may be queued; beyond that, hosts wait."""
+
+
+class Carrier(Protocol):
+    """What carries messages to a host and back: a process such as ssh, or a connection that the host has opened."""
+
+    @property
+    def stdin(self) -> Sink | None: ...
+    @property
+    def stdout(self) -> Source | None: ...
+    @property
+    def stderr(self) -> Source | None: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Connection:
-    """Messages of its host are put into `arrivals`, and `{"said": "lost"}` when there will be no more."""
+    """Puts the host's messages into `arrivals`, and `{"said": "lost"}` after the last one."""
 
-    def __init__(self, share: Share, command: list[str], arrivals: Arrivals) -> None:
-        """Begin to connect. Raises `OSError` if there is no ssh."""
+    def __init__(
+        self,
+        share: Share,
+        command: list[str],
+        arrivals: Arrivals,
+        numbers: Container[int] | None = None,
+        carrier: Carrier | None = None,
+    ) -> None:
+        """Begin to connect. Messages may be about the ranks of the share, or about the members `numbers`, which may
+        grow. If the host has opened the connection, `carrier` is it; else the command is started. Raises `OSError` if
+        there is no ssh."""
         self.share = share
+        self.heard = time.monotonic()
+        """When its last message arrived."""
+        self._numbers = share.ranks if numbers is None else numbers
         self.name = share.host.name
+        self.command = command[0]
+        """The program that carries the messages: `ssh` or `srun`."""
         self.is_lost = False
         self._arrivals = arrivals
-        self._complaints: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._complaints: deque[str] = deque(maxlen=_NUM_STDERR_LINES)
         self._has_answered = False
         pipe = subprocess.PIPE
-        # a session of its own: Ctrl-C reaches the launcher alone, which passes it on
-        self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        # a session of its own: Ctrl-C reaches only the launcher, which passes it on
+        self._ssh: Carrier = carrier or subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         assert self._ssh.stdin is not None
         self._outbox = Outbox(self._ssh.stdin)
         self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read_errors, self._read)]
@@ -41,21 +73,25 @@ class Connection:
             reader.start()
 
     def send(self, do: str, **details: Any) -> None:
-        """Tell the host to do something; what is sent to a host that is lost goes nowhere."""
+        """Send an order to the host; does nothing if the host is lost."""
         self._outbox.send({"do": do, **details})
 
     @property
     def status(self) -> int | None:
-        """With which ssh ended; None while it has not."""
+        """ssh's exit status; None while it runs."""
         return self._ssh.poll()
 
     @property
     def complaints(self) -> str:
-        """The last lines that ssh, or what it started, wrote on stderr."""
+        """The last lines on stderr of ssh, or of the command it started."""
         return "\n".join(self._complaints)
 
+    def cut(self) -> None:
+        """Kill ssh, without waiting for further messages."""
+        self._ssh.kill()
+
     def close(self, seconds: float) -> None:
-        """Let the host end by itself, and end ssh if it does not. Asking twice changes nothing."""
+        """Wait for the host to end by itself, and kill ssh if it does not. May be called twice."""
         with contextlib.suppress(OSError, ValueError):
             if self._ssh.stdin is not None:
                 self._ssh.stdin.close()
@@ -73,16 +109,17 @@ class Connection:
         assert self._ssh.stdout is not None
         for line in bounded_lines(self._ssh.stdout):
             message = report(line)
-            if message is not None and is_about(message, self.share.ranks):
+            if message is not None and is_about(message, self._numbers):
                 self._has_answered = True
+                self.heard = time.monotonic()
                 self._arrivals.put((self, message))
-        self._readers[0].join(1)  # what it has to say about that
+        self._readers[0].join(1)  # so that `complaints` are complete
         self._ssh.wait()
         self._arrivals.put((self, {"said": "lost"}))
 
     def _read_errors(self) -> None:
         assert self._ssh.stderr is not None
-        for line in bounded_lines(self._ssh.stderr, _MAX_COMPLAINT_BYTES):
+        for line in bounded_lines(self._ssh.stderr, _MAX_STDERR_LINE_BYTES):
             text = line.decode(errors="backslashreplace").rstrip()
             self._complaints.append(text)
             if self._has_answered and text:

@@ -1,4 +1,4 @@
-"""Everything before the first rank: what hosts have, whether it fits, and a port of the first that others reach."""
+"""Checks of all hosts before the first rank starts, and a port of the first host that the others can reach."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.hosts.connection import Arrivals, Connection
-from shardwise.launch.hosts.problems import connection_problem, contradictions, letter
+from shardwise.launch.hosts.problems import connection_problem, contradictions, joined
 from shardwise.launch.hosts.wire import Message
 from shardwise.launch.places.ssh import LEFT_OUT, SshPlan
 from shardwise.units import format_bytes
 from shardwise.version import __version__
 
 ANSWER_SECONDS = 60.0
-"""What a host gets to start Python; connecting has its own time."""
-_RSYNC_SECONDS = 3600
+"""How long a host may take to start Python, in addition to the time to connect."""
+RSYNC_SECONDS = 3600
 _LIST_SECONDS = 60
 _NUM_SHOWN = 5
 
 
-class Stopped(Exception):  # noqa: N818 nothing went wrong: somebody asked the job to end
-    """A signal came while hosts were being asked."""
+class Stopped(Exception):  # noqa: N818 not an error: the job was asked to end
+    """A signal arrived while hosts were being checked."""
 
 
 class Answers:
@@ -39,7 +39,7 @@ class Answers:
     def collect(
         self, hosts: Iterable[Connection], said: str, seconds: float, python: str
     ) -> tuple[dict[Connection, Message], dict[str, str]]:
-        """What each of `hosts` said, and why the others did not, by name."""
+        """The `said` message of each host, and by name the reason why others sent none."""
         waiting, answers, problems = set(hosts), {}, {}
         deadline = time.monotonic() + seconds
         while waiting and time.monotonic() < deadline:
@@ -53,19 +53,19 @@ class Answers:
                 answers[host] = message
             elif message["said"] == "lost":
                 host.is_lost = True
-                problems[host.name] = connection_problem(host.status, host.complaints, python)
+                problems[host.name] = str(connection_problem(host.status, host.complaints, python))
             elif message["said"] == "problem":
                 problems[host.name] = str(message["text"])
             else:
                 continue
             waiting.discard(host)
         return answers, problems | {
-            host.name: connection_problem(None, host.complaints, python) for host in waiting
+            host.name: str(connection_problem(None, host.complaints, python)) for host in waiting
         }  # fmt: skip
 
 
 def next_arrival(arrivals: Arrivals, seconds: float) -> tuple[Connection, Message] | None:
-    """What a host has said, after at most `seconds`; None if nothing."""
+    """The next message, after at most `seconds`; None if there is none."""
     try:
         return arrivals.get(timeout=seconds)
     except queue.Empty:
@@ -73,7 +73,7 @@ def next_arrival(arrivals: Arrivals, seconds: float) -> tuple[Connection, Messag
 
 
 def copy_directory(plan: SshPlan) -> None:
-    """Bring this directory to all hosts at once, by rsync. Raises `LaunchError` with all that failed."""
+    """Copy this directory to all hosts at once, by rsync. Raises `LaunchError` that names all failures."""
     problems: dict[str, str] = {}
 
     def copy(number: int) -> None:
@@ -83,19 +83,19 @@ def copy_directory(plan: SshPlan) -> None:
                 plan.copy(share),
                 capture_output=True,
                 text=True,
-                timeout=_RSYNC_SECONDS,
+                timeout=RSYNC_SECONDS,
                 stdin=subprocess.DEVNULL,
                 check=False,
             )
         except FileNotFoundError:
-            problems[share.host.name] = "there is no rsync on this machine; install it, or leave --rsync out"
+            problems[share.host.name] = "there is no rsync on this machine; install it, or remove --rsync"
             return
         if done.returncode == 255:
-            problems[share.host.name] = connection_problem(255, done.stderr, plan.job.python)
+            problems[share.host.name] = str(connection_problem(255, done.stderr, plan.job.python))
         elif "rsync: not found" in done.stderr or "rsync: command not found" in done.stderr:
-            problems[share.host.name] = "there is no rsync on it; install it, or leave --rsync out"
+            problems[share.host.name] = "it has no rsync; install it, or remove --rsync"
         elif done.returncode:
-            lines = done.stderr.strip().splitlines() or ["it does not say why"]
+            lines = done.stderr.strip().splitlines() or ["it gave no reason"]
             problems[share.host.name] = f"rsync failed: {lines[0]}"
 
     threads = [threading.Thread(target=copy, args=(number,)) for number in range(len(plan.shares))]
@@ -104,11 +104,11 @@ def copy_directory(plan: SshPlan) -> None:
     for thread in threads:
         thread.join()
     if problems:
-        raise LaunchError(letter(problems))
+        raise LaunchError(joined(problems))
 
 
 def what_is_sent() -> str:
-    """Which files of this directory `--rsync` would copy, in words. Asks this machine alone."""
+    """Which files of this directory `--rsync` would copy, as text. Uses only this machine."""
     try:
         command = ["rsync", "--recursive", "--list-only", "--no-human-readable", *LEFT_OUT, "./"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_SECONDS, check=False)
@@ -123,10 +123,10 @@ def what_is_sent() -> str:
     return f"sent to each host: {len(files)} files, {format_bytes(sum(files.values()))}; the largest: {shown or 'none'}"
 
 
-def look_at(hosts: list[Connection], plan: SshPlan, answers: Answers) -> dict[Connection, float]:
-    """Make sure that all hosts can run the job; return by how much their clocks are before ours, in seconds.
+def look_at(hosts: list[Connection], plan: SshPlan, answers: Answers) -> dict[Connection, tuple[float, Message]]:
+    """Check that all hosts can run the job; return by how many seconds their clocks are ahead of ours, and their facts.
 
-    Raises `LaunchError` with everything that is in the way on any of them.
+    Raises `LaunchError` with the problems of all hosts.
     """
     asked_at = time.time()
     for host in hosts:
@@ -136,42 +136,50 @@ def look_at(hosts: list[Connection], plan: SshPlan, answers: Answers) -> dict[Co
     problems |= {host.name: said["problem"] for host, said in facts.items() if said["problem"]}
     in_order = {host.name: facts[host] for host in hosts if host in facts}
     problems |= contradictions(in_order, __version__)
-    _refuse(problems, hosts)
+    refuse(problems, hosts)
     midpoint = (asked_at + time.time()) / 2  # hosts answer when Python has started, the slowest last
-    return {host: float(said["time"]) - midpoint for host, said in facts.items()}
+    return {host: (float(said["time"]) - midpoint, said) for host, said in facts.items()}
 
 
 def have_a_port(hosts: list[Connection], plan: SshPlan, answers: Answers) -> tuple[str, int]:
-    """Where ranks are to meet, after all hosts have tried. Raises `LaunchError` with all that cannot reach it."""
+    """Address and port of the store, after all hosts have tried to connect. Raises `LaunchError` that names all hosts
+    that cannot reach it."""
     first, others = hosts[0], hosts[1:]
     first.send("listen", address=plan.settings.address, port=plan.job.port)
     listening, problems = answers.collect([first], "listening", ANSWER_SECONDS, plan.job.python)
-    _refuse(problems, hosts)
+    refuse(problems, hosts)
     address, port = str(listening[first]["address"]), int(listening[first]["port"])
     if others and address in ("127.0.0.1", "::1"):
         raise LaunchError(
-            f"{first.name} is this machine, and others do not reach it by {address}. Name the one by which they do "
-            f"with --master-addr."
+            f"{first.name} is this machine, and other hosts cannot reach it at {address}. Name an address at which "
+            f"they can with --master-addr."
         )
-    for host in others:
-        host.send("reach", address=address, port=port)
-    reached, problems = answers.collect(others, "reached", ANSWER_SECONDS, plan.job.python)
-    cure = "is the port blocked? Open it and name it with --port, or name another address with --master-addr"
-    problems |= {
-        host.name: f"it does not reach {first.name} at {address}, port {port} ({said['problem']}); {cure}"
-        for host, said in reached.items()
-        if said["problem"]
-    }
-    _refuse(problems, hosts)
+    require_reach(others, first.name, (address, port), plan.job.python, answers)
     return address, port
 
 
+def require_reach(hosts: list[Connection], first: str, meeting: tuple[str, int], python: str, answers: Answers) -> None:
+    """Check that `hosts` reach `first` at an address and port. Raises `LaunchError` that names all that do not."""
+    address, port = meeting
+    for host in hosts:
+        host.send("reach", address=address, port=port)
+    reached, problems = answers.collect(hosts, "reached", ANSWER_SECONDS, python)
+    cure = "is the port blocked? Open it and name it with --port, or name another address with --master-addr"
+    problems |= {
+        host.name: f"it does not reach {first} at {address}, port {port} ({said['problem']}); {cure}"
+        for host, said in reached.items()
+        if said["problem"]
+    }
+    refuse(problems, hosts)
+
+
 def job_as_message(plan: SshPlan, host: Connection) -> dict[str, Any]:
-    """The job as its host is to run it; paths of this machine stay here."""
-    return asdict(plan.job) | {"nproc": host.share.num_ranks, "log_dir": None}
+    """The job for one host, without paths of this machine."""
+    return asdict(plan.job) | {"nproc": host.share.num_ranks, "log_dir": None, "elastic": None}
 
 
-def _refuse(problems: dict[str, str], hosts: list[Connection]) -> None:
+def refuse(problems: dict[str, str], hosts: list[Connection]) -> None:
+    """Raise `LaunchError` if there are problems, by name of the host."""
     if problems:
         in_order = {host.name: problems[host.name] for host in hosts if host.name in problems}
-        raise LaunchError(letter(in_order))
+        raise LaunchError(joined(in_order))

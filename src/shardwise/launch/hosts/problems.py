@@ -1,49 +1,91 @@
-"""Why a host cannot take part, in a sentence: from what ssh, a shell and Python say. Pure."""
+"""Why a host cannot take part, as a sentence: from the messages of ssh, a shell and Python. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 _SSH_FAILED = 255
 _NOT_FOUND = 127
-# What OpenSSH says, and what it means to whoever started the job.
-_OF_SSH = (
-    (r"Could not resolve hostname", "its name is not known; is it spelled right, here and in ~/.ssh/config?"),
-    (r"Connection refused", "nothing answers at its ssh port; does sshd run there, at this --ssh-port?"),
-    (r"[Cc]onnection timed out|Operation timed out|banner exchange", "it does not answer; is it on, with a network?"),
-    (r"No route to host|Network is unreachable", "there is no route to it; is it on, with a network?"),
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What keeps a host from answering, and what to do about it; neither ends with a period."""
+
+    what: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.cure}" if self.cure else self.what
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the command that the user has called names the port and the key of ssh."""
+
+    port: str = "--ssh-port PORT"
+    key: str = "--identity FILE"
+
+
+# Messages of OpenSSH, what they mean, and the cure.
+_SSH_FAILURES = (
+    (
+        r"Could not resolve hostname",
+        "its name is not known",
+        "check the spelling, ~/.ssh/config, DNS and /etc/hosts on this machine",
+    ),
+    (r"Connection refused", "nothing answers at its ssh port", "start sshd there, or name its port with {port}"),
+    (
+        r"[Cc]onnection timed out|Operation timed out|banner exchange",
+        "it does not answer",
+        "check that it is up, and that no firewall blocks its ssh port",
+    ),
+    (
+        r"No route to host|Network is unreachable",
+        "there is no route to it",
+        "check that it is up and has a network",
+    ),
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION",
-        "its host key is not the one that is known; connect once with ssh by hand, and read what it says",
+        "its host key is not the one that is known",
+        "connect once with ssh by hand, and read the message",
     ),
-    (r"Permission denied", "it refuses the key; copy yours with ssh-copy-id, or name one with --identity"),
-    (r"Too many authentication failures", "it refuses the keys; name the right one with --identity"),
-    (r"kex_exchange_identification|Connection (closed|reset) by", "it closed the connection before it was made"),
+    (r"Permission denied", "it refuses the key", "copy yours with ssh-copy-id, or name one with {key}"),
+    (r"Too many authentication failures", "it refuses the keys", "name the right one with {key}"),
+    (
+        r"kex_exchange_identification|Connection (closed|reset) by",
+        "it closed the connection before authentication",
+        "check the log of sshd there",
+    ),
 )
 
 
-def connection_problem(status: int | None, stderr: str, python: str) -> str:
-    """Why a host did not answer, by the status with which ssh ended (None: it has not) and by what it printed."""
-    last = _last_line(stderr)
+def connection_problem(status: int | None, stderr: str, python: str, options: Options | None = None) -> Problem:
+    """Why a host did not answer, from the exit status of ssh (None: it still runs) and its output on stderr."""
+    last, options = _last_line(stderr), options or Options()
     if status is None:
-        return "its shell began and did not come to an answer; does its login script wait for something?"
+        return Problem("its shell started and did not answer", "check whether its login script waits for something")
     if status == _SSH_FAILED:
-        for pattern, sentence in _OF_SSH:
+        for pattern, what, cure in _SSH_FAILURES:
             if re.search(pattern, stderr):
-                return sentence
-        return f"ssh failed: {last or 'it does not say why'}"
+                return Problem(what, cure.format(port=options.port, key=options.key))
+        return Problem(f"ssh failed: {last or 'it gave no reason'}", "try ssh by hand")
     if status == _NOT_FOUND or "No such file or directory" in last:
-        return f"there is no {python}; name the interpreter with --python"
+        return Problem(f"there is no {python}", "name the interpreter with --python")
     if "No module named" in stderr or "Error while finding module specification" in stderr:
-        return f"{python} has no shardwise of this version there; install it, or name another interpreter with --python"
-    return f"{python} ended with status {status}: {last or 'it does not say why'}"
+        return Problem(
+            f"{python} has no shardwise of this version there",
+            "install it, or name another interpreter with --python",
+        )
+    return Problem(f"{python} ended with status {status}: {last or 'it gave no reason'}")
 
 
 def contradictions(versions: Mapping[str, Mapping[str, str]], own: str) -> dict[str, str]:
-    """What is wrong with the versions of hosts (`shardwise`, `torch`), by host; `own` is this machine's shardwise.
+    """Versions of `shardwise` and `torch` that do not match, by host; `own` is this machine's shardwise.
 
-    Torch has to be the same on all hosts; what it is built for need not be.
+    Torch's version must be the same on all hosts; its build (`+cpu`, `+cu130`) may differ.
     """
     problems: dict[str, str] = {}
     first = next(iter(versions), "")
@@ -58,8 +100,8 @@ def contradictions(versions: Mapping[str, Mapping[str, str]], own: str) -> dict[
     return problems
 
 
-def letter(problems: Mapping[str, str]) -> str:
-    """All hosts that cannot take part, each kind of problem once."""
+def joined(problems: Mapping[str, str]) -> str:
+    """One error text for all hosts that cannot take part, each different problem once."""
     by_text: dict[str, list[str]] = {}
     for host, text in problems.items():
         by_text.setdefault(text, []).append(host)

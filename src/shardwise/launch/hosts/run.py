@@ -1,16 +1,13 @@
-"""Runs a job on several hosts from its first connection to its last word, and returns the exit status."""
+"""Runs a job on several hosts: connects, starts the ranks, reports the end, and returns the exit status."""
 
 from __future__ import annotations
 
 import queue
 import secrets
 import signal
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import BinaryIO
 
 from shardwise.errors import LaunchError
 from shardwise.job_token import new_token
@@ -26,6 +23,7 @@ from shardwise.launch.hosts.gather import (
     look_at,
     next_arrival,
 )
+from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.wire import Message, outcome_from
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.ssh import ALIVE_SECONDS, LOST_AFTER, SshPlan
@@ -37,21 +35,21 @@ _CLOSE_SECONDS = 5.0
 
 
 def run_ssh(plan: SshPlan) -> int:
-    """Run the ranks of `plan` on its hosts. Raises `LaunchError` for what is found before any rank has started.
+    """Run the ranks of `plan` on its hosts. Raises `LaunchError` for problems found before any rank has started.
 
-    0 if all ranks ended with 0; the status of the rank that failed first; 128 + n after signal n; 1 if a host was lost.
-    To be called from the main thread.
+    The status is 0 if all ranks ended with 0; else that of the rank that failed first; 128 + n after signal n; 1 if a
+    host was lost. Call it from the main thread.
     """
     with SignalLog() as signals, Folder(plan.job.log_dir) as folder, ExitStack() as stack:
         if plan.settings.copies:
             copy_directory(plan)
         arrivals: Arrivals = queue.Queue(MAX_ARRIVALS)
         hosts: list[Connection] = []
-        stack.callback(lambda: _close(hosts))
+        stack.callback(lambda: close_all(hosts))
         answers = Answers(arrivals, lambda: bool(signals.received))
         try:
             hosts.extend(Connection(share, plan.connection(share), arrivals) for share in plan.shares)
-            ahead = look_at(hosts, plan, answers)
+            ahead = {host: ahead for host, (ahead, _) in look_at(hosts, plan, answers).items()}
             address, port = have_a_port(hosts, plan, answers)
             job = _HostsJob(plan, hosts, arrivals, folder, signals, ahead)
             return job.run(address, port, answers)
@@ -61,7 +59,8 @@ def run_ssh(plan: SshPlan) -> int:
             raise LaunchError("There is no ssh on this machine. Install OpenSSH's client.") from error
 
 
-def _close(hosts: list[Connection]) -> None:
+def close_all(hosts: list[Connection]) -> None:
+    """Tell all hosts that the job is over, and close the connections."""
     for host in hosts:
         host.send("bye")
     for host in hosts:
@@ -69,7 +68,7 @@ def _close(hosts: list[Connection]) -> None:
 
 
 class _HostsJob:
-    """Attempt after attempt, until one ends well or there are no more."""
+    """Runs attempts until one succeeds or none is left."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class _HostsJob:
         self._lost: list[Connection] = []
         self._is_ending = False
         self._passed_on = 0
-        self._logs = _Logs(folder, keeps=plan.job.log_dir is not None)
+        self._logs = Logs(folder, keeps=plan.job.log_dir is not None)
 
     def run(self, address: str, port: int, answers: Answers) -> int:
         run_id, token = secrets.token_hex(8), new_token()
@@ -107,24 +106,24 @@ class _HostsJob:
             say(restart_line(outcomes, self._number, self._plan.job.max_restarts))
 
     def _start(self, attempt: Attempt, answers: Answers) -> None:
-        """All hosts start their ranks, when the first one has an empty store."""
+        """Start the ranks of all hosts, once the store on the first host is empty."""
         first = self._hosts[0]
         first.send("prepare", run_id=attempt.run_id, token=attempt.token)
         _, problems = answers.collect([first], "prepared", 3 * ANSWER_SECONDS, self._plan.job.python)
         if problems:
             raise LaunchError(f"{first.name}: {problems[first.name]}.")
         self._outcomes, self._ended, self._num_killed, self._is_ending = {}, {}, 0, False
-        for place, host in enumerate(self._hosts):
+        for index, host in enumerate(self._hosts):
             host.send(
                 "start",
                 first_rank=host.share.first_rank,
-                seat={"size": self._plan.num_ranks, "host": place, "num_hosts": len(self._hosts)},
+                seat={"size": self._plan.num_ranks, "host": index, "num_hosts": len(self._hosts)},
                 attempt=asdict(attempt),
-                environment={**self._plan.environment, **_devices(host)},
+                environment={**self._plan.environment, **devices_of(host)},
             )
 
     def _follow(self) -> None:
-        """Until every host has said what became of its ranks, or is lost."""
+        """Handle messages until every host has reported the end of its ranks, or is lost."""
         alive_at = look_at = 0.0
         while len(self._outcomes) + len(self._lost) < len(self._hosts):
             arrival = next_arrival(self._arrivals, 0.05)
@@ -134,10 +133,10 @@ class _HostsJob:
             now = time.monotonic()
             if now > alive_at:
                 alive_at = now + ALIVE_SECONDS
-                self._tell_all("alive")
+                self._send_all("alive")
             if now > look_at and any(self._ended.values()):
                 look_at = now + _LOOK_SECONDS
-                self._look_at_meeting()
+                self._cancel_join_if_incomplete()
 
     def _take(self, host: Connection, message: Message) -> None:
         said = message["said"]
@@ -174,7 +173,7 @@ class _HostsJob:
     def _end(self, number: signal.Signals) -> None:
         if not self._is_ending:
             self._is_ending = True
-            self._tell_all("end", number=int(number))
+            self._send_all("end", number=int(number))
 
     def _pass_on_signals(self) -> None:
         received = self._signals.received
@@ -185,11 +184,11 @@ class _HostsJob:
                 say(f"{received[0].name}: passed on to the ranks, which have {grace} to end; once more kills them.")
                 self._end(first)
             else:
-                self._tell_all("kill")
+                self._send_all("kill")
             self._passed_on += 1
 
-    def _look_at_meeting(self) -> None:
-        """Ranks that have not met yet watch nobody; who ends before is known here alone."""
+    def _cancel_join_if_incomplete(self) -> None:
+        """If a rank ends before all have joined the world, tell those that wait; they do not watch each other yet."""
         ended = sorted(rank for ranks in self._ended.values() for rank in ranks)
         living = [rank for rank in range(self._plan.num_ranks) if rank not in ended]
         if living:
@@ -201,8 +200,8 @@ class _HostsJob:
         if not self._is_ending or first in self._lost:
             return outcomes
         first.send("words", attempt=self._number, ranks=[outcome.rank for outcome in outcomes])
-        told = _last_words(self._arrivals, first)
-        return [replace(outcome, last_words=told.get(outcome.rank, "")) for outcome in outcomes]
+        words = _last_words(self._arrivals, first)
+        return [replace(outcome, last_words=words.get(outcome.rank, "")) for outcome in outcomes]
 
     def _report(self, outcomes: list[Outcome]) -> int:
         logs = self._folder.place(self._number)
@@ -214,13 +213,13 @@ class _HostsJob:
             return 1
         return 0
 
-    def _tell_all(self, do: str, **details: object) -> None:
+    def _send_all(self, do: str, **details: object) -> None:
         for host in self._hosts:
             host.send(do, **details)
 
 
 def _last_words(arrivals: Arrivals, host: Connection) -> dict[int, str]:
-    """What ranks last said, as the first host has it; nothing if it does not answer soon."""
+    """The last published activity of each rank, from the first host; empty if it does not answer soon."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     while time.monotonic() < deadline:
         arrival = next_arrival(arrivals, 0.1)
@@ -229,39 +228,7 @@ def _last_words(arrivals: Arrivals, host: Connection) -> dict[int, str]:
     return {}
 
 
-def _devices(host: Connection) -> dict[str, str]:
-    """Which devices a host's ranks may see, if the host list says so."""
+def devices_of(host: Connection) -> dict[str, str]:
+    """The variable with the devices that a host's ranks may see, if the host list names them."""
     devices = host.share.host.devices
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-
-
-class _Logs:
-    """What ranks print, on our stdout and stderr, and in a file each where logs are kept."""
-
-    def __init__(self, folder: Folder, keeps: bool) -> None:
-        self._folder, self._keeps = folder, keeps
-        self._files: dict[Path, BinaryIO] = {}
-
-    def write(self, attempt: int, message: Message) -> None:
-        block = message["text"].encode()
-        screen = (sys.stderr if message["is_error"] else sys.stdout).buffer
-        try:
-            screen.write(block)
-            screen.flush()
-        except OSError:
-            pass  # nobody reads on; the ranks still have to be watched and ended
-        if self._keeps:
-            files = self._folder.files(attempt, int(message["rank"]))
-            path = files.stderr if message["is_error"] else files.stdout
-            assert path is not None
-            self._open(path).write(block)
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def _open(self, path: Path) -> BinaryIO:
-        if path not in self._files:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[path] = path.open("wb")
-        return self._files[path]

@@ -1,6 +1,6 @@
-"""What the two ends of a connection say to each other: a line of JSON each, among whatever else a shell may print.
+"""Messages between launcher and hosts: one line of JSON each, mixed with whatever else a shell may print.
 
-Each kind of message has a shape; what has another one, or is longer than any message, is left out.
+Each kind of message has a schema; lines that do not match it, or are too long, are ignored.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import IO, Any
+from typing import Any, Protocol
 
 from shardwise import plain_data
 from shardwise.launch.outcome import Outcome
@@ -23,14 +23,14 @@ from shardwise.plain_data import OneOf, Shape
 Message = dict[str, Any]
 MAX_LINE_BYTES = 2**24
 MAX_TEXT_CHARS = 2**20
-"""Of what a rank prints, in one message."""
+"""Output of a rank in one message, at most."""
 MAX_TRACEBACK_CHARS = 2**16
 _MARK = b"\x1e"  # "record separator": no shell prints it
 _NUMBER, _SECONDS = OneOf(None, int), OneOf(None, float)
 _OUTCOME = {
     **dict.fromkeys(("rank", "exit_code"), int),
     **dict.fromkeys(("sent", "wanted"), _NUMBER),
-    **dict.fromkeys(("summary", "traceback", "last_words", "batch"), str),
+    **dict.fromkeys(("summary", "traceback", "last_words", "batch", "lost_with"), str),
     "time": float,
     "sent_at": _SECONDS,
     "recorded": bool,
@@ -45,7 +45,7 @@ _JOB = {
     "log_dir": None,
     "grace_seconds": float,
     "python": str,
-    "elastic": None,  # one agent has all ranks of such a job
+    "elastic": None,  # membership is decided by the launcher
 }
 _ATTEMPT = {
     **dict.fromkeys(("address", "run_id", "token"), str),
@@ -68,6 +68,19 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "meeting": {"attempt": int, "ended": [int], "living": [int]},
     "words": {"attempt": int, "ranks": [int]},
     "bye": {},
+    "over": {"status": int},
+    "members": {"silence_seconds": float},
+    "begin": {},
+    "member": {
+        **dict.fromkeys(("number", "rank", "size", "local"), int),
+        "attempt": _ATTEMPT,
+        "environment": {str: str},
+    },
+    "end_member": {"number": int},
+    "end_job": {},
+    "is_stopped": {"number": int, "pid": int},
+    "leave_out": {"steps": [int]},
+    "record": {"line": {str: OneOf(None, bool, int, float, str, [int], [str])}},
 }
 """What a host is told to `do`."""
 REPORTS: dict[str, dict[str, Shape]] = {
@@ -82,8 +95,28 @@ REPORTS: dict[str, dict[str, Shape]] = {
     "over": {"outcomes": [_OUTCOME], "killed": int},
     "words": {"words": [(int, str)]},
     "output": {"rank": int, "is_error": bool, "text": str},
+    "members": {"address": str, "launcher": str, "problem": str},
+    "member": {"outcome": _OUTCOME, "ran_out": bool, "skips": bool},
+    "stopped": {"number": int, "is_so": bool},
+    "left_out": {},
+    "beat": {},
 }
-"""What a host has `said`."""
+"""Messages of a host, by their key `said`."""
+
+
+class Sink(Protocol):
+    """Where messages are written, each whole."""
+
+    def write(self, block: bytes, /) -> object: ...
+    def flush(self) -> object: ...
+    def close(self) -> object: ...
+
+
+class Source(Protocol):
+    """Where lines are read, and `b""` at the end."""
+
+    def readline(self, limit: int, /) -> bytes: ...
+    def close(self) -> object: ...
 
 
 def packed(message: Message) -> bytes:
@@ -91,19 +124,21 @@ def packed(message: Message) -> bytes:
 
 
 def order(line: bytes) -> Message | None:
-    """What a host is told to do; None for a line that is none of ours."""
+    """The order in a line; None if the line is not a valid order."""
     return _unpacked(line, "do", ORDERS)
 
 
 def report(line: bytes) -> Message | None:
-    """What a host says; None for a line that is none of ours."""
+    """The host's message in a line; None if the line is not a valid one."""
     return _unpacked(line, "said", REPORTS)
 
 
-def is_about(message: Message, ranks: range) -> bool:
-    """Whether a host that has these `ranks` can say that. What ranks last said is in the store, of all of them."""
-    named = [message["rank"]] if message["said"] == "output" else message.get("ranks", [])
-    named = [*named, *(outcome["rank"] for outcome in message.get("outcomes", ()))]
+def is_about(message: Message, ranks: Container[int]) -> bool:
+    """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. Excepted are the
+    last words of ranks, which come from the store."""
+    named = [message[key] for key in ("rank", "number") if key in message and message["said"] != "signal"]
+    outcomes = [*message.get("outcomes", ()), *([message["outcome"]] if "outcome" in message else ())]
+    named = [*named, *message.get("ranks", ()), *(outcome["rank"] for outcome in outcomes)]
     return all(rank in ranks for rank in named)
 
 
@@ -127,7 +162,7 @@ def outcome_as_message(outcome: Outcome) -> Message:
 
 
 def outcome_from(message: Message, ahead_seconds: float) -> Outcome:
-    """The outcome that a host tells, whose clock is `ahead_seconds` before ours; who failed first depends on it."""
+    """The outcome in a host's message, with times corrected for its clock, which is `ahead_seconds` ahead of ours."""
     outcome = Outcome(**message)
     return replace(
         outcome,
@@ -141,12 +176,12 @@ def outcome_from(message: Message, ahead_seconds: float) -> Outcome:
 def _signal(number: int) -> signal.Signals:
     try:
         return signal.Signals(number)
-    except ValueError:  # one that this system does not have
+    except ValueError:  # a signal that this system does not have
         return signal.SIGTERM
 
 
-def bounded_lines(stream: IO[bytes], max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a stream, but for those that are longer: nobody may fill this process's memory by not ending one."""
+def bounded_lines(stream: Source, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a stream, without those that are too long, so that an endless line cannot fill the memory."""
     is_rest = False
     while line := stream.readline(max_bytes + 2):
         is_whole = line.endswith(b"\n")
@@ -156,7 +191,7 @@ def bounded_lines(stream: IO[bytes], max_bytes: int = MAX_LINE_BYTES) -> Iterato
 
 
 class Inbox:
-    """Orders that arrive at a descriptor, without waiting for more than there is."""
+    """Reads orders from a descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.closed = False
@@ -164,26 +199,33 @@ class Inbox:
         self._descriptor = descriptor
         self._rest = bytearray()
 
-    def take(self, seconds: float) -> list[Message]:
-        """What has come, after at most `seconds`."""
-        if self.closed or not select.select([self._descriptor], [], [], seconds)[0]:
+    def take(self, seconds: float, others: Sequence[int] = ()) -> list[Message]:
+        """The orders that have arrived, after at most `seconds`, or as soon as one of `others` is readable."""
+        if self.closed or self._descriptor not in select.select([self._descriptor, *others], [], [], seconds)[0]:
             return []
-        block = os.read(self._descriptor, 2**16)
+        try:
+            block = os.read(self._descriptor, 2**16)
+        except ConnectionError:  # of a socket, where a pipe would end
+            block = b""
         self.closed = not block
         self.heard = time.monotonic()
         *lines, rest = block.split(b"\n")
         if lines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest = bytearray()
-        if len(self._rest) <= MAX_LINE_BYTES + 1:  # a longer one is no message: its beginning is enough to know that
+        if len(self._rest) <= MAX_LINE_BYTES + 1:  # a longer line is no message; its beginning is enough to tell
             self._rest += rest
-        return [message for line in lines if (message := order(line)) is not None]
+        return [message for line in lines if (message := order(self._whole(line))) is not None]
+
+    def _whole(self, line: bytes) -> bytes:
+        """The message of a line, in whatever form it came."""
+        return line
 
 
 class Outbox:
-    """Messages that go out, whole, from any thread; nobody may be there to read them."""
+    """Sends messages, from any thread; does nothing once the connection is lost."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: Sink) -> None:
         self._stream = stream
         self._lock = threading.Lock()
 
@@ -192,5 +234,5 @@ class Outbox:
             try:
                 self._stream.write(packed(message))
                 self._stream.flush()
-            except (OSError, ValueError):  # lost, or closed: whoever reads finds out
+            except (OSError, ValueError):  # lost or closed, which the reading side notices
                 pass

@@ -1,23 +1,26 @@
 """Ranks on Kubernetes: the manifests of an Indexed Job with its headless Service, of a JobSet, of Kubeflow's TrainJob.
 
 One pod is one host; in each, `torchrun` starts the ranks. A Job starts single pods again, which is of no use to ranks
-that wait for each other; a JobSet starts all of them.
+that wait for each other; a JobSet starts all of them. Elastic jobs are different: `k8s_elastic.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from shardwise.errors import ConfigError
+from shardwise.job_token import new_token
 from shardwise.launch.job import Job
+from shardwise.launch.places.k8s_elastic import LAUNCHER, TOKEN_KEY, Part, elastic_parts
 
 KINDS = ("job", "jobset", "trainjob")
 _PORT = 29500
+_INSTANCE = "app.kubernetes.io/instance"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
 Manifest = dict[str, Any]
 
@@ -71,8 +74,29 @@ class K8sPlan:
     @property
     def pods(self) -> str:
         """A selector for the pods of the job."""
+        if self.is_elastic:
+            return f"{_INSTANCE}={self.request.name}"
         labels = {"job": "batch.kubernetes.io/job-name", "jobset": "jobset.sigs.k8s.io/jobset-name"}
         return f"{labels.get(self.request.kind, 'jobset.sigs.k8s.io/jobset-name')}={self.request.name}"
+
+    @property
+    def decides(self) -> Manifest:
+        """The object whose end is that of the whole: of an elastic job that of its launcher."""
+        return self.manifests[-1]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether its pods come and go."""
+        return any(manifest["kind"] == "Secret" for manifest in self.manifests)
+
+    @property
+    def delete_command(self) -> str:
+        """What takes all of it away."""
+        request, (first, *others) = self.request, self.manifests
+        if not others:
+            return f"kubectl delete {first['kind'].lower()}/{request.name} -n {request.namespace}"
+        kinds = {manifest["kind"].lower(): None for manifest in reversed(self.manifests)}
+        return f"kubectl delete {','.join(kinds)} -n {request.namespace} -l {_INSTANCE}={request.name}"
 
 
 def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K8sPlan:
@@ -81,6 +105,8 @@ def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K
     Values of `environment` are in the manifests, for all to read; secrets belong into `request.secrets`.
     """
     request.check()
+    if job.elastic is not None:
+        return K8sPlan(tuple(_elastic(job, request, environment)), request)
     if job.max_restarts and request.kind != "jobset":
         raise ConfigError(
             f"--max-restarts: a {request.kind} starts one pod again, and the others would wait for what it has "
@@ -91,17 +117,7 @@ def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K
 
 
 def _indexed_job(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(request, with_queue=False),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # ranks meet before any pod counts as ready
-            "selector": {"batch.kubernetes.io/job-name": request.name},
-            "ports": [{"name": "meeting", "port": _PORT}],
-        },
-    }
+    service = _service(request, {"batch.kubernetes.io/job-name": request.name})
     spec = _job_spec(job, request, environment, address=f"{request.name}-0.{request.name}")
     spec["template"]["spec"]["subdomain"] = request.name
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(request), "spec": spec}
@@ -122,6 +138,68 @@ def _job_set(job: Job, request: PodRequest, environment: Mapping[str, str]) -> l
             },
         }
     ]
+
+
+def _elastic(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
+    """See [Note: pods that come and go]."""
+    elastic, is_set, name = job.elastic, request.kind == "jobset", request.name
+    assert elastic is not None
+    if request.kind == "trainjob":
+        raise ConfigError("--elastic: a TrainJob has one kind of pods. Use --kind jobset, or --kind job.")
+    num_slots = job.nproc * request.nodes
+    if num_slots < elastic.least:
+        raise ConfigError(
+            f"--elastic {elastic.least}:{elastic.most}: {elastic.least} ranks are needed, and {request.nodes} pods of "
+            f"{job.nproc} have {num_slots} slots."
+        )
+    names = {part: f"{name}-{part}" for part in (LAUNCHER, "hosts")}
+    first = f"{names[LAUNCHER]}-0-0" if is_set else f"{names[LAUNCHER]}-0"
+    parts = elastic_parts(job, request.nodes, _escaped(job.command), f"{first}.{name}", name)
+    specs = {which: _part(job, request, environment, part) for which, part in zip(names, parts, strict=True)}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(request, with_queue=False)}
+    secret["stringData"] = {TOKEN_KEY: new_token()}
+    if is_set:
+        jobs = [{"name": which, "replicas": 1, "template": {"spec": spec}} for which, spec in specs.items()]
+        whole = {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [LAUNCHER]},
+            "replicatedJobs": jobs,
+        }
+        api = "jobset.x-k8s.io/v1alpha2"
+        return [secret, {"apiVersion": api, "kind": "JobSet", "metadata": _metadata(request), "spec": whole}]
+    made = [secret, _service(request, {_INSTANCE: name})]
+    for which in reversed(names):  # the launcher's last: it decides
+        metadata = _metadata(request) | {"name": names[which]}
+        specs[which]["template"]["spec"]["subdomain"] = name
+        made.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": specs[which]})
+    return made
+
+
+def _part(job: Job, request: PodRequest, environment: Mapping[str, str], part: Part) -> Manifest:
+    spec = _job_spec(job, request, environment, address="")
+    del spec["backoffLimit"]
+    spec |= part.fields
+    (container,) = spec["template"]["spec"]["containers"]
+    own = part.container
+    container |= {"name": own["name"], "command": own["command"], "env": [*own["env"], *container["env"]]}
+    if own["name"] == LAUNCHER:
+        container.pop("resources", None)
+    spec["template"]["metadata"] = {"labels": {_INSTANCE: request.name}}
+    return spec
+
+
+def _service(request: PodRequest, selector: Mapping[str, str]) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(request, with_queue=False),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # ranks meet before any pod counts as ready
+            "selector": dict(selector),
+            "ports": [{"name": "meeting", "port": _PORT}],
+        },
+    }
 
 
 def _train_job(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
@@ -186,7 +264,11 @@ def _job_spec(job: Job, request: PodRequest, environment: Mapping[str, str], add
 def _script(job: Job) -> list[str]:
     """What torchrun is to run; Kubernetes would put variables where it sees `$(...)`."""
     over = ["-m", *job.run_by] if job.run_by else []
-    return [word.replace("$(", "$$(") for word in (*over, *(["-m"] if job.is_module else []), *job.command)]
+    return _escaped((*over, *(["-m"] if job.is_module else []), *job.command))
+
+
+def _escaped(words: Iterable[str]) -> list[str]:
+    return [word.replace("$(", "$$(") for word in words]
 
 
 def _environment(job: Job, environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -195,7 +277,7 @@ def _environment(job: Job, environment: Mapping[str, str]) -> list[dict[str, str
 
 
 def _metadata(request: PodRequest, with_queue: bool = True) -> Manifest:
-    labels = {"app.kubernetes.io/managed-by": "shardwise"}
+    labels = {"app.kubernetes.io/managed-by": "shardwise", _INSTANCE: request.name}
     if request.queue and with_queue:
         labels["kueue.x-k8s.io/queue-name"] = request.queue
     return {"name": request.name, "namespace": request.namespace, "labels": labels}

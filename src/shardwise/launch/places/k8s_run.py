@@ -2,57 +2,90 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.places.k8s import K8sPlan, Manifest
+from shardwise.launch.report import say
 
-_LOOK_SECONDS = 1.0
-_PLURALS = {"JobSet": "jobsets", "TrainJob": "trainjobs"}
+_WATCH_SECONDS = 300
+"""A watch ends after so long and begins anew: a connection that died is not always noticed."""
+_PAUSE_SECONDS = 1.0
+_LAST_LINES_SECONDS = 30
+_PLURALS = {"JobSet": "jobsets", "TrainJob": "trainjobs", "Job": "jobs"}
 _WELL = {"Complete", "Completed", "SuccessCriteriaMet"}
+_GONE = 410
+_NOT_THERE = 404
 
 
-def run_k8s(plan: K8sPlan, look_seconds: float = _LOOK_SECONDS) -> int:
+def run_k8s(plan: K8sPlan, pause_seconds: float = _PAUSE_SECONDS) -> int:
     """Submit, follow the logs until the job is over, and return 0 if it ended well, else 1.
 
     After Ctrl-C the job goes on; the status is 130. Raises `LaunchError` for what the cluster refuses.
     """
-    client, config, unanswered = _client()
+    library = _library()
+    named = os.environ.get("KUBECONFIG")
     try:
-        named = os.environ.get("KUBECONFIG")
-        config.load_config(**({"config_file": named} if named else {}))
-    except config.ConfigException as error:
+        library.config.load_config(**({"config_file": named} if named else {}))
+    except library.config.ConfigException as error:
         raise LaunchError(
             f"No cluster is known here: {str(error).rstrip('.')}. Log in to one, so that kubectl finds it."
         ) from error
-    api = client.ApiClient()
-    job = _Submitted(plan, client, api, unanswered)
+    job = _Submitted(plan, library, pause_seconds)
     job.submit()
-    request = plan.request
-    name = f"{request.kind}/{request.name} -n {request.namespace}"
-    print(
-        f"shardwise: submitted; `kubectl describe {name}` shows it, `kubectl delete {name}` ends it.", file=sys.stderr
-    )
+    request, decides = plan.request, plan.decides
+    what = f"{decides['kind'].lower()}/{decides['metadata']['name']} -n {request.namespace}"
+    say(f"submitted; `kubectl describe {what}` shows it, `{plan.delete_command}` ends it.")
     try:
-        return job.follow(look_seconds)
+        return job.follow()
     except KeyboardInterrupt:
-        print("shardwise: the job goes on.", file=sys.stderr)
+        say(f"the job goes on; `{plan.delete_command}` ends it.")
         return 130
 
 
-class _Submitted:
-    """The objects of one plan in the cluster."""
+@dataclass(frozen=True)
+class _Library:
+    """What is used of the client."""
 
-    def __init__(self, plan: K8sPlan, client: Any, api: Any, unanswered: type[Exception]) -> None:
-        self._plan, self._client, self._unanswered = plan, client, unanswered
-        self._core, self._batch = client.CoreV1Api(api), client.BatchV1Api(api)
-        self._custom = client.CustomObjectsApi(api)
-        self._followed: dict[str, threading.Thread] = {}
+    client: Any
+    config: Any
+    watch: Any
+    unanswered: type[Exception]
+    """What it raises where nobody answers."""
+
+
+@dataclass
+class _Pod:
+    """One whose log is shown."""
+
+    thread: threading.Thread | None = None
+    is_over: bool = False
+    last: str = ""
+    """When it printed the last line that was shown, by its own clock, in digits that can be compared."""
+    shown_at: float = field(default_factory=time.time)
+
+
+class _Submitted:
+    """The objects of one plan in the cluster. Two threads watch them, and one for each pod reads what it prints."""
+
+    def __init__(self, plan: K8sPlan, library: _Library, pause_seconds: float) -> None:
+        self._plan, self._library, self._pause_seconds = plan, library, pause_seconds
+        api = library.client.ApiClient()
+        self._core, self._batch = library.client.CoreV1Api(api), library.client.BatchV1Api(api)
+        self._custom = library.client.CustomObjectsApi(api)
+        self._namespace = plan.request.namespace
+        self._pods: dict[str, _Pod] = {}
+        self._over = threading.Event()
+        self._status, self._why = 1, ""
+        self._complaint = ""
 
     def submit(self) -> None:
         """Make all objects; if one is refused, those made before are taken away."""
@@ -60,75 +93,175 @@ class _Submitted:
         for manifest in self._plan.manifests:
             try:
                 self._make(manifest)
-            except self._client.ApiException as error:
-                for other in made:
-                    self._core.delete_namespaced_service(other["metadata"]["name"], self._plan.request.namespace)
+            except (self._library.client.ApiException, self._library.unanswered) as error:
+                for other in reversed(made):
+                    self._unmake(other)
+                if isinstance(error, self._library.unanswered):
+                    raise LaunchError(f"The cluster does not answer: {str(error).rstrip('.')}.") from error
                 raise LaunchError(f"The cluster refuses the {manifest['kind']}: {_reason(error)}") from error
-            except self._unanswered as error:
-                raise LaunchError(f"The cluster does not answer: {str(error).rstrip('.')}.") from error
             made.append(manifest)
 
-    def follow(self, look_seconds: float) -> int:
-        """Until the job is over; a pod's log is read by a thread, from when it has one."""
-        while True:
-            self._follow_new_pods()
-            is_over, is_well = self._state()
-            if is_over:
-                self._follow_new_pods()
-                for thread in self._followed.values():
-                    thread.join(30)
-                return 0 if is_well else 1
-            time.sleep(look_seconds)
+    def follow(self) -> int:
+        """Until the job is over, and all has been shown that pods have printed."""
+        for watch in (self._watch_job, self._watch_pods):
+            threading.Thread(target=self._again_and_again, args=(watch,), daemon=True).start()
+        while not self._over.wait(0.2):  # so that Ctrl-C is heard
+            pass
+        with contextlib.suppress(self._library.client.ApiException, self._library.unanswered):
+            for pod in self._core.list_namespaced_pod(self._namespace, label_selector=self._plan.pods).items:
+                self._see(pod)  # it may have ended before a watch has told
+        deadline = time.monotonic() + _LAST_LINES_SECONDS
+        for pod in list(self._pods.values()):
+            if pod.thread is not None:
+                pod.thread.join(max(0.0, deadline - time.monotonic()))
+        if self._why:
+            say(self._why)
+        return self._status
+
+    # -- objects ----------------------------------------------------------------------------------------
 
     def _make(self, manifest: Manifest) -> None:
-        namespace = self._plan.request.namespace
-        if manifest["kind"] == "Service":
-            self._core.create_namespaced_service(namespace, manifest)
-        elif manifest["kind"] == "Job":
-            self._batch.create_namespaced_job(namespace, manifest)
-        else:
-            group, _, version = manifest["apiVersion"].partition("/")
-            plural = _PLURALS[manifest["kind"]]
-            self._custom.create_namespaced_custom_object(group, version, namespace, plural, manifest)
+        match manifest["kind"]:
+            case "Service":
+                self._core.create_namespaced_service(self._namespace, manifest)
+            case "Secret":
+                self._core.create_namespaced_secret(self._namespace, manifest)
+            case "Job":
+                self._batch.create_namespaced_job(self._namespace, manifest)
+            case kind:
+                group, _, version = manifest["apiVersion"].partition("/")
+                self._custom.create_namespaced_custom_object(group, version, self._namespace, _PLURALS[kind], manifest)
 
-    def _state(self) -> tuple[bool, bool]:
-        """Whether the job is over, and whether it ended well."""
-        manifest, namespace = self._plan.manifests[-1], self._plan.request.namespace
+    def _unmake(self, manifest: Manifest) -> None:
+        """Of the kinds that are made before others."""
+        name = manifest["metadata"]["name"]
+        with contextlib.suppress(self._library.client.ApiException, self._library.unanswered):
+            match manifest["kind"]:
+                case "Service":
+                    self._core.delete_namespaced_service(name, self._namespace)
+                case "Secret":
+                    self._core.delete_namespaced_secret(name, self._namespace)
+                case "Job":
+                    self._batch.delete_namespaced_job(name, self._namespace, propagation_policy="Background")
+
+    # -- what becomes of them ---------------------------------------------------------------------------
+
+    def _again_and_again(self, watch: Callable[[], None]) -> None:
+        """Watches end by themselves; where the cluster does not answer, it is asked again."""
+        while not self._over.is_set():
+            try:
+                watch()
+                self._complaint = ""
+            except self._library.client.ApiException as error:
+                if error.status != _GONE:  # what was seen last is too old to go on from
+                    self._complain(_reason(error))
+            except self._library.unanswered as error:
+                self._complain(str(error).rstrip("."))
+            self._over.wait(self._pause_seconds)
+
+    def _complain(self, why: str) -> None:
+        if not self._complaint:
+            say(f"the cluster does not say how the job is: {why.rstrip('.')}. It is asked again.")
+        self._complaint = why
+
+    def _watch_job(self) -> None:
+        manifest = self._plan.decides
         group, _, version = manifest["apiVersion"].partition("/")
-        plural = _PLURALS.get(manifest["kind"], "jobs")
-        found = self._custom.get_namespaced_custom_object(group, version, namespace, plural, self._plan.request.name)
-        for condition in found.get("status", {}).get("conditions", ()):
-            if condition["status"] == "True" and condition["type"] in {*_WELL, "Failed"}:
-                return True, condition["type"] in _WELL
-        return False, False
+        place = (group, version, self._namespace, _PLURALS[manifest["kind"]])
+        name = manifest["metadata"]["name"]
+        try:
+            self._look_at(self._custom.get_namespaced_custom_object(*place, name))
+        except self._library.client.ApiException as error:
+            if error.status != _NOT_THERE:
+                raise
+            self._end(1, f"the {manifest['kind']} {name} was deleted.")
+        watch = self._library.watch.Watch()
+        ask = self._custom.list_namespaced_custom_object
+        selector = f"metadata.name={name}"
+        for event in watch.stream(ask, *place, field_selector=selector, timeout_seconds=_WATCH_SECONDS):
+            if event["type"] == "DELETED":
+                self._end(1, f"the {manifest['kind']} {name} was deleted.")
+            elif event["object"]["metadata"]["name"] == name:
+                self._look_at(event["object"])
+            if self._over.is_set():
+                watch.stop()
 
-    def _follow_new_pods(self) -> None:
-        namespace = self._plan.request.namespace
-        for pod in self._core.list_namespaced_pod(namespace, label_selector=self._plan.pods).items:
-            name = pod.metadata.name
-            if name not in self._followed and pod.status.phase in ("Running", "Succeeded", "Failed"):
-                thread = threading.Thread(target=self._show, args=(name, namespace), daemon=True)
-                self._followed[name] = thread
-                thread.start()
+    def _look_at(self, found: Manifest) -> None:
+        for condition in found.get("status", {}).get("conditions") or ():
+            if condition["status"] != "True" or condition["type"] not in {*_WELL, "Failed"}:
+                continue
+            is_well = condition["type"] in _WELL
+            why = ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))
+            self._end(0 if is_well else 1, "" if is_well or not why else f"the job has failed ({why.rstrip('.')}).")
 
-    def _show(self, pod: str, namespace: str) -> None:
-        stream = self._core.read_namespaced_pod_log(pod, namespace, follow=True, _preload_content=False)
+    def _end(self, status: int, why: str) -> None:
+        if not self._over.is_set():
+            self._status, self._why = status, why
+            self._over.set()
+
+    # -- what pods print --------------------------------------------------------------------------------
+
+    def _watch_pods(self) -> None:
+        watch = self._library.watch.Watch()
+        ask, selector = self._core.list_namespaced_pod, self._plan.pods
+        for event in watch.stream(ask, self._namespace, label_selector=selector, timeout_seconds=_WATCH_SECONDS):
+            self._see(event["object"], is_deleted=event["type"] == "DELETED")
+            if self._over.is_set():
+                watch.stop()
+
+    def _see(self, found: Any, is_deleted: bool = False) -> None:
+        name, phase = found.metadata.name, found.status.phase
+        pod = self._pods.setdefault(name, _Pod())
+        pod.is_over = is_deleted or phase in ("Succeeded", "Failed")
+        if pod.thread is None and not is_deleted and phase in ("Running", "Succeeded", "Failed"):
+            pod.thread = threading.Thread(target=self._show, args=(name, pod), daemon=True)
+            pod.thread.start()
+
+    def _show(self, name: str, pod: _Pod) -> None:
+        """All that a pod prints, though the connection may end before it does."""
+        while True:
+            was_over = pod.is_over
+            try:
+                self._show_what_comes(name, pod)
+            except self._library.client.ApiException as error:
+                if error.status == _NOT_THERE:
+                    return
+            except self._library.unanswered:
+                pass
+            if was_over or (self._over.is_set() and pod.is_over):
+                return
+            time.sleep(self._pause_seconds)
+
+    def _show_what_comes(self, name: str, pod: _Pod) -> None:
+        since = {"since_seconds": int(time.time() - pod.shown_at) + 2} if pod.last else {}
+        stream = self._core.read_namespaced_pod_log(
+            name, self._namespace, follow=True, timestamps=True, _preload_content=False, **since
+        )
         for line in stream:
-            sys.stdout.write(f"{pod}: {line.decode(errors='backslashreplace').rstrip()}\n")
+            stamp, _, text = line.decode(errors="backslashreplace").rstrip("\n").partition(" ")
+            if (moment := _in_digits(stamp)) <= pod.last:
+                continue  # it was shown before the connection ended
+            pod.last, pod.shown_at = moment, time.time()
+            sys.stdout.write(f"{name}: {text}\n")
             sys.stdout.flush()
 
 
-def _client() -> tuple[Any, Any, type[Exception]]:
-    """The library's two parts, and what it raises where nobody answers."""
+def _in_digits(stamp: str) -> str:
+    """`2026-01-02T03:04:05.6Z` with all nine digits, so that later ones are greater."""
+    seconds, _, fraction = stamp.removesuffix("Z").partition(".")
+    return f"{seconds}.{fraction:0<9}"
+
+
+def _library() -> _Library:
     try:
-        from kubernetes import client, config
+        from kubernetes import client, config, watch
         from urllib3.exceptions import HTTPError
     except ImportError as error:
         raise LaunchError(
             "Submitting to Kubernetes needs its client: pip install 'shardwise[k8s]'. Or give the output of "
             "--dry-run to `kubectl apply -f -`."
         ) from error
-    return client, config, HTTPError
+    return _Library(client, config, watch, HTTPError)
 
 
 def _reason(error: Any) -> str:

@@ -19,6 +19,8 @@ from shardwise.launch.places.hosts import Share
 ALIVE_SECONDS = 5
 LEFT_OUT = ("--filter=:- .gitignore", "--exclude=.git", "--exclude=.venv*", "--exclude=__pycache__")
 """What is not copied, as rsync takes it. It reads most of what may stand in a .gitignore, of every folder."""
+MEMBERS = "members"
+"""What tells the process on a host that the job is elastic."""
 LOST_AFTER = 3
 """So many messages without an answer, one every `ALIVE_SECONDS`, and ssh takes the connection for lost."""
 
@@ -49,15 +51,29 @@ class SshPlan:
     shares: tuple[Share, ...]
     settings: SshSettings
     environment: Mapping[str, str]
+    slots_per_host: int | None = None
+    """Of hosts that come to an elastic job, if the list of hosts does not say."""
 
     @property
     def num_ranks(self) -> int:
         return self.shares[-1].ranks.stop
 
+    def check(self) -> None:
+        """Raises `ConfigError` for what cannot be."""
+        settings = self.settings
+        self.job.check_numbers()
+        if not os.path.isabs(settings.directory):
+            raise ConfigError(f"--chdir {settings.directory!r}: ranks on other hosts need a path from the root.")
+        if settings.port is not None and not 1 <= settings.port <= 65535:
+            raise ConfigError(f"--ssh-port is {settings.port}; a port is a number from 1 to 65535.")
+        if settings.identity is not None and not settings.identity.is_file():
+            raise ConfigError(f"--identity {str(settings.identity)!r}: there is no such file.")
+
     def connection(self, share: Share) -> list[str]:
         """The command that opens the connection to a host."""
         variables = ["env", f"PYTHONPATH={self.settings.python_path}"] if self.settings.python_path else []
-        there = [*variables, self.job.python, "-m", "shardwise.launch.hosts"]
+        elastic = [MEMBERS] if self.job.elastic is not None else []
+        there = [*variables, self.job.python, "-m", "shardwise.launch.hosts", *elastic]
         return [*self._ssh(), share.host.target, f"exec {shlex.join(there)}"]
 
     def copy(self, share: Share) -> list[str]:
@@ -69,8 +85,11 @@ class SshPlan:
 
     def text(self) -> str:
         """What a dry run prints. Values of variables are not shown: there may be secrets among them."""
-        lines = [f"{self.num_ranks} ranks on {len(self.shares)} hosts, in {self.settings.directory}"]
-        meeting = self.settings.address or f"where ssh reaches {self.shares[0].host.name}"
+        elastic = self.job.elastic
+        many = f"{elastic.least} to {elastic.most} of " if elastic is not None else ""
+        lines = [f"{many}{self.num_ranks} ranks on {len(self.shares)} hosts, in {self.settings.directory}"]
+        first = f"where ssh reaches {self.shares[0].host.name}" if elastic is None else "this machine, as hosts see it"
+        meeting = self.settings.address or first
         lines.append(f"they meet at {meeting}, port {self.job.port or '<a free one>'}")
         if self.environment:
             lines.append(f"with the variables {', '.join(self.environment)}")
@@ -99,11 +118,6 @@ class SshPlan:
 
 def plan_ssh(job: Job, shares: Sequence[Share], settings: SshSettings, environment: Mapping[str, str]) -> SshPlan:
     """What would run where. Raises `ConfigError`."""
-    job.check_numbers()
-    if not os.path.isabs(settings.directory):
-        raise ConfigError(f"--chdir {settings.directory!r}: ranks on other hosts need a path from the root.")
-    if settings.port is not None and not 1 <= settings.port <= 65535:
-        raise ConfigError(f"--ssh-port is {settings.port}; a port is a number from 1 to 65535.")
-    if settings.identity is not None and not settings.identity.is_file():
-        raise ConfigError(f"--identity {str(settings.identity)!r}: there is no such file.")
-    return SshPlan(job, tuple(shares), settings, environment)
+    plan = SshPlan(job, tuple(shares), settings, environment)
+    plan.check()
+    return plan

@@ -112,6 +112,12 @@ class _Reduction:
             )
         return sparse_allreduce_async(param.grad, self._names[param], self._op, self._process_set), [None]
 
+    def forget(self) -> None:
+        """What was under way will not be waited for: parameters are those of another moment."""
+        self._under_way.clear()
+        self._counts = dict.fromkeys(self._counts, 0)
+        self.is_synchronized = False
+
     def synchronize(self) -> None:
         """Until every `param.grad` is what all ranks have made of it; what has not been issued is issued now."""
         if self._process_set.included():
@@ -170,6 +176,11 @@ class _Distributed(torch.optim.Optimizer):
             reduction.synchronize()
         reduction.is_synchronized = False
         return super().step(closure)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """See torch. Gradients that are under way are waited for no more, as after an error between ranks."""
+        self._reduction.forget()
+        super().load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._reduction.is_under_way:

@@ -14,8 +14,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """Shares the samples of an epoch that have not been processed over the ranks; for a state's `sampler=...`.
 
     Call `record_batch` after each batch and `set_epoch` at the end of an epoch, and `TorchState` keeps all ranks'
-    processed samples: after a commit, on however many ranks, none is seen again in this epoch. As in Horovod, ranks
-    get equally many, so that a few samples come twice where they do not divide.
+    processed samples: after a commit, on however many ranks, none is seen again in this epoch, those of ranks that are
+    lost included. As in Horovod, ranks get equally many, so that a few samples come twice where they do not divide.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -33,10 +33,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank's batch number `batch_idx` since `reset` has been processed."""
-        self.record_indices(set(self.get_indices(batch_idx, batch_size)))
+        """All ranks' batches number `batch_idx` since `reset` have been processed: their gradients went together.
+
+        On every rank a batch has `batch_size` samples; where it has not, call `record_indices` with this rank's own.
+        """
+        size = batch_size * self.num_replicas
+        self.record_indices(set(self._dealt[batch_idx * size : (batch_idx + 1) * size]))
 
     def record_indices(self, indices: set[int]) -> None:
+        """These have been processed."""
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -64,7 +69,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
         while left and len(left) < self.total_size:
             left = left + left[: self.total_size - len(left)]
-        self.indices: list[int] = left[self.rank : self.total_size : self.num_replicas]
+        self._dealt = left[: self.total_size]
+        self.indices: list[int] = self._dealt[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

@@ -1,4 +1,4 @@
-"""What the launcher says when ranks have gone or come, in one letter."""
+"""The launcher's report about ranks that were lost or have joined."""
 
 from __future__ import annotations
 
@@ -6,40 +6,45 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwise.elastic.blame import Blame
-from shardwise.launch.elastic.people import Loss
+from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.report import in_words
 
 
 @dataclass(frozen=True)
 class Change:
-    """From one generation to the next."""
+    """What changed from one generation to the next."""
 
     losses: tuple[Loss, ...]
     last_words: Mapping[int, str]
-    """Of those lost, by member: what each was doing when it last told the others; `""` if it never did."""
+    """By lost member: the activity that it last published; `""` if it never did."""
     num_left: int
-    """Because they have asked to."""
+    """Ranks that left because they had asked to."""
     num_new: int
     size: int
-    """Ranks that go on, those that have come included."""
+    """Ranks of the new generation, new ones included."""
     step: int
     seconds: float
-    """From the first loss until all of them had met again."""
+    """From the first loss until the new generation was formed."""
     num_starting: int
-    """Processes that start in the place of dead ones."""
+    """Replacements being started."""
     budget: str
     least: int = 0
-    """So many are needed to train on."""
+    """Ranks needed to train."""
+    excluded: str = ""
+    """A sentence about excluded hosts."""
+    can_come: bool = False
+    """Whether processes will be started as soon as a host has free slots."""
 
 
-def letter(change: Change, verdict: Blame | None = None) -> str:
-    """Who died, of what, and where it stood; who goes on, with how many ranks, at which step."""
+def change_report(change: Change, verdict: Blame | None = None) -> str:
+    """Which ranks were lost, how, and during which activity; how many continue, after which step."""
     lines = []
-    for text, ranks in _by_text(change.losses).items():
-        lines.append(f"{in_words(ranks, text)}.")
+    for (host, text), ranks in _by_text(change.losses).items():
+        whole = f"host {host} is gone: {in_words(ranks, '').strip()} ({text})"
+        lines.append(f"{whole if host else in_words(ranks, text)}.")
     lines += [f"Last said: {words}." for words in filter(None, change.last_words.values())]
     if verdict is not None:
-        lines.append(f"Blame: {verdict}")
+        lines.append(f"Blame: {verdict} {change.excluded}".rstrip())
         if verdict.action == "stop":
             return " ".join(lines)
     if change.num_left:
@@ -59,16 +64,18 @@ def letter(change: Change, verdict: Blame | None = None) -> str:
     if change.losses and change.num_starting:
         what = "A process starts" if change.num_starting == 1 else f"{change.num_starting} processes start"
         lines.append(f"{what} in the place of the dead (retries: {change.budget}).")
+    elif change.losses and change.can_come:
+        lines.append("Processes start in the place of the dead as soon as a host has room for them.")
     elif change.losses:
         lines.append(f"Nobody takes the place of the dead (retries: {change.budget}).")
     return " ".join(lines)
 
 
-def _by_text(losses: Iterable[Loss]) -> dict[str, list[int]]:
-    """Ranks in order, by what became of them."""
-    found: dict[str, list[int]] = {}
+def _by_text(losses: Iterable[Loss]) -> dict[tuple[str, str], list[int]]:
+    """Ranks in order, by the host that was lost with them, if one was, and by how they ended."""
+    found: dict[tuple[str, str], list[int]] = {}
     for loss in sorted(losses, key=lambda loss: loss.rank):
-        found.setdefault(loss.text, []).append(loss.rank)
+        found.setdefault((loss.host, loss.text), []).append(loss.rank)
     return found
 
 

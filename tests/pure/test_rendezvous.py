@@ -10,9 +10,9 @@ from shardwise.cli.main import main
 from shardwise.comm.members import News, Said
 from shardwise.errors import ConfigError
 from shardwise.launch.elastic.budget import Budget
-from shardwise.launch.elastic.council import SILENT_SECONDS, STOPPED_SECONDS, Council
-from shardwise.launch.elastic.letters import Change, letter
-from shardwise.launch.elastic.people import Loss
+from shardwise.launch.elastic.changes import Change, change_report
+from shardwise.launch.elastic.processes import Loss
+from shardwise.launch.elastic.rendezvous import SILENT_SECONDS, STOPPED_SECONDS, Rendezvous
 from shardwise.launch.job import Elastic
 
 
@@ -22,7 +22,9 @@ class Job:
     def __init__(self, num_ranks: int, least: int, most: int, *, can_grow: bool = False) -> None:
         self.now = 0.0
         self.stopped: set[int] = set()
-        self.council = Council(least, most, can_grow=lambda: can_grow, is_stopped=self.stopped.__contains__)
+        self.rendezvous = Rendezvous(
+            least, most, can_grow=lambda: can_grow, is_stopped=lambda number, _: number in self.stopped
+        )
         self.news: list[News] = []
         self.num_read = dict.fromkeys(range(num_ranks), 0)
         self.alive = set(range(num_ranks))
@@ -30,35 +32,35 @@ class Job:
         self.away: set[int] = set()
         self.lets_in = True
         for number in range(num_ranks):
-            self.council.started(number)
+            self.rendezvous.started(number)
 
     def start(self, number: int) -> None:
-        self.council.started(number)
+        self.rendezvous.started(number)
         self.alive.add(number)
         self.num_read[number] = len(self.news)
         self.say(number, "here")
 
     def say(self, number: int, kind: str, generation: int = -1, text: str = "", blames: tuple[int, ...] = ()) -> None:
         said = Said(kind, number, generation, 7, text, blames, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
-        self.council.hear(said, self.now)
+        self.rendezvous.hear(said, self.now)
         self.collect()
 
     def kill(self, number: int) -> None:
         self.alive.discard(number)
-        self.council.died(number, "was killed by SIGKILL", self.now)
+        self.rendezvous.died(number, "was killed by SIGKILL", self.now)
         self.collect()
 
     def collect(self) -> None:
-        self.news += self.council.news
-        self.council.news.clear()
-        for number, _ in self.council.kills:
+        self.news += self.rendezvous.news
+        self.rendezvous.news.clear()
+        for number, _ in self.rendezvous.kills:
             if number in self.alive:
                 self.alive.discard(number)
-                self.council.died(number, "was voted out", self.now)
-                self.council.kills.clear()
+                self.rendezvous.died(number, "was voted out", self.now)
+                self.rendezvous.kills.clear()
                 self.collect()
                 return
-        self.council.kills.clear()
+        self.rendezvous.kills.clear()
 
     def turn(self, number: int) -> bool:
         """Let a member read one letter and answer; whether there was one."""
@@ -69,9 +71,9 @@ class Job:
         if news.kind == "entering" and number in news.members:
             self.say(number, "heard", news.generation, "entering")
             self.say(number, "opened", news.generation)
-        if news.kind == "formed" and number in self.council.members:
+        if news.kind == "formed" and number in self.rendezvous.members:
             self.entered[number] = next(one.members for one in self.news if one.generation == news.generation)
-        if news.kind == "over" and number in self.council.members:
+        if news.kind == "over" and number in self.rendezvous.members:
             self.say(number, "heard", news.generation, "over")
             self.say(number, "ready", news.generation)
         if news.kind == "out" and number in news.members:
@@ -96,22 +98,22 @@ class Job:
 def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
     job = Job(4, 2, 4)
     job.begin()
-    assert job.council.state == "formed"
-    assert job.council.members == (0, 1, 2, 3)
+    assert job.rendezvous.state == "formed"
+    assert job.rendezvous.members == (0, 1, 2, 3)
     job.kill(1)
     assert job.news[-1].kind == "over"
     assert job.news[-1].members == (1,)
     assert "Rank 1 of 4 is gone: it was killed by SIGKILL." in job.news[-1].text
     job.settle()
-    assert job.council.members == (0, 2, 3)
+    assert job.rendezvous.members == (0, 2, 3)
     job.start(4)
     assert job.news[-1].kind == "wanted"
     for number in (0, 2):
-        job.say(number, "ready", job.council.generation)
-    assert job.council.members == (0, 2, 3)  # not before all are at the boundary
-    job.say(3, "ready", job.council.generation)
+        job.say(number, "ready", job.rendezvous.generation)
+    assert job.rendezvous.members == (0, 2, 3)  # not before all are at the boundary
+    job.say(3, "ready", job.rendezvous.generation)
     job.settle()
-    assert job.council.members == job.entered[4] == (0, 2, 3, 4)
+    assert job.rendezvous.members == job.entered[4] == (0, 2, 3, 4)
     assert next(one for one in job.news if one.members == (0, 2, 3, 4)).before == (0, 2, 3)
 
 
@@ -126,7 +128,7 @@ def test_all_who_live_enter_the_same_generation_whoever_dies_whenever(seed: int)
             job.turn(order.choice(sorted(job.alive)))
         job.kill(order.choice(sorted(job.alive)))
     job.settle(order)
-    assert job.council.state == "formed"
+    assert job.rendezvous.state == "formed"
     assert {job.entered[number] for number in job.alive} == {tuple(sorted(job.alive))}
     for formed in (one for one in job.news if one.kind == "formed"):
         over = [n for n, one in enumerate(job.news) if one.kind == "over" and one.generation == formed.generation]
@@ -139,7 +141,7 @@ def test_a_stopped_member_is_voted_out_and_turned_away_when_it_comes_back() -> N
     job.stopped.add(2)
     job.say(0, "ready", 0, "Timeout of 3 s", blames=(2,))
     job.settle()
-    assert job.council.members == (0, 1)
+    assert job.rendezvous.members == (0, 1)
     job.say(2, "ready", 0)
     assert job.news[-1].kind == "out"
     assert "held this rank for dead" in job.news[-1].text
@@ -152,15 +154,79 @@ def test_one_that_stops_while_the_others_meet_is_given_up_soon_and_one_that_comp
     job.kill(0)
     job.settle()
     job.now = STOPPED_SECONDS * 1.5
-    job.council.tick(job.now)
+    job.rendezvous.tick(job.now)
     job.collect()
     job.settle()
-    assert job.council.members == (1, 2)
+    assert job.rendezvous.members == (1, 2)
     job.kill(1)
-    job.say(2, "heard", job.council.generation, "over")
+    job.say(2, "heard", job.rendezvous.generation, "over")
     job.now += 2 * SILENT_SECONDS
-    job.council.tick(job.now)
-    assert not job.council.kills  # its thread for news answers: the other one may be computing
+    job.rendezvous.tick(job.now)
+    assert not job.rendezvous.kills  # its thread for news answers: the other one may be computing
+
+
+def test_a_host_is_lost_with_all_its_ranks_at_once_and_everybody_knows_where_the_others_are() -> None:
+    job = Job(4, 2, 4)
+    for number in (2, 3):
+        job.rendezvous.processes[number].host = "gpu2"
+    for number in (0, 1):
+        job.rendezvous.processes[number].host = "gpu1"
+    job.begin()
+    assert job.news[0].hosts == ("gpu1", "gpu1", "gpu2", "gpu2")
+    job.alive -= {2, 3}
+    job.rendezvous.lost("gpu2", (2, 3), "no word", 1.0)
+    job.collect()
+    over = [one for one in job.news if one.kind == "over"]
+    assert [one.members for one in over] == [(2, 3)], "one letter for all of them"
+    assert over[0].text == "Host gpu2 is gone: ranks 2, 3 (no word)."
+    job.settle()
+    assert job.rendezvous.members == (0, 1)
+    assert job.news[-2].hosts == ("gpu1", "gpu1")
+    assert {(loss.rank, loss.host) for loss in job.rendezvous.losses} == {(2, "gpu2"), (3, "gpu2")}
+
+
+def test_one_that_comes_takes_its_place_beside_the_others_of_its_host() -> None:
+    job = Job(4, least=1, most=5)
+    for number, host in enumerate("aabb"):
+        job.rendezvous.processes[number].host = host
+    for number in range(4):
+        job.say(number, "here")
+    job.settle()
+    job.kill(1)
+    job.settle()
+    assert job.rendezvous.members == (0, 2, 3)
+    for number, host in ((4, "a"), (5, "c")):
+        job.rendezvous.started(number, host)
+        job.alive.add(number)
+        job.num_read[number] = len(job.news)
+        job.say(number, "here")
+    for number in (0, 2, 3):
+        job.say(number, "ready", job.rendezvous.generation)
+    job.settle()
+    assert job.rendezvous.members == (0, 4, 2, 3, 5)
+    assert job.rendezvous.state == "formed"
+    entering = [one for one in job.news if one.kind == "entering"][-1]
+    assert (entering.hosts, entering.before) == (("a", "a", "b", "b", "c"), (0, 2, 3))
+
+
+def test_members_are_sent_away_when_enough_go_on_without_them() -> None:
+    job = Job(3, 2, 3)
+    job.begin()
+    assert job.rendezvous.can_spare({0})
+    assert not job.rendezvous.can_spare({0, 1})
+    job.start(3)
+    assert job.rendezvous.can_spare({0, 1}), "one waits to be let in"
+    assert not job.rendezvous.can_spare({0, 1, 2}), "nobody would know how far the training has come"
+    job.rendezvous.send_away({0, 1})
+    job.collect()
+    assert (job.news[-1].kind, set(job.news[-1].members)) == ("leave", {0, 1})
+    for number in (0, 1):
+        job.say(number, "leaving")
+    for number in (0, 1, 2):
+        job.say(number, "ready", 0)
+    job.settle()
+    assert job.rendezvous.members == (2, 3)
+    assert {0, 1} <= job.away
 
 
 def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> None:
@@ -169,13 +235,13 @@ def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> 
         job.begin()
         job.kill(0)
         job.settle()
-        assert job.council.state == ("gathering" if can_grow else "lost")
-        assert not job.council.is_busy, "or nobody would be started"
+        assert job.rendezvous.state == ("gathering" if can_grow else "lost")
+        assert not job.rendezvous.is_busy, "or nobody would be started"
         if can_grow:
             job.start(2)
             job.settle()
-            assert job.council.members == (1, 2)
-            assert job.council.state == "formed"
+            assert job.rendezvous.members == (1, 2)
+            assert job.rendezvous.state == "formed"
 
 
 @pytest.mark.parametrize("least", [2, 3])
@@ -187,18 +253,18 @@ def test_nobody_comes_after_a_death_before_the_others_are_where_they_let_one_in(
     job.kill(0)
     job.start(3)
     job.settle()
-    assert job.council.state == "formed"
-    assert job.council.members == (1, 2)
+    assert job.rendezvous.state == "formed"
+    assert job.rendezvous.members == (1, 2)
     assert [news.kind for news in job.news[-3:]] == ["entering", "wanted", "formed"], "known before they go on"
     job.say(1, "ready", 1)
     job.lets_in = True
     job.say(2, "ready", 1)
     job.settle()
-    assert job.council.members == (1, 2), "not before all are there"
+    assert job.rendezvous.members == (1, 2), "not before all are there"
     job.kill(1)
     job.start(4)
     job.settle()
-    assert job.council.members == job.entered[4] == (2, 3, 4)
+    assert job.rendezvous.members == job.entered[4] == (2, 3, 4)
 
 
 def test_too_few_go_on_to_where_they_let_others_in_and_wait_there() -> None:
@@ -207,20 +273,20 @@ def test_too_few_go_on_to_where_they_let_others_in_and_wait_there() -> None:
     job.lets_in = False
     job.kill(0)
     job.settle()
-    assert job.council.members == (1, 2)
+    assert job.rendezvous.members == (1, 2)
     assert [news.kind for news in job.news[-3:]] == ["entering", "wanted", "formed"]
     job.lets_in = True
     for number in (1, 2):
         job.say(number, "ready", 1)
     job.settle()
-    assert job.council.generation == 1
-    assert not job.council.is_busy
+    assert job.rendezvous.generation == 1
+    assert not job.rendezvous.is_busy
     job.now += 2 * SILENT_SECONDS
-    job.council.tick(job.now)
-    assert not job.council.kills
+    job.rendezvous.tick(job.now)
+    assert not job.rendezvous.kills
     job.start(3)
     job.settle()
-    assert job.council.members == job.entered[3] == (1, 2, 3)
+    assert job.rendezvous.members == job.entered[3] == (1, 2, 3)
 
 
 def test_one_that_asks_to_leave_goes_at_a_boundary_and_one_that_raised_only_when_its_process_is_gone() -> None:
@@ -232,15 +298,15 @@ def test_one_that_asks_to_leave_goes_at_a_boundary_and_one_that_raised_only_when
         job.say(number, "ready", 0)
     job.settle()
     assert job.away == {1}
-    assert job.council.members == (0, 2, 3)
-    assert not job.council.losses
+    assert job.rendezvous.members == (0, 2, 3)
+    assert not job.rendezvous.losses
     job.say(2, "raised", 1, "ValueError: a bad batch")
     job.alive.discard(2)
     job.settle()
-    assert job.council.members == (0, 2, 3)  # what outlives it may still be written to
+    assert job.rendezvous.members == (0, 2, 3)  # what outlives it may still be written to
     job.kill(2)
     job.settle()
-    assert job.council.members == (0, 3)
+    assert job.rendezvous.members == (0, 3)
 
 
 def test_generations_that_cannot_be_opened_are_tried_a_few_times() -> None:
@@ -248,23 +314,23 @@ def test_generations_that_cannot_be_opened_are_tried_a_few_times() -> None:
     for number in range(2):
         job.say(number, "here")
     for _ in range(20):
-        job.say(0, "ready", job.council.generation, "no route to host")
-        job.say(1, "ready", job.council.generation)
-    assert job.council.state == "lost"
-    assert "though none of them died" in job.council.why_lost
+        job.say(0, "ready", job.rendezvous.generation, "no route to host")
+        job.say(1, "ready", job.rendezvous.generation)
+    assert job.rendezvous.state == "lost"
+    assert "though none of them died" in job.rendezvous.why_lost
 
 
 def test_the_end_of_the_script_lets_nobody_in_and_needs_nobody() -> None:
     job = Job(3, 2, 4)
     job.begin()
     job.say(0, "done", 0)
-    job.council.finished(0, job.now)
+    job.rendezvous.finished(0, job.now)
     assert (job.news[-1].kind, job.news[-1].members) == ("bye", (0,))
     job.start(3)
     assert "wanted" not in [news.kind for news in job.news]
     job.say(1, "done", 0)
     job.kill(1)  # after it was through
-    assert job.council.state == "formed"
+    assert job.rendezvous.state == "formed"
 
 
 def test_replacements_are_paid_from_a_budget_by_time_and_pause_where_one_dies_after_the_other() -> None:
@@ -280,7 +346,7 @@ def test_replacements_are_paid_from_a_budget_by_time_and_pause_where_one_dies_af
     ("limits", "nproc", "words"),
     [
         (Elastic(0, 2), 1, "--elastic MIN is 0"),
-        (Elastic(3, 2), 3, "--elastic 3:2 allows for no number of ranks"),
+        (Elastic(3, 2), 3, "--elastic 3:2: MIN is more than MAX"),
         (Elastic(2, 4), 5, "--nproc 5 is not within --elastic 2:4"),
         (Elastic(2, 4, retries=-1), 4, "--retries is -1"),
     ],
@@ -296,7 +362,10 @@ def test_limits_that_no_job_can_keep_are_refused(limits: Elastic, nproc: int, wo
         (["--elastic", "2"], "give the fewest and the most ranks, such as 2:8"),
         (["--retries", "3"], "--retries is of elastic jobs"),
         (["--elastic", "1:2", "--retries", "often"], "give a number, and perhaps seconds"),
-        (["--elastic", "1:2", "--where", "mpi"], "--elastic works for the ranks of this host"),
+        (
+            ["--elastic", "1:2", "--where", "mpi"],
+            "--elastic does not work with --where mpi: an MPI job ends with its first dead rank",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -310,12 +379,14 @@ def test_one_letter_says_who_died_of_what_and_who_goes_on() -> None:
     losses = (Loss(3, 3, "was killed by SIGKILL", 0, 1.0), Loss(1, 1, "was killed by SIGKILL", 0, 1.1))
     words = {3: "rank 3 computes", 1: ""}
     change = Change(losses, words, 0, 0, 2, step=120, seconds=0.05, num_starting=1, budget="2 of 3 within 600 s")
-    assert letter(change) == (
+    assert change_report(change) == (
         "ranks 1, 3 were killed by SIGKILL. Last said: rank 3 computes. 2 ranks go on after step 120, 0.05 s later. "
         "A process starts in the place of the dead (retries: 2 of 3 within 600 s)."
     )
-    few = letter(Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3))
+    few = change_report(
+        Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3)
+    )
     assert "2 ranks wait after step 120, 0.05 s later, for others: the job needs 3 (--elastic)." in few
-    assert letter(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
+    assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
         "1 rank left, as asked. 1 rank came. 1 rank goes on after step 7."
     )

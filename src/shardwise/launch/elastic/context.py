@@ -1,4 +1,4 @@
-"""What an elastic launcher has to run a job with."""
+"""Everything an elastic launcher needs to run a job."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from shardwise.launch.elastic.images import Images
+from shardwise.launch.elastic.slots import Slots
+from shardwise.launch.elastic.workers import Workers
 from shardwise.launch.folder import Folder
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.signals import SignalLog
 
 
 @dataclass
-class Place:
-    """What a launcher has for its ranks."""
+class Context:
+    """The job, its store, folders, processes and slots."""
 
     job: Job
     elastic: Elastic
     store: Store
+    address: str
     port: int
     run_id: str
     folder: Folder
-    images: Images
+    workers: Workers
+    slots: Slots
     signals: SignalLog
-    on_cpu: bool
-    bound: list[dict[str, str]]
     say: Callable[[str], None]
+    token: str = ""
+    """By which ranks know each other; `""` is a new one."""

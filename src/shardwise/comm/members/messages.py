@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-SaidKind = Literal["here", "heard", "ready", "opened", "leaving", "done", "raised"]
-NewsKind = Literal["entering", "formed", "over", "wanted", "out", "bye", "end"]
+SaidKind = Literal["here", "heard", "ready", "opened", "leaving", "whole", "done", "raised"]
+NewsKind = Literal["entering", "formed", "over", "wanted", "leave", "out", "bye", "end"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Said:
     `here`: waits to be let in. `heard`: has read that `generation` begins or is over (`text`). `ready`: has left
     `generation` and waits for the next; `text` is the fault, if that is why, and `blames` are members that kept it
     waiting for too long; unless it `lets_in`, nobody new is to come to where it stands. `opened`: has entered it.
-    `leaving`: asks to leave. `done`, `raised`: is through with the job, or raised `text`. `patience_seconds` is how
-    long others may wait for it.
+    `leaving`: asks to leave. `whole`: if any member is lost, all are to start again. `done`, `raised`: is through
+    with the job, or raised `text`. `patience_seconds` is how long others may wait for it.
     """
 
     kind: SaidKind
@@ -52,10 +52,11 @@ class Said:
 class News:
     """From the launcher to everybody.
 
-    `entering`: the `members` of `generation`, by rank, and those of the one that was formed `before`. `formed`: all of
-    them are there. `over`: it is not to be used any more, since the `members` are gone or for what `text` says.
-    `wanted`: somebody waits to come in, or asks to leave. `out`: the others go on without the `members`. `bye`: the
-    `members` have said that they are through. `end`: nobody goes on.
+    `entering`: the `members` of `generation`, by rank, those of the one that was formed `before`, and the names of the
+    members' `hosts`, by rank, if the job has several. `formed`: all of them are there. `over`: it is not to be used any
+    more, since the `members` are gone or for what `text` says. `wanted`: somebody waits to come in, or asks to leave.
+    `leave`: the `members` are to ask to leave. `out`: the others go on without the `members`. `bye`: the `members` have
+    said that they are through. `end`: nobody goes on.
     """
 
     kind: NewsKind
@@ -63,6 +64,7 @@ class News:
     members: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
     text: str = ""
+    hosts: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -70,7 +72,7 @@ class News:
     @classmethod
     def from_json(cls, text: str | bytes) -> News:
         plain = json.loads(text)
-        return cls(**{**plain, "members": tuple(plain["members"]), "before": tuple(plain["before"])})
+        return cls(**{**plain, **{name: tuple(plain[name]) for name in ("members", "before", "hosts")}})
 
 
 def send_told(told: Sequence[bytes]) -> str:

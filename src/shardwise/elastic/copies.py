@@ -1,0 +1,237 @@
+"""Copies, in the memory of other hosts, of the state that only one rank holds.
+
+[Note: whose copy first] When a host dies, the images of its ranks are lost, and the copies of the last step may not be
+complete yet. So all ranks must be able to return to the step before, until all copies of a step are complete:
+
+    after step N          live = N    shadow = N - 1    copies = N - 1, N being sent
+    all copies complete   live = N    shadow = N being copied from live
+    before an update      live = N    shadow = N        copies = N
+
+A barrier tells the ranks that all copies are complete; then each updates its own shadow. Both run during the next
+forward and backward, and are waited for before the next update.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.comm import Work, World
+from shardwise.comm.side_channel import SideChannel
+from shardwise.elastic.images import TORN, Directory, Image
+from shardwise.errors import StateError
+from shardwise.program.buddies import Keepers
+
+Tensor = torch.Tensor
+_PORTION_BYTES = 2**20
+_NUM_UNDER_WAY = 4
+"""Portions of one copy sent at a time, which bounds how long the training's own messages wait."""
+
+
+@dataclass
+class CopyMeter:
+    """What copies to other hosts have cost this rank since its engine was created."""
+
+    num_copies: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    seconds: float = 0.0
+    """From the first byte until all copies are complete, during forwards and backwards."""
+    waited_seconds: float = 0.0
+    """How long updates waited for copies."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """An image to be sent. `segments` are its bytes, each with its start in the shadow, in that order."""
+
+    number: int
+    """This rank's images are numbered; one with other cells has another number."""
+    directory: Directory
+    segments: Sequence[tuple[int, Tensor]]
+
+    def portions(self, num_bytes: int) -> Iterator[Tensor]:
+        """The first `num_bytes` of the shadow to be, in portions. Gaps between cells may hold anything."""
+        starts = [start for start, _ in self.segments]
+        for first in range(0, num_bytes, _PORTION_BYTES):
+            last = min(first + _PORTION_BYTES, num_bytes)
+            at = max(0, bisect_right(starts, first) - 1)
+            start, segment = self.segments[at]
+            if start <= first and last <= start + len(segment):
+                yield segment[first - start : last - start]
+                continue
+            portion = torch.zeros(last - first, dtype=torch.uint8)
+            while at < len(self.segments) and self.segments[at][0] < last:
+                start, segment = self.segments[at]
+                low, high = max(first, start), min(last, start + len(segment))
+                if low < high:
+                    portion[low - first : high - first] = segment[low - start : high - start]
+                at += 1
+            yield portion
+
+
+class Kept:
+    """The copies that this rank keeps of one other rank's state."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._num_images = 0
+        self._former: Image | None = None
+        self.image: Image | None = None
+        self._to_live = False
+        """Whether the live region is being filled, rather than the shadow."""
+
+    @property
+    def images(self) -> list[Image]:
+        """The images that may contain a whole state."""
+        return [image for image in (self._former, self.image) if image is not None]
+
+    def renew(self, directory: Directory) -> None:
+        """Prepare for an image with other cells. The copy before stays until `complete`."""
+        path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
+        self._num_images += 1
+        self._former, self.image = self.image, Image.create(path, directory.of_copy())
+
+    def begin(self, num_bytes: int) -> Tensor:
+        """Where to write `num_bytes`: over the older of the two copies."""
+        image = self.image
+        assert image is not None
+        is_first = image.live_step == image.shadow_step == TORN
+        self._to_live = not is_first and image.live_step < image.shadow_step
+        self._mark(TORN)
+        return image.region(is_live=self._to_live)[:num_bytes]
+
+    def arrived(self, step: int) -> None:
+        self._mark(step)
+
+    def complete(self) -> None:
+        """All ranks have their copies, so none will return to the copy before."""
+        former, self._former = self._former, None
+        if former is not None:
+            former.remove()
+
+    def remove(self) -> None:
+        for image in self.images:
+            image.remove()
+
+    def _mark(self, step: int) -> None:
+        assert self.image is not None
+        if self._to_live:
+            self.image.live_step = step
+        else:
+            self.image.shadow_step = step
+
+
+class Copies:
+    """What one rank sends to its keeper, and keeps for other ranks, under one layout. `bring` is for one thread."""
+
+    def __init__(
+        self, world: World, keepers: Keepers, folder: Path | None, names: Sequence[str], meter: CopyMeter
+    ) -> None:
+        """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory."""
+        self._channel = SideChannel(world.transport, world.everybody, world.journal)
+        self._keeper = keepers[world.rank]
+        self.kept = {rank: Kept(folder, names[rank]) for rank, one in enumerate(keepers) if one == world.rank}
+        self._sent_number = -1
+        """Number of the image whose cells the keeper knows."""
+        self.meter = meter
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(image.directory.num_bytes for kept in self.kept.values() for image in kept.images)
+
+    def bring(self, step: int, outgoing: Outgoing) -> None:
+        """Send this rank's state of `step`, and receive those of others. All ranks call; returns when all copies are
+        complete. Raises `LinkError`, and `StateError` if there is no memory for a copy."""
+        started = time.perf_counter()
+        is_new = outgoing.number != self._sent_number
+        directory = outgoing.directory
+        num_bytes = directory.shadow_bytes if is_new else directory.changing_bytes
+        text = directory.text() if is_new else b""
+        heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)]))
+        for rank, said in self._swap_texts(text, {rank: head[2] for rank, head in heads.items()}).items():
+            self._renew(rank, Directory.read(said))
+        targets = {rank: self.kept[rank].begin(head[1]) for rank, head in heads.items()}
+        under_way = [self._receiving(rank, target) for rank, target in targets.items()]
+        if self._keeper is not None:
+            under_way.append(self._sending(self._keeper, outgoing.portions(num_bytes)))
+        _carry_out(under_way)
+        for rank, head in heads.items():
+            self.kept[rank].arrived(head[0])
+        self._channel.barrier()
+        self._sent_number = outgoing.number
+        for kept in self.kept.values():
+            kept.complete()
+        meter = self.meter
+        meter.num_copies += 1
+        meter.sent_bytes += num_bytes if self._keeper is not None else 0
+        meter.received_bytes += sum(map(len, targets.values()))
+        meter.seconds += time.perf_counter() - started
+
+    def await_together(self, work: Work) -> None:
+        """Wait for `work`, in which `bring` is called. All ranks call; raises `CommError`."""
+        started = time.perf_counter()
+        self._channel.await_together(work, "copies on other hosts")
+        self.meter.waited_seconds += time.perf_counter() - started
+
+    def remove(self) -> None:
+        for kept in self.kept.values():
+            kept.remove()
+
+    def _renew(self, rank: int, directory: Directory) -> None:
+        try:
+            self.kept[rank].renew(directory)
+        except OSError as error:
+            raise StateError(
+                f"This host has no memory for the copy of rank {rank}'s state ({error}). Enlarge /dev/shm, or choose "
+                f"survive: host or survive: checkpoint."
+            ) from error
+
+    def _swap_heads(self, head: Tensor) -> dict[int, tuple[int, int, int]]:
+        arriving = {rank: torch.zeros_like(head) for rank in self.kept}
+        works = [self._channel.receive(tensor, rank) for rank, tensor in arriving.items()]
+        if self._keeper is not None:
+            works.append(self._channel.send(head, self._keeper))
+        for work in works:
+            work.wait()
+        return {rank: (int(one[0]), int(one[1]), int(one[2])) for rank, one in arriving.items()}
+
+    def _swap_texts(self, text: bytes, lengths: dict[int, int]) -> dict[int, bytes]:
+        arriving = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in lengths.items() if length}
+        works = [self._channel.receive(tensor, rank) for rank, tensor in arriving.items()]
+        if self._keeper is not None and text:
+            works.append(self._channel.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), self._keeper))
+        for work in works:
+            work.wait()
+        return {rank: tensor.numpy().tobytes() for rank, tensor in arriving.items()}
+
+    def _sending(self, rank: int, portions: Iterator[Tensor]) -> Iterator[Work]:
+        return (self._channel.send(portion, rank) for portion in portions)
+
+    def _receiving(self, rank: int, target: Tensor) -> Iterator[Work]:
+        starts = range(0, len(target), _PORTION_BYTES)
+        return (self._channel.receive(target[start : start + _PORTION_BYTES], rank) for start in starts)
+
+
+def _carry_out(streams: Sequence[Iterator[Work]]) -> None:
+    """Start and wait for the works of all `streams`, advancing them in turn."""
+    begun: list[deque[Work]] = [deque() for _ in streams]
+    num_open = len(streams)
+    while num_open:
+        num_open = 0
+        for stream, works in zip(streams, begun, strict=True):
+            if (work := next(stream, None)) is not None:
+                works.append(work)
+                num_open += 1
+        for works in begun:
+            if len(works) >= _NUM_UNDER_WAY:
+                works.popleft().wait()
+    for works in begun:
+        for work in works:
+            work.wait()

@@ -1,0 +1,248 @@
+"""What is restored when an iteration is repeated: random numbers, buffers, the loss scale, learning rates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwise.checkpoint import encode
+from shardwise.checkpoint.codec import decode
+from shardwise.errors import ConfigError
+from shardwise.sharded_model import ShardedModel
+
+Tensor = torch.Tensor
+_COUNTED = {
+    *("last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"),
+    *("T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"),
+}
+"""Keys of a scheduler's state that change as it runs; the others are its settings."""
+_log = logging.getLogger("shardwise")
+
+
+@dataclass
+class _Snapshot:
+    """The state when an iteration began."""
+
+    iteration: int
+    random: Any
+    buffers: list[tuple[Tensor, Tensor]]
+    scale: dict[str, Any] | None
+    settings: _Settings | None
+    """`None` where iterations are never undone after their end."""
+
+
+@dataclass
+class _Settings:
+    """Settings of the optimizers' parameter groups, and states of their schedulers."""
+
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    schedules: list[tuple[Any, dict[str, Any]]]
+
+    def restore(self) -> None:
+        for group, settings in self.groups:
+            group.update(settings)
+        for scheduler, state in self.schedules:
+            scheduler.load_state_dict(state)
+
+
+class LoopState:
+    """What a rank has besides parameters and optimizer states, as it was when an iteration began."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self._snapshots: list[_Snapshot] = []
+        self._noted: _Settings | None = None
+        """What the next iteration begins with, whatever the loop sets before it."""
+        self._schedulers: dict[int, tuple[int, list[LRScheduler]]] = {}
+        """By optimizer: its schedulers, and its reference count when they were looked for."""
+
+    def follow(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration with a snapshot; -1 if there is none."""
+        return self._snapshots[-1].iteration if self._snapshots else -1
+
+    def take(self, iteration: int, *, keeps_last: bool) -> None:
+        """Take a snapshot, at the beginning of `iteration`. `keeps_last`: the iteration before may still be undone."""
+        scaler = self._sharded.progress.scaler
+        taken = _Snapshot(
+            iteration,
+            (random.getstate(), np.random.get_state(), torch.get_rng_state()),
+            [(buffer, buffer.detach().clone()) for buffer in self._sharded.model.buffers()],
+            scaler.state_dict() if scaler is not None else None,
+            self.settings() if keeps_last else None,
+        )
+        self._snapshots = [*(self._snapshots[-1:] if keeps_last else ()), taken]
+
+    def go_back(self, iteration: int) -> bool:
+        """Make `restore` return to the beginning of `iteration`, which has ended. False if there is no snapshot."""
+        known = [one for one in self._snapshots if one.iteration <= iteration]
+        if not known or known[-1].iteration != iteration:
+            return False
+        self._snapshots = known
+        self._noted = known[-1].settings or self._noted
+        return True
+
+    def restore(self) -> None:
+        """Restore the last snapshot."""
+        if not self._snapshots:
+            return
+        taken = self._snapshots[-1]
+        random.setstate(taken.random[0])
+        np.random.set_state(taken.random[1])
+        torch.set_rng_state(taken.random[2])
+        with torch.no_grad():
+            for buffer, value in taken.buffers:
+                buffer.copy_(value)
+        scaler = self._sharded.progress.scaler
+        if scaler is not None and taken.scale is not None:
+            scaler.load_state_dict(taken.scale)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The settings of the optimizers' groups: as noted for a repeated iteration, else the present ones."""
+        if self._noted is not None:
+            return [settings for _, settings in self._noted.groups]
+        optimizer = self._sharded.optimizer
+        return [] if optimizer is None else [_settings(group) for group in optimizer.groups]
+
+    # -- learning rates, which a loop also changes after a void step ---------------------------------------
+
+    def note_settings(self) -> None:
+        """Let the next iteration begin with the present learning rates and schedulers, unless others are noted."""
+        self._noted = self._noted or self.settings()
+
+    def settings(self) -> _Settings | None:
+        optimizer = self._sharded.optimizer
+        if optimizer is None:
+            return None
+        groups = [(group, _settings(group)) for group in optimizer.groups]
+        schedulers = [one for member in optimizer.members for one in self._schedulers_of(member)]
+        return _Settings(groups, [(one, copy.deepcopy(one.state_dict())) for one in schedulers])
+
+    def _schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+        """Searched again only when the optimizer's reference count has changed."""
+        if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            return []
+        count = sys.getrefcount(optimizer)
+        known = self._schedulers.get(id(optimizer))
+        if known is None or known[0] != count:
+            found = list(_schedulers_of(optimizer))
+            known = self._schedulers[id(optimizer)] = sys.getrefcount(optimizer), found
+        return known[1]
+
+    @staticmethod
+    def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a group that can be sent to other ranks: no functions."""
+        encoded = {}
+        for key, value in group.items():
+            with contextlib.suppress(ConfigError):
+                encoded[key] = encode(value, key)
+        return encoded
+
+    def schedules(self) -> list[list[Any]]:
+        """For each optimizer, class name and encoded state of its schedulers."""
+        optimizer = self._sharded.optimizer
+        noted = {id(one): state for one, state in (self._noted.schedules if self._noted is not None else ())}
+        encoded = []
+        for member in optimizer.members if optimizer is not None else ():
+            found = _outermost(member)
+            encoded.append(
+                [[type(one).__name__, encode(noted.get(id(one), one.state_dict()), "scheduler")] for one in found]
+            )
+        return encoded
+
+    def load(self, groups: list[dict[str, Any]], schedules: list[list[Any]]) -> None:
+        """On a rank that has joined: give groups and schedulers the others' settings and states."""
+        optimizer = self._sharded.optimizer
+        if optimizer is None:
+            return
+        for member, theirs in zip(optimizer.members, schedules, strict=True):
+            for scheduler, state in matched(_outermost(member), [(name, decode(state)) for name, state in theirs]):
+                scheduler.load_state_dict(state)
+        for group, settings in zip(optimizer.groups, groups, strict=True):
+            group.update(settings)
+
+    def restore_settings(self) -> None:
+        """Restore what was noted, if anything."""
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            noted.restore()
+
+
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
+    """Found among the optimizer's referrers, since it has no reference to its schedulers; this takes milliseconds."""
+    seen: set[int] = set()
+    for one in gc.get_referrers(optimizer):
+        for found in (one, *(gc.get_referrers(one) if isinstance(one, dict) and "last_epoch" in one else ())):
+            if issubclass(type(found), LRScheduler) and id(found) not in seen:
+                seen.add(id(found))
+                yield found
+
+
+def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    """The schedulers that are not part of another one, sorted by class."""
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return []
+    found = list(_schedulers_of(optimizer))
+    inner = {id(one) for outer in found for one in getattr(outer, "_schedulers", ())}
+    return sorted((one for one in found if id(one) not in inner), key=lambda one: type(one).__name__)
+
+
+def matched(
+    schedulers: Sequence[LRScheduler], received: Sequence[tuple[str, dict[str, Any]]]
+) -> list[tuple[LRScheduler, dict[str, Any]]]:
+    """Which of the `received` states, each with its class name, is for which of this rank's schedulers.
+
+    An optimizer's schedulers have no order. Several of one class are matched by their settings, such as the period;
+    counters differ, since this rank's are new. Those that cannot be distinguished are left out, with a warning.
+    """
+    found: list[tuple[LRScheduler, dict[str, Any]]] = []
+    for name in sorted({type(one).__name__ for one in schedulers} | {name for name, _ in received}):
+        mine = [one for one in schedulers if type(one).__name__ == name]
+        theirs = [state for of, state in received if of == name]
+        if len(mine) == len(theirs) == 1:
+            found.append((mine[0], theirs[0]))
+            continue
+        by_settings = [
+            [state for state in theirs if _without_counts(state) == _without_counts(one.state_dict())] for one in mine
+        ]
+        is_unique = len(mine) == len(theirs) and all(
+            states and all(state == states[0] for state in states) for states in by_settings
+        )
+        if is_unique:
+            found += [(one, states[0]) for one, states in zip(mine, by_settings, strict=True)]
+        else:
+            _log.warning(
+                "The other ranks have %d schedulers of class %s for an optimizer, this newly joined rank has %d, and "
+                "their settings do not tell which is which. Give each to engine.remember(name=scheduler).",
+                len(theirs),
+                name,
+                len(mine),
+            )
+    return found
+
+
+def _without_counts(state: Any) -> Any:
+    """The settings in a scheduler's state, and in the states of schedulers inside it."""
+    if isinstance(state, dict):
+        return {key: _without_counts(value) for key, value in state.items() if key not in _COUNTED}
+    return [_without_counts(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }

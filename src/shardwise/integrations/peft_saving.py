@@ -1,0 +1,66 @@
+"""What `peft` saves of a sharded model: few whole tensors, and prompts, which it computes while it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import shardwise as sw
+
+
+def whole_adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
+    """Whole tensors of what `peft` saves: adapters, and modules that are trained beside them. All ranks call."""
+    from peft import get_peft_model_state_dict
+
+    names = list(model.state_dict(keep_vars=True))
+    marks = {name: torch.empty(0) for name in names}
+    chosen = set()
+    for adapter, config in model.peft_config.items():
+        with _without_rank_pattern(config):
+            found = get_peft_model_state_dict(model, state_dict=dict(marks), adapter_name=adapter)
+        chosen |= {id(value) for value in found.values()}
+    kept = {}
+    for name in names:
+        if id(marks[name]) in chosen:
+            value = engine.get(name)
+            if value is not None:
+                kept[name] = value.cpu()
+    return kept
+
+
+@contextmanager
+def prompts_kept(model: Any) -> Iterator[None]:
+    """Inside, rank 0 may save alone: all ranks have computed the prompts before, with gathered parameters.
+
+    All ranks enter.
+    """
+    with torch.no_grad():
+        prompts = {
+            adapter: model.get_prompt_embedding_to_save(adapter)
+            for adapter, config in model.peft_config.items()
+            if config.is_prompt_learning
+        }
+    if not prompts:
+        yield
+        return
+    model.get_prompt_embedding_to_save = prompts.__getitem__
+    try:
+        yield
+    finally:
+        del model.get_prompt_embedding_to_save
+
+
+@contextmanager
+def _without_rank_pattern(config: Any) -> Iterator[None]:
+    """AdaLoRA leaves rows out of what it saves by a pattern, which has no meaning for marks without values."""
+    pattern = getattr(config, "rank_pattern", None)
+    if pattern:
+        config.rank_pattern = None
+    try:
+        yield
+    finally:
+        if pattern:
+            config.rank_pattern = pattern

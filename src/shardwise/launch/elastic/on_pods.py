@@ -1,0 +1,91 @@
+"""Runs an elastic job in pods that call this process, from the first call to the last word.
+
+The store is here: ranks meet in this pod, and no pod with ranks is special. When this one is lost, all ranks end; pods
+call again, and the next launcher starts the script anew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from shardwise.launch.elastic.budget import Budget
+from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.pods import PodWorkers
+from shardwise.launch.elastic.slots import Slots
+from shardwise.launch.elastic.supervise import run_attempts
+from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
+from shardwise.launch.folder import Folder
+from shardwise.launch.hosts.door import Door
+from shardwise.launch.hosts.logs import Logs
+from shardwise.launch.places.pods import PodsPlan
+from shardwise.launch.port import listen
+from shardwise.launch.report import report_stop, say
+from shardwise.launch.signals import SignalLog
+
+_FEWER_SECONDS = 60.0
+"""Pods get so long to come once there are enough to begin."""
+_TELL_SECONDS = 60.0
+_LOOK_MILLISECONDS = 100
+
+
+def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECONDS) -> int:
+    """Run the ranks of `plan` in the pods that call and have the `token`. The status is that of `supervise_elastic`.
+
+    Raises `LaunchError` for a port that is taken. To be called from the main thread.
+    """
+    job, elastic, address = plan.job, plan.job.elastic, plan.settings.address
+    assert elastic is not None
+    with SignalLog() as signals, Folder(job.log_dir) as folder, ExitStack() as stack:
+        listener = listen(plan.port + 1, address)
+        store = TCPStore(
+            address, plan.port + 1, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        door = Door(listen(plan.port, address), token, say)
+        stack.callback(door.close)
+        workers = PodWorkers(plan, door, (address, plan.port + 1), Logs(folder, job.log_dir is not None), say)
+        stack.callback(workers.disconnect)
+        budget = Budget(elastic.retries, elastic.retry_seconds)
+        slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
+        say(f"pods are awaited at {address}, port {plan.port}: {plan.describe_need()}.")
+        _gather(plan, workers, slots, signals, fewer_seconds)
+        if signals.received:
+            return report_stop([], 0, signals.received[0], None)
+        run_id = f"{os.getpid()}-{int(time.time())}"
+        meeting = (address, plan.port + 1)
+        context = Context(job, elastic, store, *meeting, run_id, folder, workers, slots, signals, say, token)
+        status = run_attempts(context)
+        if not signals.received:  # else this pod may be evicted, and the next launcher needs the others
+            workers.end_well_or_not(status)
+        return status
+
+
+def _gather(plan: PodsPlan, workers: PodWorkers, slots: Slots, signals: SignalLog, fewer_seconds: float) -> None:
+    """Wait for as many pods as were asked for, or, after a while, for as many as the job needs."""
+    assert plan.job.elastic is not None
+    least, wanted = plan.job.elastic.least, plan.job.nproc
+    enough_at, tell_at, pause = float("inf"), time.monotonic() + _TELL_SECONDS, _TELL_SECONDS
+    while not signals.received:
+        workers.wait(_LOOK_MILLISECONDS)
+        now = time.monotonic()
+        for event in workers.events():
+            match event:
+                case HostReady():
+                    say(slots.ready(event.host, event.num_slots, now))
+                case HostLost():
+                    say(f"host {event.host} is gone ({event.why}).")
+                    slots.lost(event.host, now)
+                case HostLeaves():
+                    say(f"host {event.host} {event.why}.")
+                    slots.leaves(event.host, now)
+                    workers.leave(event.host)
+        num_slots = slots.num_usable(now)
+        enough_at = min(enough_at, now) if num_slots >= least else float("inf")
+        if num_slots >= wanted or now - enough_at > fewer_seconds:
+            return
+        if now > tell_at:
+            tell_at, pause = now + 2 * pause, 2 * pause
+            say(f"{num_slots} of {plan.describe_need()}. The others are awaited.")

@@ -1,0 +1,51 @@
+"""The processes of an elastic job as its rendezvous sees them, and lost members."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.comm.members import Said
+
+
+@dataclass
+class Process:
+    """A process, from its start to its end."""
+
+    number: int
+    host: str = ""
+    """Its host; empty in a job of one host."""
+    pid: int = 0
+    """As reported by the process; 0 before."""
+    is_alive: bool = True
+    is_here: bool = False
+    """Whether it has connected to the store."""
+    is_member: bool = False
+    """Whether it is a member of the generation announced last."""
+    is_leaving: bool = False
+    is_dying_since: float | None = None
+    """Since when it has raised without having ended; until its end it may still write to files that outlive it."""
+    is_done: bool = False
+    """Whether its script has ended, even if the process has not."""
+    heard: tuple[int, str] = (-1, "")
+    """The last announcement that it has read: a generation, and whether that begins or is over."""
+    ready: Said | None = None
+    opened: int = -1
+    patience_seconds: float = 600
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits to join."""
+        return self.is_alive and self.is_here and not self.is_member and not self.is_done
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A lost member: how it ended, and its rank in the last formed generation."""
+
+    member: int
+    rank: int
+    text: str
+    generation: int
+    at: float
+    host: str = ""
+    """The host, if it was lost as a whole."""

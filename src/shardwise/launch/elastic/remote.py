@@ -1,0 +1,432 @@
+"""The processes of an elastic job on other hosts, each with a connection that is renewed when lost.
+
+A host that sends nothing for too long is lost with all its processes; its agent kills them when it receives nothing
+either. The launcher tries to reconnect, after growing pauses; a host that answers has slots again.
+"""
+
+from __future__ import annotations
+
+import queue
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from shardwise.launch.elastic.host_list import HostList
+from shardwise.launch.elastic.notes import Notes
+from shardwise.launch.elastic.slots import Slot
+from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
+from shardwise.launch.environment import Attempt
+from shardwise.launch.hosts.connection import Arrivals, Connection
+from shardwise.launch.hosts.gather import ANSWER_SECONDS, RSYNC_SECONDS, job_as_message, next_arrival
+from shardwise.launch.hosts.logs import Logs
+from shardwise.launch.hosts.members import BEATS
+from shardwise.launch.hosts.problems import connection_problem, contradictions
+from shardwise.launch.hosts.run import close_all, devices_of
+from shardwise.launch.hosts.wire import Message, outcome_from
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.places.hosts import Host, Share, shares
+from shardwise.launch.places.ssh import SshPlan
+from shardwise.version import __version__
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_ASK_SECONDS = 0.1
+_KILL_SECONDS, _CLOSE_SECONDS, _TELL_SECONDS = 5.0, 2.0, 5.0
+State = Literal["asked", "ready", "leaving", "lost"]
+
+
+@dataclass(eq=False)
+class RemoteHost:
+    """One host of the host list."""
+
+    share: Share
+    connection: Connection | None = None
+    state: State = "lost"
+    facts: Message = field(default_factory=dict)
+    ahead_seconds: float = 0.0
+    """By how much its clock is ahead of ours."""
+    asked_at: float = 0.0
+    """When it was asked for facts, as wall-clock time."""
+    deadline: float = 0.0
+    """When it must have answered."""
+    try_at: float = 0.0
+    pause_seconds: float = _FIRST_PAUSE_SECONDS
+    complaint: str = ""
+    """Why it could not be used, as last reported."""
+    is_listed: bool = True
+    is_copied: bool = False
+    """Whether it has the copy of this machine's directory that `--rsync` makes."""
+    numbers: set[int] = field(default_factory=set)
+    """The processes started over the present connection."""
+
+    @property
+    def name(self) -> str:
+        return self.share.host.name
+
+    def connect(self, plan: SshPlan, arrivals: Arrivals, now: float) -> None:
+        """Open a connection, and ask for facts."""
+        command, copies = plan.connection(self.share), plan.settings.copies and not self.is_copied
+        if copies:
+            first = f"{shlex.join(plan.copy(self.share))} </dev/null >&2"
+            command = ["sh", "-c", f"{first} && exec {shlex.join(command)}"]
+        self.numbers = set()
+        connection = Connection(self.share, command, arrivals, self.numbers)
+        self.ask(connection, plan, now + (RSYNC_SECONDS if copies else 0))
+
+    def ask(self, connection: Connection, plan: SshPlan, now: float) -> None:
+        """Over a new connection, whether it can be used."""
+        self.connection = connection
+        self.state, self.asked_at = "asked", time.time()
+        self.deadline = now + plan.settings.connect_seconds + ANSWER_SECONDS
+        directory = plan.settings.directory
+        self.connection.send("look", directory=directory, job=job_as_message(plan, self.connection))
+
+    def why_given_up(self, now: float, silence_seconds: float, python: str) -> str:
+        """Why the host is given up; empty if it is not."""
+        assert self.connection is not None
+        if self.state == "asked":
+            return str(connection_problem(None, self.connection.complaints, python)) if now > self.deadline else ""
+        is_silent = now - self.connection.heard > silence_seconds
+        return f"nothing was heard of it for {silence_seconds:g} s" if is_silent else ""
+
+    def why_closed(self, python: str) -> str:
+        """Why the connection has ended."""
+        assert self.connection is not None
+        if self.state == "asked":
+            return str(connection_problem(self.connection.status, self.connection.complaints, python))
+        last = self.connection.complaints.strip().rpartition("\n")[2].rstrip(".")
+        return (
+            f"the connection is lost: {last or f'{self.connection.command} ended with status {self.connection.status}'}"
+        )
+
+
+class RemoteWorkers:
+    """`Workers` on the hosts of a plan, all of which have been checked and answer."""
+
+    def __init__(
+        self,
+        plan: SshPlan,
+        hosts: Sequence[RemoteHost],
+        arrivals: Arrivals,
+        meeting: tuple[str, int],
+        logs: Logs,
+        say: Callable[[str], None],
+        host_list: HostList | None = None,
+    ) -> None:
+        assert plan.job.elastic is not None
+        self.notes: Notes = _RemoteNotes(self)
+        self.says_skip = False
+        """Whether a rank has reported that its plan skips bad batches."""
+        self._plan, self._meeting, self._logs, self._say = plan, meeting, logs, say
+        self._silence_seconds = plan.job.elastic.host_timeout_seconds
+        self._hosts = {host.name: host for host in hosts}
+        self._first_facts = hosts[0].facts if hosts else {}
+        self._host_list = host_list
+        self._arrivals = arrivals
+        self._pending: list[tuple[Connection, Message]] = []
+        self._events: list[Event] = []
+        self._living: dict[int, RemoteHost] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._stopped: dict[int, tuple[float, bool]] = {}
+        self._attempt = self._num_started = 0
+        self._alive_at = 0.0
+        self._num_confirmed = 0
+
+    # -- Workers ----------------------------------------------------------------------------------------
+
+    @property
+    def living(self) -> Collection[int]:
+        return self._living.keys()
+
+    def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
+        host = self._hosts.get(slot.host)
+        if host is None or host.connection is None:  # it was lost, and the event is not handled yet
+            outcome = self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="it was gone before")
+            self._events.append(Ended(number, outcome))
+            return
+        if attempt.number != self._attempt or not self._num_started:
+            self._attempt, self._num_started = attempt.number, 0
+        self._living[number] = host
+        host.numbers.add(number)
+        environment = {**self._plan.environment, **devices_of(host.connection), **settings}
+        size = self._plan.job.nproc
+        host.connection.send(
+            "member",
+            number=number,
+            rank=min(self._num_started, size - 1),  # provisional: it gets its rank when it joins
+            size=size,
+            local=slot.local,
+            attempt=asdict(attempt),
+            environment=environment,
+        )
+        self._num_started += 1
+
+    def wait(self, milliseconds: int) -> None:
+        if not self._events and (arrival := next_arrival(self._arrivals, milliseconds / 1000)) is not None:
+            self._pending.append(arrival)
+
+    def events(self) -> list[Event]:
+        self._take_all()
+        now = time.monotonic()
+        self._keep_in_touch(now)
+        for host in list(self._hosts.values()):
+            self._check(host, now)
+        if self._host_list is not None and (hosts := self._host_list.change()) is not None:
+            self._follow(hosts)
+        found, self._events = self._events, []
+        return found
+
+    def outcome(self, number: int) -> Outcome:
+        if number in self._outcomes:
+            return self._outcomes[number]
+        return Outcome(number, 1, None, time.time(), lost_with="it did not say what became of it")
+
+    def is_stopped(self, number: int, pid: int) -> bool:
+        """As its host has last reported; it is asked periodically."""
+        host = self._living.get(number)
+        asked_at, is_so = self._stopped.get(number, (0.0, False))
+        now = time.monotonic()
+        if host is not None and host.connection is not None and now > asked_at + _ASK_SECONDS:
+            self._stopped[number] = now, is_so
+            host.connection.send("is_stopped", number=number, pid=pid)
+        return is_so
+
+    def end_one(self, number: int) -> None:
+        host = self._living.get(number)
+        if host is not None and host.connection is not None:
+            host.connection.send("end_member", number=number)
+
+    def end_job(self) -> None:
+        self._send_all("end_job")
+
+    def send(self, number: signal.Signals) -> None:
+        self._send_all("end", number=int(number))
+
+    def wait_for_end(self, seconds: float, hurry: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while self._living and time.monotonic() < deadline and not hurry():
+            self.wait(50)
+            self._take_all()
+            self._keep_in_touch(time.monotonic())
+            for host in list(self._hosts.values()):
+                if host.state != "lost":
+                    self._listen_for(host, time.monotonic())
+
+    def kill(self) -> int:
+        number = len(self._living)
+        if number:
+            self._send_all("kill")
+            self.wait_for_end(_KILL_SECONDS, lambda: False)
+        for left in list(self._living):
+            del self._living[left]
+            self._outcomes[left] = Outcome(left, 1, None, time.time(), lost_with="its host did not say that it ended")
+        return number
+
+    def leave(self, host: str) -> None:
+        remote = self._hosts.get(host)
+        if remote is None:
+            return
+        if remote.connection is not None:
+            remote.connection.send("bye")
+            _close_soon(remote.connection)
+            remote.connection = None
+        if remote.is_listed:  # it was asked to end, and may come back
+            remote.state, remote.pause_seconds = "lost", _LONGEST_PAUSE_SECONDS
+            remote.try_at = time.monotonic() + _LONGEST_PAUSE_SECONDS
+        else:
+            del self._hosts[host]
+
+    def begin(self) -> None:
+        self._send_all("begin")
+
+    def close(self) -> None:
+        if self._living:
+            self.kill()
+        self._take_all()
+        self._logs.close()
+
+    def disconnect(self) -> None:
+        """Close all connections: the job is over."""
+        close_all([host.connection for host in self._hosts.values() if host.connection is not None])
+        self._hosts.clear()
+
+    # -- for what ranks are to know ---------------------------------------------------------------------
+
+    def tell_and_wait(self, do: str, **details: object) -> None:
+        """Send an order to all connected hosts, and wait until they have confirmed with `left_out`, or time is up."""
+        self._num_confirmed = 0
+        wanted = self._send_all(do, **details)
+        deadline = time.monotonic() + _TELL_SECONDS
+        while self._num_confirmed < wanted and time.monotonic() < deadline:
+            self.wait(10)
+            self._take_all()
+
+    def tell_rank_0(self, do: str, **details: object) -> None:
+        """Send an order to the host of rank 0, which is the process with the lowest number."""
+        host = self._living[min(self._living)] if self._living else next(iter(self._hosts.values()), None)
+        if host is not None and host.connection is not None:
+            host.connection.send(do, **details)
+
+    # -- what hosts say ---------------------------------------------------------------------------------
+
+    def _take_all(self) -> None:
+        arrivals, self._pending = self._pending, []
+        while (arrival := _arrived(self._arrivals)) is not None:
+            arrivals.append(arrival)
+        for connection, message in arrivals:
+            host = self._hosts.get(connection.name)
+            if host is not None and host.connection is connection:
+                self._take(host, message)
+
+    def _take(self, host: RemoteHost, message: Message) -> None:
+        match message["said"]:
+            case "output":
+                self._logs.write(self._attempt, message)
+            case "member":
+                outcome = outcome_from(message["outcome"], host.ahead_seconds)
+                self.says_skip = self.says_skip or bool(message["skips"])
+                if self._living.pop(outcome.rank, None) is not None:
+                    self._outcomes[outcome.rank] = outcome
+                    self._events.append(Ended(outcome.rank, outcome, bool(message["ran_out"])))
+            case "stopped":
+                self._stopped[message["number"]] = time.monotonic(), message["is_so"]
+            case "left_out":
+                self._num_confirmed += 1
+            case "signal":
+                if host.state == "ready":
+                    host.state = "leaving"
+                    self._events.append(HostLeaves(host.name, "is asked to end (SIGTERM)", is_urgent=True))
+            case "problem":
+                self._lose(host, str(message["text"]))
+            case "lost":
+                self._lose(host, host.why_closed(self._plan.job.python))
+            case "facts" | "members" | "reached" if host.state == "asked":
+                self._greet(host, message)
+
+    def _greet(self, host: RemoteHost, message: Message) -> None:
+        """Handle the answers of a host that is being checked."""
+        assert host.connection is not None
+        address, port = self._meeting
+        problem = str(message["problem"])
+        if message["said"] == "facts":
+            host.ahead_seconds = float(message["time"]) - (host.asked_at + time.time()) / 2
+            self._first_facts = self._first_facts or message
+            versions = {"the first host": self._first_facts, host.name: message}
+            problem = problem or contradictions(versions, __version__).get(host.name, "")
+            host.connection.send("members", silence_seconds=self._silence_seconds)
+        elif message["said"] == "members":
+            host.connection.send("reach", address=address, port=port)
+        elif problem:
+            problem = f"it cannot reach this machine at {address}, port {port} ({problem})"
+        else:
+            host.state, host.pause_seconds, host.complaint = "ready", _FIRST_PAUSE_SECONDS, ""
+            host.is_copied = True
+            self._events.append(HostReady(host.name, host.share.num_ranks))
+        if problem:
+            self._lose(host, problem)
+
+    # -- hosts that come and go -------------------------------------------------------------------------
+
+    def _check(self, host: RemoteHost, now: float) -> None:
+        if host.state != "lost":
+            self._listen_for(host, now)
+        elif now > host.try_at:
+            host.connect(self._plan, self._arrivals, now)
+
+    def _listen_for(self, host: RemoteHost, now: float) -> None:
+        if why := host.why_given_up(now, self._silence_seconds, self._plan.job.python):
+            self._lose(host, why)
+
+    def _lose(self, host: RemoteHost, why: str) -> None:
+        """Give up a host; a reconnect is tried after a pause."""
+        was_asked, why = host.state == "asked", why.rstrip(".?")
+        if host.connection is not None:
+            host.connection.cut()
+            _close_soon(host.connection)
+            host.connection = None
+        if was_asked:
+            if why != host.complaint:
+                self._say(f"host {host.name} cannot be used: {why}. It is asked again.")
+            host.complaint = why
+        else:
+            self._lose_processes(host, why)
+        host.state, host.try_at = "lost", time.monotonic() + host.pause_seconds
+        host.pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * host.pause_seconds)
+        if not host.is_listed:
+            del self._hosts[host.name]
+
+    def _lose_processes(self, host: RemoteHost, why: str) -> None:
+        numbers = tuple(number for number, where in self._living.items() if where is host)
+        for number in numbers:
+            del self._living[number]
+            self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with=why)
+        self._events.append(HostLost(host.name, numbers, why))
+
+    def _follow(self, hosts: list[Host]) -> None:
+        """Follow a change of the host list."""
+        listed = {share.host.name: share for share in shares(hosts, self._plan.slots_per_host)}
+        for name in [name for name in self._hosts if name not in listed]:
+            host = self._hosts[name]
+            host.is_listed = False
+            if host.state == "ready":
+                host.state = "leaving"
+                self._events.append(HostLeaves(name, "is not in the list any more"))
+            elif host.state != "leaving":
+                self._lose(host, "it is not in the list any more") if host.connection is not None else None
+                self._hosts.pop(name, None)
+        for name, share in listed.items():
+            known = self._hosts.setdefault(name, RemoteHost(share))
+            known.is_listed = True
+            before, known.share = known.share.num_ranks, share
+            if known.state != "ready" or before == share.num_ranks:
+                continue
+            if share.num_ranks > before:
+                self._events.append(HostReady(name, share.num_ranks))
+            else:
+                why = f"has {share.num_ranks} slots now, and had {before}"
+                self._events.append(HostLeaves(name, why, share.num_ranks))
+
+    def _keep_in_touch(self, now: float) -> None:
+        if now > self._alive_at:
+            self._alive_at = now + self._silence_seconds / BEATS
+            for host in self._hosts.values():
+                if host.connection is not None:
+                    host.connection.send("alive")
+
+    def _send_all(self, do: str, **details: object) -> int:
+        """Send an order to all connected hosts; return their number."""
+        there = [host.connection for host in self._hosts.values() if host.state in ("ready", "leaving")]
+        for connection in filter(None, there):
+            connection.send(do, **details)
+        return len(there)
+
+
+class _RemoteNotes:
+    """Notes in the folder of each host."""
+
+    def __init__(self, workers: RemoteWorkers) -> None:
+        self._workers = workers
+
+    def skips(self) -> bool:
+        return self._workers.says_skip
+
+    def leave_out(self, steps: Sequence[int]) -> None:
+        self._workers.tell_and_wait("leave_out", steps=list(steps))
+
+    def record(self, line: dict[str, object]) -> None:
+        self._workers.tell_rank_0("record", line=line)
+
+
+def _arrived(arrivals: Arrivals) -> tuple[Connection, Message] | None:
+    try:
+        return arrivals.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def _close_soon(connection: Connection) -> None:
+    """Close a connection without waiting for it."""
+    threading.Thread(target=connection.close, args=(_CLOSE_SECONDS,), daemon=True).start()

@@ -1,0 +1,331 @@
+"""The launcher's decision which members the next generation has, from their messages and from deaths.
+
+A plain state machine: its methods are called with events, its decisions are in `news` and `kills`. It has no processes,
+no store and no clock.
+
+A generation is *entered* when it is announced, *formed* when all its members have reported that they are in, and *over*
+when one of them dies or reports a fault. Then the rendezvous gathers: each living member reports that it is ready (its
+main thread has left the old generation), and after the last of them the next generation is announced. If members are to
+join or leave and none has died, all get ready by themselves at one step boundary, and the generation need not be over.
+
+[Note: where members join] After a death, members may be anywhere in a step, where a new process cannot join. Members
+that say so (without `lets_in`) form a generation alone, which announces at once that changes are wanted. So all get
+ready again at the next point where processes can join. If they are too few, they do the same, and wait there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.comm.members import News, Said
+from shardwise.launch.elastic.processes import Loss, Process
+from shardwise.launch.report import in_words
+
+State = Literal["gathering", "entering", "formed", "lost"]
+STOPPED_SECONDS = 0.5
+"""After this time without an answer, a member that the system has stopped is given up."""
+DYING_SECONDS = 2
+"""How long a member that has raised may take to end."""
+SILENT_SECONDS = 30
+"""How long a running member may not answer."""
+_MAX_VAIN = 5
+
+
+@dataclass
+class Rendezvous:
+    """`least` members are needed to continue, and at most `most` are admitted.
+
+    `can_grow` tells whether more processes are expected. Decisions are in `news` and `kills`, which the caller empties.
+    """
+
+    least: int
+    most: int
+    can_grow: Callable[[], bool]
+    is_stopped: Callable[[int, int], bool] = lambda _, __: False
+    """Whether the system has stopped a process, by its number and the process id that it has reported."""
+    processes: dict[int, Process] = field(default_factory=dict)
+    state: State = "gathering"
+    generation: int = -1
+    members: tuple[int, ...] = ()
+    """Members of the generation announced last, by rank."""
+    formed: int = -1
+    """The last generation that all its members have entered."""
+    former: tuple[int, ...] = ()
+    """Members of that generation, by rank."""
+    step: int = 0
+    news: list[News] = field(default_factory=list)
+    kills: list[tuple[int, str]] = field(default_factory=list)
+    """Processes to end, and why."""
+    losses: list[Loss] = field(default_factory=list)
+    """Members lost since the last generation was formed."""
+    num_left: int = 0
+    """Members that have left since then, because they had asked to."""
+    num_new: int = 0
+    """Members of the generation announced last that were not in the one before it."""
+    why_lost: str = ""
+    needs_all: bool = False
+    """Whether members have said that if one is lost, all are to start again."""
+    _since: float = 0.0
+    _num_vain: int = 0
+    _wanted: int = -1
+
+    # -- what happens -----------------------------------------------------------------------------------
+
+    def started(self, number: int, host: str = "") -> None:
+        self.processes[number] = Process(number, host)
+
+    def died(self, number: int, text: str, now: float) -> None:
+        """A process has ended or raised; `text` describes how."""
+        if self._was_needed(number, text, now):
+            rank = self.members.index(number)
+            self._break_off((number,), f"Rank {rank} of {len(self.members)} is gone: it {text}.", now)
+        self._decide(now)
+
+    def lost(self, host: str, numbers: Iterable[int], text: str, now: float) -> None:
+        """A host is lost with all its processes; `text` describes how that is known."""
+        gone = [number for number in numbers if self._was_needed(number, text, now, host)]
+        if gone:
+            ranks = in_words(sorted(self.members.index(number) for number in gone), "")
+            self._break_off(gone, f"Host {host} is gone: {ranks.strip()} ({text}).", now)
+        self._decide(now)
+
+    def reconsider(self, now: float) -> None:
+        """Decide again, since the result of `can_grow` may have changed."""
+        if self.state == "gathering":
+            self._decide(now)
+
+    def _was_needed(self, number: int, text: str, now: float, host: str = "") -> bool:
+        """Note the end of a process, and return whether the others have lost a member with it."""
+        process = self.processes[number]
+        was_needed = process.is_alive and process.is_member and not process.is_done
+        process.is_alive, process.is_dying_since = False, None
+        if was_needed and not process.is_leaving:
+            rank = self.members.index(number)
+            known = self.former.index(number) if number in self.former else rank
+            self.losses.append(Loss(number, known, text, self.formed, now, host))
+        return was_needed
+
+    def finished(self, number: int, now: float) -> None:
+        """A process has ended with 0."""
+        process = self.processes[number]
+        if process.is_alive and process.is_member:
+            process.is_done = True
+        process.is_alive, process.is_dying_since = False, None
+        self._decide(now)
+
+    def hear(self, said: Said, now: float) -> None:
+        process = self.processes[said.member]
+        if said.kind in ("done", "raised"):
+            self._publish(News("bye", self.generation, (said.member,)))
+        if not process.is_alive:  # considered dead, but it has come back
+            if said.kind in ("here", "ready"):
+                self._turn_away((said.member,), _HELD_FOR_DEAD)
+            return
+        process.patience_seconds = said.patience_seconds
+        match said.kind:
+            case "here":
+                process.is_here, process.pid = True, said.pid
+            case "heard":
+                process.heard = said.generation, said.text
+            case "opened":
+                process.opened = max(process.opened, said.generation)
+            case "ready":
+                self._get_ready(process, said, now)
+            case "leaving":
+                process.is_leaving = True
+            case "whole":
+                self.needs_all = True
+            case "done":
+                process.is_done = True
+            case "raised":  # the others are told at once, and continue when its process has ended
+                self.step = max(self.step, said.step)
+                self.died(said.member, f"raised {said.text}", now)
+                process.is_dying_since = now
+                return
+        self._decide(now)
+
+    def tick(self, now: float) -> None:
+        """Give up members that have not answered for too long."""
+        for process in self.processes.values():
+            if process.is_dying_since is not None and now - process.is_dying_since > DYING_SECONDS:
+                self._give_up(process, "raised, and did not end")
+        if self.state == "lost" or not self.members:
+            return
+        living, is_entering = self._living(), self.state == "entering"
+        late = [one for one in living if (one.opened < self.generation if is_entering else one.ready is None)]
+        if self.state == "formed" and len(late) == len(living):
+            return  # all are training
+        expected = self.generation, "over" if self.state == "gathering" else "entering"
+        for process in late:
+            seconds = now - self._since
+            is_silent = process.heard != expected or self.state == "formed"
+            if is_silent and seconds > STOPPED_SECONDS and self.is_stopped(process.number, process.pid):
+                self._give_up(process, "was stopped, and did not answer")
+            elif process.heard != expected and seconds > SILENT_SECONDS:
+                self._give_up(process, f"did not answer for {SILENT_SECONDS} s")
+            elif seconds > process.patience_seconds + SILENT_SECONDS:
+                self._give_up(process, f"did not come to the others for {seconds:.0f} s")
+
+    def stop(self, why: str) -> None:
+        """End the job."""
+        self._end(why)
+
+    def can_spare(self, numbers: Collection[int]) -> bool:
+        """Whether enough would remain without these members: other members, and processes that wait to join."""
+        staying = [one for one in self._living() if one.number not in numbers and not one.is_leaving]
+        return len(staying) > 0 and len(staying) + sum(one.waits for one in self.processes.values()) >= self.least
+
+    def send_away(self, numbers: Iterable[int]) -> None:
+        """Make these members leave at the next step boundary."""
+        if staying := tuple(n for n in numbers if self.processes[n].is_alive and not self.processes[n].is_leaving):
+            self._publish(News("leave", self.generation, staying))
+
+    # -- what follows -----------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation is being formed, so that every millisecond counts."""
+        waits = self.state == "gathering" and not self._must_wait()  # for a process that is starting
+        return self.state in ("gathering", "entering") and bool(self.members) and not waits
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether any member's script has ended, so that no new process is needed."""
+        return any(process.is_done for process in self.processes.values())
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a process is starting or waits to join, so that messages are polled more often."""
+        return any(process.is_alive and not process.is_member for process in self.processes.values())
+
+    def _living(self) -> list[Process]:
+        """Members of the generation announced last that are alive and not done, by rank."""
+        members = [self.processes[number] for number in self.members]
+        return [process for process in members if process.is_alive and not process.is_done]
+
+    def _get_ready(self, process: Process, said: Said, now: float) -> None:
+        if said.generation != self.generation or not process.is_member:
+            return
+        if self.state == "formed" and all(one.ready is None for one in self._living()):
+            self._since = now
+        process.ready = said
+        self.step = max(self.step, said.step)
+        if not said.text:
+            return
+        for number in said.blames:
+            if (blamed := self.processes.get(number)) is not None and blamed.is_alive and number != said.member:
+                self._give_up(blamed, f"kept the others waiting for more than {said.patience_seconds:g} s")
+        self._break_off((), said.text, now)
+
+    def _give_up(self, process: Process, text: str) -> None:
+        self.kills.append((process.number, text))
+
+    def _break_off(self, lost: Iterable[int], text: str, now: float) -> None:
+        """Declare the generation over: members waiting in it wake up and get ready for the next."""
+        if self.state in ("entering", "formed"):
+            gone = tuple(lost)
+            self._num_vain += self.state == "entering" and not gone
+            self.state, self._since = "gathering", now
+            self._publish(News("over", self.generation, gone, text=text))
+
+    def _decide(self, now: float) -> None:
+        if self.state == "entering":
+            self._form()
+        if self.state == "formed":
+            self._call_for_changes()
+        if self.state in ("gathering", "formed"):
+            self._announce(now)
+
+    def _form(self) -> None:
+        if all(process.opened >= self.generation for process in self._living()) and self._living():
+            self.state, self._num_vain = "formed", 0
+            self.formed, self.former = self.generation, self.members
+            self._call_for_changes()  # before "formed", so that members know it when they enter
+            self._publish(News("formed", self.generation))
+
+    def _call_for_changes(self) -> None:
+        room = self.most - len(self._living())
+        is_too_few = len(self._living()) < self.least
+        waits = any(process.waits for process in self.processes.values()) or is_too_few
+        comes = room > 0 and not self.is_ending and waits
+        leaves = any(process.is_leaving for process in self._living())
+        if (comes or leaves) and self._wanted != self.generation:
+            self._wanted = self.generation
+            self._publish(News("wanted", self.generation))
+
+    def _others(self) -> list[Process]:
+        """Living processes that are not in the generation announced last."""
+        return [process for process in self.processes.values() if process.is_alive and not process.is_member]
+
+    def _must_wait(self) -> bool:
+        """Whether the next generation must wait for a process to get ready, to end or to connect."""
+        living = self._living()
+        if any(process.ready is None for process in living) or (self.state == "formed" and not living):
+            return True
+        if any(process.is_dying_since is not None for process in self.processes.values()):
+            return True
+        # the first generation has all processes that were started
+        return not (self.former or self.is_ending or all(process.is_here for process in self._others()))
+
+    def _announce(self, now: float) -> None:
+        """Announce the next generation, if all are ready for it."""
+        if self._must_wait():
+            return
+        self._let_go([process for process in self._living() if process.is_leaving])
+        staying = self._living()
+        lets_in = all(process.ready is None or process.ready.lets_in for process in staying)
+        others = [process for process in self._others() if process.waits][: max(0, self.most - len(staying))]
+        coming = others if lets_in else []
+        can_come = not self.is_ending and self.can_grow()
+        if self.former and not staying:
+            if not self.is_ending:
+                self._end("No rank is left that has the state of the training.")
+        elif self._num_vain > _MAX_VAIN:
+            self._end("The ranks could not form a new generation, though none of them died.")
+        elif len(staying) + len(coming) >= self.least or (can_come and not lets_in):
+            self._enter([process.number for process in (*staying, *coming)], now)
+        elif not can_come:
+            left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
+            self._end(f"{left}, and the job needs {self.least} (--elastic).")
+
+    def _let_go(self, leaving: list[Process]) -> None:
+        """Dismiss members that have asked to leave."""
+        for process in leaving:
+            process.is_alive = False
+            self.num_left += 1
+        self._turn_away([process.number for process in leaving], "This rank has asked to leave, and the others go on.")
+
+    def _end(self, why: str) -> None:
+        self.state, self.why_lost = "lost", why
+        self._publish(News("end", self.generation, text=why))
+
+    def _enter(self, members: list[int], now: float) -> None:
+        members = self._by_host(members)
+        for process in self.processes.values():
+            process.is_member, process.ready = process.number in members, None
+        self.num_new = sum(number not in self.former for number in members)
+        self.generation, self.members = self.generation + 1, tuple(members)
+        self.state, self._since = "entering", now
+        hosts = tuple(self.processes[number].host for number in members)
+        self._publish(News("entering", self.generation, self.members, self.former, hosts=hosts if any(hosts) else ()))
+
+    def _by_host(self, members: list[int]) -> list[int]:
+        """Those of a host in a row, hosts in the order of their first members: see `World.local_size`."""
+        host_of = {number: self.processes[number].host for number in members}
+        hosts = list(dict.fromkeys(host_of.values()))
+        return sorted(members, key=lambda number: hosts.index(host_of[number]))
+
+    def _turn_away(self, members: Iterable[int], text: str) -> None:
+        if numbers := tuple(members):
+            self._publish(News("out", self.generation, numbers, text=text))
+
+    def _publish(self, news: News) -> None:
+        self.news.append(news)
+
+
+_HELD_FOR_DEAD = (
+    "The others have held this rank for dead and go on without it. It can come back only as a new process, which the "
+    "launcher starts by itself."
+)

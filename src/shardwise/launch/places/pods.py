@@ -1,0 +1,41 @@
+"""An elastic job whose hosts call the launcher: pods of Kubernetes, or whatever else starts `launch/hosts/pod.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+from shardwise.launch.places.ssh import SshPlan
+
+PORT = 29500
+"""Where hosts call; ranks meet at the next one."""
+
+
+@dataclass(frozen=True)
+class PodsPlan(SshPlan):
+    """What would run in pods. `shares` are those that are waited for; which pods they are is known when they call."""
+
+    def text(self) -> str:
+        """What a dry run prints."""
+        elastic, per_pod = self.job.elastic, self.slots_per_host
+        assert elastic is not None
+        lines = [f"{elastic.least} to {elastic.most} ranks, {per_pod} in each pod that calls"]
+        lines.append(f"pods call port {self.port} of {self.settings.address}, and ranks meet at port {self.port + 1}")
+        lines.append(f"the job begins with {len(self.shares)} pods, or with fewer after a while")
+        return "\n".join(lines)
+
+    def describe_need(self) -> str:
+        """`8 slots in 2 pods, of which the job needs 4`."""
+        assert self.job.elastic is not None
+        pods = f"{len(self.shares)} pod{'' if len(self.shares) == 1 else 's'}"
+        return f"{self.num_ranks} slots in {pods}, of which the job needs {self.job.elastic.least}"
+
+    @property
+    def port(self) -> int:
+        """Where pods call."""
+        return self.job.port or PORT
+
+    def check(self) -> None:
+        super().check()
+        if self.port > 65534:
+            raise ConfigError(f"--port is {self.port}: ranks meet at the next one, so give 65534 or less.")

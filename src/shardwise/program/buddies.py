@@ -1,0 +1,95 @@
+"""Which rank keeps a copy of another's state on another host, and what that costs. Pure.
+
+Known from in-memory checkpoints to peers: Gemini (Wang et al., SOSP 2023) and the buddies of diskless checkpointing
+(Plank, Li and Puening, 1998).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.mesh import Mesh
+from shardwise.program.between_hosts import lines_on_hosts
+from shardwise.program.images import image_bytes
+from shardwise.program.spec import FlatSpec
+
+Keepers = tuple[int | None, ...]
+"""By rank: who keeps a copy of its state; `None` if nobody has to."""
+
+
+def buddies(hosts: Sequence[Hashable]) -> tuple[int, ...]:
+    """By rank: a rank of another host, for copies. `hosts` has the host of each rank, of which there are at least two.
+
+    Ranks in the order of their hosts, each gives to the one that comes as much later as the largest host has ranks: so
+    all keep one copy. Where one host has more ranks than all others together, those share in its copies.
+    """
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    places = lines_on_hosts([numbers[host] for host in hosts])
+    if len(places) < 2:
+        raise ValueError("there is no other host")
+    largest = max(places, key=len)
+    order = [rank for ranks in places for rank in ranks]
+    found = dict.fromkeys(order, 0)
+    if 2 * len(largest) <= len(order):
+        for place, rank in enumerate(order):
+            found[rank] = order[(place + len(largest)) % len(order)]
+    else:
+        others = [rank for rank in order if rank not in largest]
+        found.update({rank: others[place % len(others)] for place, rank in enumerate(largest)})
+        found.update(dict(zip(others, largest, strict=False)))
+    return tuple(found[rank] for rank in range(len(hosts)))
+
+
+def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
+    """Who keeps a copy of which rank's state: of those alone that have something of which their host has all copies.
+
+    `hosts` has the host of each rank; without any, all are on one.
+    """
+    size = flats[0].mesh.world_size if flats else len(hosts)
+    if len(set(hosts)) < 2:
+        return (None,) * size
+    found = buddies(hosts)
+    sharded = {shard: flat.mesh for flat in flats if (shard := kept_axes(flat))}
+    return tuple(
+        found[rank] if any(_is_alone(rank, shard, mesh, hosts) for shard, mesh in sharded.items()) else None
+        for rank in range(size)
+    )
+
+
+def _is_alone(rank: int, shard: tuple[str, ...], mesh: Mesh, hosts: Sequence[Hashable]) -> bool:
+    """Whether all ranks that keep the same parts as `rank` are on its host."""
+    same = mesh.among(rank, [axis for axis in mesh.axes if axis not in shard])
+    return len({hosts[other] for other in same}) == 1
+
+
+def kept_axes(flat: FlatSpec) -> tuple[str, ...]:
+    """The mesh axes along which ranks keep different parts of it between steps: master weights, or what is frozen."""
+    return (flat.table.optim if flat.trainable else flat.table.param).shard
+
+
+@dataclass(frozen=True)
+class CopyBytes:
+    """Of one rank: what it sends to another host in each step, once before that, and keeps for others."""
+
+    sent: int
+    sent_once: int
+    """What never changes: sharded parameters that are frozen."""
+    kept: int
+    """Of the host's memory: what changes twice, as the last copy that is whole stays until the next one is."""
+
+
+def copy_bytes(
+    flats: Sequence[FlatSpec],
+    states_per_param: int,
+    hosts: Sequence[Hashable],
+    coordinate: Mapping[str, int] | None = None,
+) -> CopyBytes:
+    """`coordinate` is the rank's; without one, of the rank with the most. Zeros where nobody needs a copy."""
+    by_rank = keepers(flats, hosts)
+    most = max((by_rank.count(keeper) for keeper in by_rank if keeper is not None), default=0)
+    if not most:
+        return CopyBytes(0, 0, 0)
+    changing = image_bytes([flat for flat in flats if flat.trainable], states_per_param, coordinate).copy
+    still = image_bytes([flat for flat in flats if not flat.trainable], states_per_param, coordinate).copy
+    return CopyBytes(changing, still, most * (2 * changing + still))

@@ -1,0 +1,299 @@
+"""`shardwise launch --elastic` on hosts that are namespaces of this machine: processes and whole hosts die and come."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.namespaces import cluster, obstacle, processes_with, wait_until
+from tests.cluster.test_launch_ssh import Site
+from tests.faults import survivor
+from tests.faults.test_survival import oracle
+
+pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
+SCRIPT = Path(__file__).with_name("elastic_member.py")
+SURVIVOR = Path(survivor.__file__)
+SOON_SECONDS = 90
+
+
+class Job:
+    """A launcher, and what its ranks have noted."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self.folder, self.process = folder, process
+
+    @classmethod
+    def start(cls, site: Site, hosts: str, *arguments: str, script: Sequence[object] = (SCRIPT,)) -> Job:
+        for name in ("member-*", "enough", "pid-*"):
+            for old in site.folder.glob(name):
+                old.unlink()
+        return cls(site.folder, site.start(hosts, "--timeout", "3", *arguments, *map(str, script)))
+
+    def facts(self, what: str = "") -> list[dict[str, Any]]:
+        lines = [line for path in self.folder.glob("member-*") for line in path.read_text().splitlines(keepends=True)]
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return sorted((one for one in found if what in ("", one["what"])), key=lambda one: one["time"])
+
+    def require_alive(self) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"it has ended: {self.process.communicate()}")
+
+    def wait_for(self, what: str, number: int) -> list[dict[str, Any]]:
+        def has_come() -> bool:
+            self.require_alive()
+            return len(self.facts(what)) >= number
+
+        wait_until(has_come, f"no {number} {what}", SOON_SECONDS)
+        return self.facts(what)
+
+    def wait_for_members(self, *hosts: str) -> dict[str, Any]:
+        """Until a generation is of ranks on these hosts, by rank; what its rank 0 has noted."""
+
+        def last() -> list[dict[str, Any]]:
+            found = [one for one in self.facts() if one["what"] in ("joined", "regrouped")]
+            return [one for one in found if one["generation"] == found[-1]["generation"]]
+
+        def has_come() -> bool:
+            self.require_alive()
+            found = last()
+            return bool(found) and found[-1]["hosts"] == list(hosts) and len(found) == len(hosts)
+
+        try:
+            wait_until(has_come, "", SOON_SECONDS)
+        except AssertionError:
+            self.process.terminate()
+            said = self.process.communicate(timeout=SOON_SECONDS)
+            raise AssertionError(f"{[(o['what'], o['hosts']) for o in self.facts()[-6:]]}: {said}") from None
+        return next(one for one in last() if one["rank"] == 0)
+
+    def wait_for_loss(self, number: int) -> None:
+        """Until so many generations have lost somebody."""
+
+        def has_come() -> bool:
+            self.require_alive()
+            return len({tuple(one["members"]) for one in self.facts("regrouped") if one["lost"]}) >= number
+
+        wait_until(has_come, f"no loss {number}", SOON_SECONDS)
+
+    def end(self) -> str:
+        """Well; what the launcher has said."""
+        (self.folder / "enough").write_text("")
+        out, err = self.process.communicate(timeout=SOON_SECONDS)
+        assert self.process.returncode == 0, (out, err)
+        return err
+
+    def folders(self) -> set[str]:
+        return {one["folder"] for one in self.facts("joined")}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    base = tmp_path_factory.mktemp("elastic")
+    (base / "keys").mkdir()
+    (base / "shared" / "run").mkdir(parents=True)
+    with cluster(base / "keys") as hosts:
+        for name in ("one", "two", "three"):
+            hosts.add(name, "-t tmpfs none /dev/shm")  # a memory of its own, as hosts have
+        yield Site(base / "shared" / "run", hosts)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(site: Site) -> Iterator[None]:
+    yield
+    for name in ("one", "two", "three"):
+        site.hosts.link(name, "up")
+    for process in site.started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    site.started.clear()
+    wait_until(lambda: not site.ranks(), "ranks stay behind", 60)
+    wait_until(lambda: not processes_with("shardwise.launch.hosts"), "what ssh started stays behind", 60)
+
+
+def memory_of(site: Site, host: str) -> set[str]:
+    """What jobs have in a host's memory."""
+    found = [pid for pid in processes_with(f"{site.hosts.folder}/sshd-{host}") if comm_of(pid) == "sshd"]
+    return {f"/dev/shm/{path.name}" for path in Path(f"/proc/{found[0]}/root/dev/shm").glob("*shardwise-*")}
+
+
+def comm_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def kill(word: str, variable: str, by: str = "SSH_CONNECTION", number: signal.Signals = signal.SIGKILL) -> None:
+    """A process by what is on its command line and in its environment: its process id is one of its host's own."""
+    for pid in processes_with(word):
+        environment = (Path("/proc") / str(pid) / "environ").read_bytes()
+        if by.encode() in environment and variable.encode() in environment:
+            os.kill(pid, number)
+            return
+    raise AssertionError(f"there is no {word} with {variable}")
+
+
+def kill_member(number: int) -> None:
+    kill("elastic_member", f"\0SHARDWISE_MEMBER={number}\0")
+
+
+def test_a_rank_of_a_host_is_killed_and_another_one_comes_in_its_place(site: Site) -> None:
+    net = site.network
+    job = Job.start(site, f"{net}.1:2,{net}.2:2", "--elastic", "2:4")
+    first = job.wait_for_members(*[f"{net}.1"] * 2, *[f"{net}.2"] * 2)
+    assert (first["local_size"], first["ranks_of_host"]) == (2, [0, 1])
+    joined = job.facts("joined")
+    assert {(one["rank"], one["host"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in joined} == {
+        (0, "one", "0", "2"),
+        (1, "one", "1", "2"),
+        (2, "two", "0", "2"),
+        (3, "two", "1", "2"),
+    }
+    victim = next(one for one in joined if one["rank"] == 2)
+    kill_member(victim["member"])
+    met = job.wait_for("regrouped", 3)[:3]
+    assert {one["lost"][0] for one in met} == {2}
+    assert met[0]["hosts"] == [f"{net}.1", f"{net}.1", f"{net}.2"]
+    assert {one["local_size"] for one in met} == {0}, "hosts have different numbers of ranks, on all ranks alike"
+    assert {(one["host"], tuple(one["ranks_of_host"])) for one in met} == {("one", (0, 1)), ("two", (2,))}
+    job.wait_for_members(*[f"{net}.1"] * 2, *[f"{net}.2"] * 2)
+    said = job.end()
+    assert "rank 2 was killed by SIGKILL" in said
+    assert "A process starts in the place of the dead (retries: 1 of 3 within 600 s)." in said
+    (new,) = [one for one in job.facts("joined") if one["is_newcomer"]]
+    assert (new["host"], new["LOCAL_RANK"], new["rank"]) == ("two", "0", 3)
+
+
+def test_a_host_whose_cable_is_out_is_gone_with_all_its_ranks_and_comes_back(site: Site) -> None:
+    net = site.network
+    job = Job.start(site, f"{net}.1:1,{net}.2:2", "--elastic", "1:3", "--host-timeout", "4")
+    job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.2")
+    pids = site.ranks()
+    site.hosts.link("two", "down")
+    cut = time.time()
+    (met, *_) = job.wait_for("regrouped", 1)
+    assert met["time"] - cut < 4 + 10
+    assert (met["hosts"], met["lost"], met["origins"]) == ([f"{net}.1"], [1, 2], [0])
+    # on the host that is cut off nobody goes on, either
+    wait_until(lambda: len([pid for pid in pids if Path(f"/proc/{pid}").exists()]) == 1, "they live on", 20)
+    site.hosts.link("two", "up")
+    job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.2")
+    said = job.end()
+    assert f"host {net}.2 is gone: ranks 1, 2 (nothing was heard of it for 4 s)." in said
+    assert "Blame: network: Ranks 1, 2 could not be reached" in said
+    assert "Processes start in the place of the dead as soon as a host has room for them." in said
+    assert f"host {net}.2 answers, with 2 slots." in said
+
+
+def test_a_host_whose_agent_is_killed_comes_back_at_once_and_leaves_nothing_in_its_memory(site: Site) -> None:
+    net = site.network
+    job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2")
+    job.wait_for_members(f"{net}.1", f"{net}.2")
+    folders = memory_of(site, "two")
+    assert folders == {one["folder"] for one in job.facts("joined") if one["host"] == "two"}
+    kill("shardwise.launch.hosts", f"{net}.2 2222\0")
+    killed = time.time()
+    (met, *_) = job.wait_for("regrouped", 1)
+    assert met["time"] - killed < 10, "not after a silence"
+    job.wait_for_members(f"{net}.1", f"{net}.2")
+    assert len(memory_of(site, "two")) == 1
+    assert not memory_of(site, "two") & folders
+    said = job.end()
+    assert f"host {net}.2 is gone: rank 1 (the connection is lost: ssh ended with status " in said
+    wait_until(lambda: not memory_of(site, "one") | memory_of(site, "two"), "something stays in memory", 20)
+
+
+def test_nothing_stays_on_any_host_when_the_launcher_is_killed(site: Site) -> None:
+    net = site.network
+    job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2")
+    job.wait_for_members(f"{net}.1", f"{net}.2")
+    assert memory_of(site, "one")
+    assert memory_of(site, "two")
+    job.process.kill()
+    wait_until(lambda: not site.ranks(), "ranks live on", 20)
+    wait_until(lambda: not memory_of(site, "one") | memory_of(site, "two"), "something stays in memory", 20)
+
+
+def test_a_script_names_a_host_that_comes_and_then_leaves_after_its_step(site: Site) -> None:
+    net = site.network
+    site.write("discover", "#!/bin/sh\ncat hosts\n")
+    (site.folder / "discover").chmod(0o755)
+    site.write("hosts", f"{net}.1:1\n")
+    job = Job.start(site, "", "--host-discovery-script", "./discover", "--elastic", "1:3")
+    job.wait_for_members(f"{net}.1")
+    site.write("hosts", f"{net}.1:1\n{net}.2:2\n")
+    job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.2")
+    site.write("hosts", "what is this?\n")
+    time.sleep(2.5)
+    site.write("hosts", f"{net}.1:1\n")
+    met = job.wait_for_members(f"{net}.1")
+    assert met["lost"] == [1, 2]
+    left = job.wait_for("left", 2)
+    assert {(one["host"], one["has_asked"]) for one in left} == {("two", True)}
+    said = job.end()
+    assert f"host {net}.2 comes, with 2 slots." in said
+    assert "'is' is not understood" in said
+    assert "The hosts stay as they were." in said
+    assert f"host {net}.2 is not in the list any more: 2 ranks there leave after their step." in said
+    assert "2 ranks left, as asked. 1 rank goes on" in said
+
+
+def test_a_host_that_is_asked_to_end_is_left_and_the_job_ends_where_it_needs_its_ranks(site: Site) -> None:
+    net = site.network
+    job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2")
+    job.wait_for_members(f"{net}.1", f"{net}.2")
+    kill("shardwise.launch.hosts", f"{net}.2 2222\0", number=signal.SIGTERM)
+    job.wait_for_members(f"{net}.1")
+    assert [one["has_asked"] for one in job.facts("left")] == [True]
+    kill("shardwise.launch.hosts", f"{net}.1 2222\0", number=signal.SIGTERM)
+    _, said = job.process.communicate(timeout=SOON_SECONDS)
+    assert job.process.returncode == 143, said
+    assert f"host {net}.2 is asked to end (SIGTERM): 1 rank there leaves after its step." in said
+    assert f"host {net}.1 is asked to end (SIGTERM); the job needs its ranks, and so all are told to end." in said
+
+
+def test_a_host_with_faults_of_its_own_gets_no_process_for_a_while_and_another_one_does(site: Site) -> None:
+    net = site.network
+    many = ["--elastic", "1:4", "--retries", "9", "--cooldown", "600"]
+    job = Job.start(site, f"{net}.1:1,{net}.2:3,{net}.3:1", *many)
+    job.wait_for_members(f"{net}.1", *[f"{net}.2"] * 3)
+    victims = [one["member"] for one in job.facts("joined") if one["host"] == "two"]
+    for count, member in enumerate(victims, start=1):
+        kill_member(member)
+        job.wait_for_loss(count)
+    wait_until(lambda: any(one["host"] == "three" for one in job.facts("joined")), "nobody on three", SOON_SECONDS)
+    said = job.end()
+    assert f"That is fault 3 of {net}.2 in a short time." in said
+    assert f"No process is started on {net}.2 for 600 s (until " in said
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_an_engine_takes_the_step_again_when_a_host_is_lost_and_again_when_it_is_back(site: Site, plan: str) -> None:
+    """The losses are those of the plain model, whoever was there."""
+    net, out = site.network, site.folder
+    script = [SURVIVOR, out, plan, "engine", 10**6]
+    slowly = ["--env", "PAUSE_SECONDS=0.05"]  # in many steps what is rounded otherwise would add up
+    job = Job.start(site, f"{net}.1:1,{net}.2:2", "--elastic", "1:3", *slowly, script=script)
+    wait_until(lambda: len([path for path in out.glob("pid-*") if path.read_text()]) == 3, "not begun", SOON_SECONDS)
+    time.sleep(1)
+    kill("shardwise.launch.hosts", f"{net}.2 2222\0")
+    wait_until(lambda: len([path for path in out.glob("pid-*") if path.read_text()]) == 5, "none came", SOON_SECONDS)
+    time.sleep(3)
+    (out / "enough").write_text("")
+    _, said = job.process.communicate(timeout=SOON_SECONDS)
+    assert job.process.returncode == 0, said
+    found = [json.loads(path.read_text()) for path in out.glob("member-*.json")]
+    assert len(found) == 3, said
+    steps = max(int(step) for one in found for step in one["losses"]) + 1
+    losses = oracle(steps)
+    for one in found:
+        assert one["world"] == 3, said
+        assert one["state"] == found[0]["state"]
+        wrong = [step for step, loss in one["losses"].items() if abs(loss - losses[int(step)]) > 1e-5 * loss]
+        assert len(wrong) <= 2, (wrong, said)

@@ -1,0 +1,64 @@
+"""Elastic jobs that cannot lose a rank: all start again from the last checkpoint, without anybody's doing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import warm
+from tests.faults.test_survival import oracle
+from tests.thorough import one_in
+
+SCRIPT = Path(__file__).with_name("restarted.py")
+NUM_STEPS, DIES_AT = 8, 5
+PLANS = {
+    "tp": {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}},
+    "disk": {"preset": "infinity"},
+    "checkpoint": {"preset": "zero3", "survive": "checkpoint"},
+}
+
+
+def launched(out: Path, plan: dict[str, object], *options: str) -> subprocess.CompletedProcess[str]:
+    num_ranks = 4 if "mesh" in plan else 2
+    launch = ["launch", "--nproc", str(num_ranks), "--elastic", f"1:{num_ranks}", "--timeout", "5", *options]
+    arguments = [str(out), json.dumps(plan), str(NUM_STEPS), "1", str(DIES_AT)]
+    return subprocess.run(
+        [warm.python(), "-m", "shardwise", *launch, str(SCRIPT), *arguments],
+        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@one_in(3)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", PLANS)
+def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:
+    plan = {**PLANS[name], **({"disk": str(tmp_path / "disk")} if name == "disk" else {})}
+    (tmp_path / "disk").mkdir()
+    ran = launched(tmp_path, plan)
+    assert ran.returncode == 0, ran.stderr
+    assert "restart 1 of 3 within 600 s begins" in ran.stderr, ran.stderr
+    assert "blame: node" in ran.stderr
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
+    assert len(found) == (4 if name == "tp" else 2)
+    losses = oracle(NUM_STEPS)
+    for one in found:
+        assert one["first"] == DIES_AT - 1, "the last step of which there is a checkpoint"
+        for step, loss in one["losses"].items():
+            assert loss == pytest.approx(losses[int(step)], rel=1e-5)
+    assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
+
+
+@pytest.mark.timeout(240)
+def test_without_retries_it_ends_with_the_status_of_the_dead(tmp_path: Path) -> None:
+    ran = launched(tmp_path, PLANS["checkpoint"], "--retries", "0")
+    assert ran.returncode == 137, ran.stderr
+    assert "begins" not in ran.stderr
+    assert "rank 1 of 2 failed first: it was killed by SIGKILL" in ran.stderr

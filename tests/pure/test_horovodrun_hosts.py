@@ -1,0 +1,47 @@
+"""Hosts on command lines of `horovodrun`."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from shardwise.integrations.horovod.command import Understood, add_horovodrun_arguments, understand
+from shardwise.integrations.horovod.command_hosts import words_for_environment
+
+
+def understood(text: str) -> Understood:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_horovodrun_arguments(parser)
+    return understand(parser.parse_args([*text.split(), "python", "train.py"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("-np 4 -H a:2,b:2", "--where ssh --hosts a:2,b:2"),
+        ("-np 3 -H a:2,b:2,c:4", "--where ssh --hosts a:2,b:1"),
+        ("-H a:2,b", "--where ssh --hosts a:2,b:1"),
+        ("-np 4 -H a:2,b:2 -p 2222 -i key", "--where ssh --hosts a:2,b:2 --ssh-port 2222 --identity key"),
+        ("-np 2 -H a:1,b:1 --network-interfaces eth1",
+         "--where ssh --hosts a:1,b:1 --env=GLOO_SOCKET_IFNAME=eth1 --env=NCCL_SOCKET_IFNAME=eth1"),
+        ("-np 2 -H localhost:2,b:2", "--nproc 2"),
+        ("-np 4 --min-np 2", "--nproc 4 --elastic 2:4"),
+        ("-np 2 --min-np 2 --max-np 8 --reset-limit 5", "--nproc 2 --elastic 2:8 --retries 5:1000000000"),
+        ("-np 4 --max-num-proc 6 -H a:2,b:2", "--where ssh --hosts a:2,b:2 --elastic 4:6"),
+        ("-np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh -p 2222 --blacklist-cooldown-range 60 90",
+         "--where ssh --host-discovery-script ./hosts.sh --ssh-port 2222 --elastic 2:8 --cooldown 60"),
+        ("-np 4 --reset-limit 5", "--nproc 4 --max-restarts 5"),
+        ("-np 2 -H localhost:4 --network-interfaces eth1", "--nproc 2"),
+    ],
+)  # fmt: skip
+def test_ranks_fill_the_hosts_in_their_order(text: str, words: str) -> None:
+    found = understood(text)
+    assert found.launch == ["--as-horovod", *words.split(), "train.py"]
+    assert found.is_by_ssh == ("ssh" in words)
+    assert any("--network-interfaces" in note for note in found.notes) == ("localhost:4" in text)
+
+
+def test_ranks_elsewhere_get_the_variables_from_here_but_for_those_about_this_host() -> None:
+    names = ["DATA", "HOME", "HOROVOD_TIMELINE", "PATH", "SSH_CONNECTION", "SHARDWISE_CORES", "BASH_FUNC_x%%", "_"]
+    assert words_for_environment(names) == ["--env=DATA", "--env=HOROVOD_TIMELINE", "--env=PATH"]

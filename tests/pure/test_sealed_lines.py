@@ -1,0 +1,139 @@
+"""Lines that two ends seal with the token of a job: from nobody else, each once, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.job_token import ForgedError, Seal
+from shardwise.launch.hosts.door import Door
+from shardwise.launch.hosts.sealed_lines import Meeting, SealedInbox, SealedLines, SealedSink, introduce
+from shardwise.launch.hosts.wire import Outbox, packed, report
+
+
+def ends() -> tuple[SealedLines, SealedLines]:
+    return SealedLines(Seal("t", "n"), "to host"), SealedLines(Seal("t", "n"), "to host")
+
+
+def test_lines_come_through_in_order() -> None:
+    sent, taken = ends()
+    for line in (b"one\n", b"", "\N{SNOWMAN}".encode()):
+        assert taken.open(sent.close(line)) == line.rstrip(b"\n")
+
+
+@pytest.mark.parametrize("what", ["repeated", "left out", "turned back", "another token", "changed", "cut"])
+def test_nothing_else_is_taken_for_one(what: str) -> None:
+    sent, taken = ends()
+    first, second = sent.close(b"first"), sent.close(b"second")
+    bad = {
+        "repeated": first,
+        "left out": sent.close(b"third"),
+        "turned back": SealedLines(Seal("t", "n"), "to launcher").close(b"second"),
+        "another token": SealedLines(Seal("u", "n"), "to host").close(b"second"),
+        "changed": second.replace(b"second", b"sekond"),
+        "cut": second[:40],
+    }
+    assert taken.open(first) == b"first"
+    with pytest.raises(ForgedError):
+        taken.open(bad[what])
+
+
+@pytest.fixture
+def door() -> Iterator[tuple[Door, tuple[str, int], list[str]]]:
+    said: list[str] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    made = Door(listener, "token", said.append)
+    yield made, listener.getsockname(), said
+    made.close()
+
+
+def call(where: tuple[str, int], name: str = "pod", token: str = "token") -> Meeting:
+    return introduce(socket.create_connection(where), name, token, 5)
+
+
+def names(door: Door, *wanted: str) -> None:
+    event = threading.Event()
+    for _ in range(500):
+        if door.names() == list(wanted):
+            return
+        event.wait(0.01)
+    raise AssertionError(door.names())
+
+
+def test_messages_go_both_ways(door: tuple[Door, tuple[str, int], list[str]]) -> None:
+    made, where, _ = door
+    meeting = call(where)
+    names(made, "pod")
+    caller = made.take("pod")
+    Outbox(caller.stdin).send({"do": "end_member", "number": 3})
+    inbox = SealedInbox(meeting.connection, meeting.to_host)
+    assert inbox.take(5) == [{"do": "end_member", "number": 3}]
+    Outbox(SealedSink(meeting.connection, meeting.to_launcher)).send({"said": "beat"})
+    assert report(caller.stdout.readline(100)) == {"said": "beat"}
+    meeting.connection.sendall(packed({"said": "beat"}))  # by somebody in between
+    assert caller.stdout.readline(100) == b""
+    caller.wait()
+    assert inbox.take(5) == []
+    assert inbox.closed
+    meeting.connection.close()
+    caller.stdout.close()
+
+
+def test_an_order_that_is_forged_closes_the_connection(door: tuple[Door, tuple[str, int], list[str]]) -> None:
+    made, where, _ = door
+    meeting = call(where)
+    names(made, "pod")
+    caller = made.take("pod")
+    caller._socket.sendall(packed({"do": "kill"}))
+    inbox = SealedInbox(meeting.connection, meeting.to_host)
+    assert inbox.take(5) == []
+    assert inbox.closed
+    meeting.connection.close()
+    caller.close()
+
+
+def test_strangers_are_not_let_in(door: tuple[Door, tuple[str, int], list[str]]) -> None:
+    made, where, said = door
+    held = [call(where, token="guess"), call(where, name="../x")]
+    random.seed(1)
+    for length in (0, 1, 64, 500, 5000):
+        stranger = socket.create_connection(where)
+        with contextlib.suppress(OSError):
+            stranger.sendall(os.urandom(length).replace(b"\n", b"x") + b"\n")
+        held.append(Meeting(stranger, "", *ends()))
+    held.append(call(where))
+    names(made, "pod")
+    assert len(said) == 1
+    assert "does not have the token" in said[0]
+    other, mine = socket.socketpair()
+    other.sendall(b"HTTP/1.1 400\n")
+    with pytest.raises(ForgedError, match="not the launcher"):
+        introduce(mine, "pod", "token", 5)
+    for meeting in held:
+        meeting.connection.close()
+    other.close()
+    mine.close()
+
+
+def test_the_same_name_counts_once_and_those_who_come_late_are_told(
+    door: tuple[Door, tuple[str, int], list[str]],
+) -> None:
+    made, where, _ = door
+    first = call(where)
+    names(made, "pod")
+    second = call(where)
+    inbox = SealedInbox(first.connection, first.to_host)
+    assert inbox.take(5) == []
+    assert inbox.closed
+    made.send_away({"do": "over", "status": 7})
+    late = call(where, name="late")
+    for meeting in (second, late):
+        assert SealedInbox(meeting.connection, meeting.to_host).take(5) == [{"do": "over", "status": 7}]
+    for meeting in (first, second, late):
+        meeting.connection.close()

@@ -1,0 +1,413 @@
+"""Ranks of several hosts, of which one is lost as a whole, with its memory: the others go on from the copies that they
+keep, and end where the unsharded model does."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import LinkError, World
+from shardwise.comm.work import Pending
+from shardwise.elastic import copies
+from shardwise.elastic.copies import CopyMeter
+from shardwise.errors import ConfigError, StateError
+from shardwise.program.buddies import CopyBytes, copy_bytes
+from tests.ranks.test_lost_ranks import (
+    NUM_RANKS,
+    NUM_STEPS,
+    PLANS,
+    ROWS,
+    Net,
+    adamw,
+    batches,
+    loss_of,
+    race,
+    trained_alone,
+)
+from tests.ranks.threads_that_die import Killed, ThreadMembership, run_mortals
+from tests.thorough import drawn, one_in
+
+HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixed": "abab"}
+
+
+class HostDiesAt:
+    """The host of a member is gone where that would send something for the so manieth time, in whichever world; those
+    of `behind` count what is sent beside the training."""
+
+    def __init__(self, deaths: dict[int, int], behind: dict[int, int] | None = None, *, as_host: bool = True) -> None:
+        self.deaths, self.behind, self.as_host = deaths, behind or {}, as_host
+        self.num_alone: list[int] = []
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        left, left_behind = [self.deaths.get(member, -1)], [self.behind.get(member, -1)]
+        membership = engine.world.membership
+        assert isinstance(membership, ThreadMembership)
+        crowd = membership.crowd
+
+        def die() -> None:
+            if self.as_host:
+                crowd.kill_host(member)
+            else:
+                crowd.doomed.add(member)
+            raise Killed
+
+        def watch(world: World) -> None:
+            enter, post = world.journal.enter, world.transport.send
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                if member in crowd.doomed:
+                    raise Killed
+                left[0] -= 1
+                if left[0] == 0:
+                    die()
+                return enter(*args, **kwargs)
+
+            def counted_behind(*args: Any, **kwargs: Any) -> Any:
+                if member in crowd.doomed:
+                    raise LinkError(-1, "this host is gone")
+                if args[2] >= 2**30:
+                    left_behind[0] -= 1
+                    if left_behind[0] == 0:
+                        die()
+                return post(*args, **kwargs)
+
+            world.journal.enter = counted  # type: ignore[method-assign]
+            world.transport.send = counted_behind  # type: ignore[method-assign]
+
+        take_over = engine.take_over
+
+        def and_watch(world: World, sharded: Any) -> None:
+            take_over(world, sharded)
+            watch(world)
+
+        watch(engine.world)
+        engine.take_over = and_watch  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_PORTION_BYTES", 512)
+    torch.manual_seed(0)  # of gradients next to 0 Adam makes large steps, by however they were rounded
+
+
+CASES = [
+    (name, loop, shares) for name in PLANS for loop in ("engine", "plain", "train_step") for shares in (True, False)
+]
+
+
+@one_in(7)
+@pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
+def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 3)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        draw = random.Random(f"{name} {loop} {shares_memory} {seed}")
+        hosts = HOSTS["1 2 1" if draw.random() < 0.3 else "2 2"]
+        deaths = HostDiesAt({draw.randrange(NUM_RANKS): draw.randrange(3, 70)})
+        race(PLANS[name], deaths, folder, loop=loop, shares_memory=shares_memory, hosts=hosts)
+
+
+@one_in(11)
+@pytest.mark.parametrize("portion", list(range(3, 43, 2)))
+@pytest.mark.parametrize(("name", "loop"), [("zero1", "plain"), ("zero3", "engine"), ("hpz", "train_step")])
+def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, portion: int, tmp_path: Path) -> None:
+    void = race(PLANS[name], HostDiesAt({}, {1: portion}), tmp_path, loop=loop, hosts=HOSTS["2 2"])
+    assert len(void) == 2, "a host was lost"
+
+
+@one_in(2)
+@pytest.mark.parametrize("portion", list(range(16, 26)))
+def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
+    """The host that dies second takes along a step that was taken at the second attempt."""
+    void = race(PLANS["zero2"], HostDiesAt({0: 33}, {3: portion}), tmp_path, hosts=HOSTS["1 2 1"])
+    assert len(void) == 2, "two hosts were lost"
+
+
+@one_in(4)
+@pytest.mark.parametrize("hosts", ["1 2 1", "3 1", "1 1 1 1", "mixed"])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp", "hpz"])
+def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 3)):
+        draw = random.Random(f"{name} {hosts} {seed}")
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        last = 2 if hosts in ("1 2 1", "1 1 1 1") else 1  # hosts may die one after the other
+        dead = draw.sample([0, 3] if hosts in ("1 2 1", "3 1") else [0, 1], last)
+        deaths = {member: 25 + 30 * number + draw.randrange(20) for number, member in enumerate(dead)}
+        race(PLANS[name], HostDiesAt(deaths), folder, hosts=HOSTS[hosts])
+
+
+@one_in(2)
+@pytest.mark.parametrize("at", [24, 33, 41, 47, 58])
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
+    """Its image is there, and newer than the copy of it may be."""
+    race(PLANS[name], HostDiesAt({2: at}, as_host=False), tmp_path, hosts=HOSTS["2 2"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "hsdp"])
+def test_nothing_is_sent_where_other_hosts_have_it(name: str, tmp_path: Path) -> None:
+    found = metered(PLANS[name], HOSTS["2 2"], tmp_path)
+    assert all(meter.num_copies == 0 and report.kept_bytes == 0 for meter, report, _ in found.values())
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "hpz"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copies_cost_what_is_promised(name: str, frozen: bool, tmp_path: Path) -> None:
+    for meter, report, promised in metered(PLANS[name], HOSTS["2 2"], tmp_path, frozen=frozen).values():
+        assert meter.num_copies == NUM_STEPS + 1, "one as it begins, one behind each step"
+        once = promised.sent_once
+        slack = 8 * 3 * 64 + 4096  # cells begin at multiples of 64 bytes; steps are numbers beside
+        per_step = (meter.sent_bytes - once) / meter.num_copies
+        assert abs(report.kept_bytes - promised.kept) < 2 * slack
+        assert promised.sent * 0.7 - slack < per_step < promised.sent + slack, "the first has no states yet"
+        assert meter.received_bytes > 0
+        assert meter.seconds > 0
+
+
+def metered(
+    plan: dict[str, Any], hosts: str, folder: Path, *, frozen: bool = True
+) -> dict[int, tuple[CopyMeter, sw.MemoryReport, CopyBytes]]:
+    models = [Net(frozen=frozen) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> tuple[CopyMeter, sw.MemoryReport, CopyBytes]:
+        own = models[member]
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+        for x, y in batches():
+            rank, size = engine.data_ranks
+            engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
+        engine.state_dict()
+        engine._session._survival.await_copies()
+        specs = [flat.spec for flat in engine._sharded.flats]
+        found = engine._session.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
+        assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
+        engine.close()
+        return found
+
+    return run_mortals(NUM_RANKS, work, folder, hosts=hosts)
+
+
+def test_copies_are_in_memory_of_the_process_where_no_other_outlives_it(tmp_path: Path) -> None:
+    """Hosts without /dev/shm: what is lost then is a rank and its keeper alone."""
+    deaths = HostDiesAt({1: 40})
+
+    def without_folder(engine: sw.Engine, member: int) -> None:
+        deaths(engine, member)
+
+    begin = ThreadMembership.__init__
+
+    def and_no_folder(self: ThreadMembership, crowd: Any, member: int) -> None:
+        begin(self, crowd, member)
+        self.folder = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadMembership, "__init__", and_no_folder)
+        race(PLANS["zero3"], without_folder, tmp_path, hosts=HOSTS["2 2"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def last_words(plan: dict[str, Any], plant: HostDiesAt, hosts: str, folder: Path) -> set[str]:
+    """What those say who cannot go on."""
+    models = [Net() for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> str:
+        own = models[member]
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+        plant(engine, member)
+        try:
+            for x, y in batches():
+                engine.train_step(x, y, loss_fn=loss_of)
+        except StateError as error:
+            engine.close(error)
+            return str(error)
+        raise AssertionError("nobody was lost")
+
+    return set(run_mortals(NUM_RANKS, work, folder, hosts=hosts).values())
+
+
+def test_a_rank_and_its_keeper_are_lost_together(tmp_path: Path) -> None:
+    (said,) = last_words(PLANS["zero3"], HostDiesAt({1: 40, 2: 40}), HOSTS["1 1 1 1"], tmp_path)
+    assert said.startswith("Ranks 1 and 2 are gone, of which one kept the copy of the other's state, and no whole")
+    assert said.endswith("Start again from the last checkpoint.")
+
+
+def test_with_host_alone_a_whole_host_is_not_survived_and_the_cure_is_said(tmp_path: Path) -> None:
+    plan = {**PLANS["zero3"], "survive": "host"}
+    (said,) = last_words(plan, HostDiesAt({1: 40}), HOSTS["2 2"], tmp_path)
+    assert said.endswith("With survive: buddy a whole host may be lost. Start again from the last checkpoint.")
+
+
+def test_with_host_alone_a_rank_may_be_lost_while_its_host_lives(tmp_path: Path) -> None:
+    plan = {**PLANS["zero3"], "survive": "host"}
+    race(plan, HostDiesAt({1: 40}, as_host=False), tmp_path, hosts=HOSTS["2 2"])
+
+
+def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
+    def work(world: World, member: int) -> str:
+        model = Net()
+        with pytest.raises(ConfigError) as refused:
+            sw.shard(model, {"preset": "zero1", "survive": "buddy"}, optimizer=adamw(model), world=world)
+        return str(refused.value)
+
+    said = set(run_mortals(2, work, tmp_path).values())
+    assert said == {
+        "survive: buddy is not possible: all ranks are on one host, and copies go to another. Choose survive: host, or "
+        "remove it: then copies are made as soon as a second host joins."
+    }
+
+
+@one_in(7)
+@pytest.mark.parametrize("portion", [17, 20, 21, 25, 27, 28, 29, 35])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("follows", [False, True])
+def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
+    follows: bool, asks: bool, portion: int, tmp_path: Path
+) -> None:
+    """Neither with a loader that follows the engine, nor where a loop hands its own batches to `train_step`."""
+    _, plain = trained_alone(start := Net(), adamw, clip=None, scheduled=False)
+    models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
+    samples = [(batches()[step][0][row], batches()[step][1][row]) for step in range(NUM_STEPS) for row in range(ROWS)]
+
+    def work(world: World, member: int) -> tuple[dict[str, torch.Tensor], int]:
+        own = models[member]
+        engine = sw.shard(own, PLANS["zero2"], optimizer=adamw(own), world=world)
+        HostDiesAt({}, {1: portion})(engine, member)
+        if follows:
+            order = sw.data.Samples(shuffle=False)
+            loader = sw.data.Loader(
+                samples, batch_rows=ROWS, world=engine.data_ranks, steps=NUM_STEPS, samples=order, workers=0
+            )
+            for x, y in loader:
+                engine.backward(loss_of(own(x), y))
+                engine.step()
+                engine.mean(0.0)
+        else:
+            for x, y in batches():
+                engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a share less changes nothing
+                if asks:
+                    engine.mean(0.0)
+        engine._session._survival.await_copies()
+        result = engine.state_dict(), engine.num_steps
+        engine.close()
+        return result
+
+    results = run_mortals(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
+    assert len(results) == 2
+    for state, num_steps in results.values():
+        assert num_steps == NUM_STEPS
+        for name, value in plain.state_dict().items():
+            assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
+
+
+@one_in(3)
+@pytest.mark.parametrize("hosts", ["aabbb", "aabba", "aabbc"])
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
+def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: Path) -> None:
+    """Copies are set up anew with it, and serve when another host is lost."""
+    start = Net()
+    _, plain = trained_alone(start, adamw, clip=None, scheduled=False)
+    models = [copy.deepcopy(start) for _ in hosts]
+    deaths = HostDiesAt({0: 40} if hosts[4] != "a" else {2: 40})
+
+    def work(world: World, member: int) -> tuple[dict[str, torch.Tensor], int, tuple[str, ...]]:
+        own = models[member]
+        engine = sw.shard(own, PLANS[plan], optimizer=adamw(own), world=world)
+        if member < NUM_RANKS:
+            deaths(engine, member)
+        state: dict[str, torch.Tensor] = {}
+        while engine.num_steps < NUM_STEPS or not state:
+            if engine.num_steps == NUM_STEPS:
+                state = engine.state_dict()
+                continue
+            rank, size = engine.data_ranks
+            x, y = (whole.tensor_split(size)[rank] for whole in batches()[engine.num_steps])
+            engine.weigh(len(x), ROWS)
+            engine.backward(loss_of(own(x), y))
+            engine.step()
+        engine._session._survival.await_copies()
+        found = state, engine.memory().kept_bytes, engine.world.hosts
+        engine.close()
+        return found
+
+    results = run_mortals(NUM_RANKS, work, tmp_path, hosts=hosts, num_newcomers=1)
+    assert len(results) == 3
+    assert any(kept_bytes for _, kept_bytes, _ in results.values()) == ("c" in hosts)
+    for state, _, _ in results.values():
+        for name, value in plain.state_dict().items():
+            assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
+
+
+class DiesBehindItsStep:
+    """A member is gone after the commit of a step, before the others have what it has updated: as where that takes
+    long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+        self.at_step, self.monkeypatch = at_step, monkeypatch
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != 1:
+            return
+        session, send = engine._session, engine.world.transport.send
+        assert session is not None
+        commit, is_lost = session._commit, [False]
+        for mover in engine._sharded.runner.gathering._executor.movers.values():
+            gather = mover.params.gather_updated
+
+            def gather_or_lose(action: Any, gather: Any = gather) -> None:
+                is_lost[0] = engine.num_steps == self.at_step - 1
+                gather(action)
+                is_lost[0] = False
+
+            self.monkeypatch.setattr(mover.params, "gather_updated", gather_or_lose)
+
+        def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
+            return Pending([], lambda: None) if is_lost[0] else send(tensor, rank, tag)
+
+        def commit_and_die() -> None:
+            commit()
+            if engine.num_steps == self.at_step:
+                raise Killed
+
+        self.monkeypatch.setattr(engine.world.transport, "send", send_or_lose)
+        self.monkeypatch.setattr(session, "_commit", commit_and_die)
+
+
+@one_in(2)
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_a_rank_dies_with_what_it_has_updated_on_its_way(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that averages weights between steps never meets the fault there, where nothing could be taken again."""
+    model, plant = Net(), DiesBehindItsStep(monkeypatch, 3)
+    _, plain = trained_alone(model, adamw, clip=None, scheduled=False)
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> dict[str, torch.Tensor]:
+        own = models[member]
+        average = torch.optim.swa_utils.AveragedModel(own)
+        engine = sw.shard(own, PLANS[name], optimizer=adamw(own), world=world)
+        plant(engine, member)
+        while engine.num_steps < NUM_STEPS:
+            x, y = (
+                whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[engine.num_steps]
+            )
+            engine.weigh(len(x), ROWS)
+            engine.backward(loss_of(own(x), y))
+            engine.step()
+            average.update_parameters(own)
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    results = run_mortals(NUM_RANKS, work, tmp_path, hosts=HOSTS["1 1 1 1"])
+    assert sorted(results) == [0, 2, 3]
+    for state in results.values():
+        for key, whole in plain.state_dict().items():
+            assert (state[key].float() - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), key

@@ -1,0 +1,300 @@
+"""What a forward uses beside the activation that stages pass on: noticed whether or not gradients flow through it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.errors import FaultError, ModelError
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+Tensor = torch.Tensor
+WIDTH = 6
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+class Blocks(nn.Module):
+    """Four blocks, between which `beside` does something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.first(x)
+        for block in self.blocks:
+            hidden = self.beside(block(hidden), first)
+        return hidden
+
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden
+
+
+class DetachedSkip(Blocks):
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden + first.detach()
+
+
+class MaskOfActivations(Blocks):
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden.masked_fill(first > 0.5, 0.0)
+
+
+class InPlaceOfZeros(Blocks):
+    """Values reach the output over a tensor that is written to."""
+
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        store = torch.zeros_like(hidden)
+        store[:, :2] = first.detach()[:, 1:3]
+        return hidden + store.view(-1).view_as(hidden)
+
+
+class WithoutGradients(Blocks):
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = first.square().mean()
+        return hidden * scale
+
+
+class InEvaluation(Blocks):
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden if self.training else hidden + first
+
+
+class Statistic(Blocks):
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.lerp_(first.mean(), 0.1)
+        return hidden
+
+
+class ReadsNumber(Blocks):
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden if first.detach().mean().item() > -100 else hidden * 2
+
+
+class OnlyLooks(Blocks):
+    """Uses shapes, dtypes and devices of earlier outputs, and overwrites one."""
+
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        ones = torch.ones_like(first) + first.new_full((first.shape[-1],), 0.5)
+        fresh = first.detach().clone().zero_()
+        fresh.copy_(ones)
+        return hidden * fresh.to(first.dtype)
+
+
+def run(model: nn.Module, *, num_ranks: int = 2, evaluates: bool = False, **more: Any) -> list[list[float]]:
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    x, y = data()
+
+    def rank(world: sw.World) -> list[float]:
+        mine = models[world.rank]
+        full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
+        with sw.shard(mine, full, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            losses = [float(engine.train_step(x, y, loss_fn=F.mse_loss)) for _ in range(3)]
+            if evaluates:
+                mine.eval()
+                losses.append(float(engine.eval_step(x, y, loss_fn=F.mse_loss)))
+            return losses
+
+    return run_ranks(num_ranks, rank)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(3)
+    return torch.randn(8, WIDTH, generator=numbers), torch.randn(8, WIDTH, generator=numbers)
+
+
+def plain(model: nn.Module) -> list[float]:
+    model = copy.deepcopy(model)
+    optimizer, (x, y), losses = torch.optim.SGD(model.parameters(), lr=0.1), data(), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, F.mse_loss(model.eval()(x), y).item()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (DetachedSkip, "the forward uses what first returned"),
+        (MaskOfActivations, "the forward uses what first returned"),
+        (InPlaceOfZeros, "the forward uses what first returned"),
+        (WithoutGradients, "the forward uses what first returned"),
+        (InEvaluation, "the forward uses what first returned"),
+        (Statistic, "changes the buffer seen by what first returned"),
+        (ReadsNumber, "reads a number from what first returned"),
+    ],
+)
+@one_in(3)
+def test_values_of_earlier_stages_without_gradients_are_noticed(kind: type[Blocks], words: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises((ModelError, FaultError), match=words):
+        run(kind(), evaluates=kind is InEvaluation, pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", [Blocks, OnlyLooks])
+@one_in(2)
+def test_shapes_of_earlier_outputs_may_be_used(kind: type[Blocks], schedule: str) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    for losses in run(model, evaluates=True, pipeline={"schedule": schedule}):
+        assert losses == pytest.approx(plain(model), rel=1e-5)
+
+
+class Counts(Blocks):
+    """Counts its forwards in a buffer and in an attribute, and both decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        self.num_calls += 1
+        return super().forward(x)
+
+    def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden * (1 + 0.1 * self.num_forwards.item() + 0.01 * self.num_calls)
+
+
+def micro_batched(model: nn.Module, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    """As `plain`, in four micro-batches."""
+    model = copy.deepcopy(model)
+    optimizer, (x, y), losses = torch.optim.SGD(model.parameters(), lr=0.1), data(), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        parts = [F.mse_loss(model(one), other) / 4 for one, other in zip(x.chunk(4), y.chunk(4), strict=True)]
+        sum(parts).backward()
+        optimizer.step()
+        losses.append(sum(parts).item())
+    return losses, model.state_dict()
+
+
+def trained(model: nn.Module, num_ranks: int = 2, **more: Any) -> list[tuple[list[float], dict[str, Tensor]]]:
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    x, y = data()
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        mine = models[world.rank]
+        full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
+        with sw.shard(mine, full, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            losses = [float(engine.train_step(x, y, loss_fn=F.mse_loss)) for _ in range(3)]
+            return losses, engine.state_dict()
+
+    return run_ranks(num_ranks, rank)
+
+
+def assert_trained_alike(model: nn.Module, **more: Any) -> None:
+    losses, state = micro_batched(model)
+    for other_losses, other in trained(model, **more):
+        assert other_losses == pytest.approx(losses, rel=1e-5)
+        assert list(other) == list(state)
+        for name, value in state.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_counters_of_the_model_itself_count_each_micro_batch_once(schedule: str) -> None:
+    torch.manual_seed(0)
+    assert_trained_alike(Counts(), pipeline={"schedule": schedule})
+
+
+class CountsAtTheEnd(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        self.seen += 1
+        return hidden
+
+
+class StatisticOfLast(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        self.seen.lerp_(hidden.detach().mean(), 0.1)
+        return hidden
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", [CountsAtTheEnd, StatisticOfLast])
+@one_in(2)
+def test_buffers_that_some_stages_change_otherwise_are_refused(kind: type[Blocks], schedule: str) -> None:
+    with pytest.raises((ModelError, FaultError), match="changes the buffer seen, which is in no pipeline stage"):
+        trained(kind(), pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@one_in(2)
+def test_modules_in_the_row_with_buffers_alone_are_in_a_stage(schedule: str) -> None:
+    """Their running statistics are those of what they really got, wherever the cut is."""
+    torch.manual_seed(0)
+    norms = (nn.BatchNorm1d(WIDTH, affine=False) for _ in range(4))
+    layers = [layer for norm in norms for layer in (nn.Linear(WIDTH, WIDTH), norm, nn.Tanh())]
+    assert_trained_alike(nn.Sequential(nn.BatchNorm1d(WIDTH, affine=False), *layers), pipeline={"schedule": schedule})
+
+
+class Balanced(nn.Module):
+    """Keeps a loss of its own, in one way or another."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.linear, self.keeps = nn.Linear(WIDTH, WIDTH), keeps
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        loss = out.square().mean()
+        self.losses.clear()
+        if self.keeps == "attribute":
+            self.loss = loss
+        elif self.keeps == "list":
+            self.losses.append(loss)
+        elif self.keeps == "recorded":
+            self.loss = loss.detach()
+        elif self.keeps == "used":
+            self.loss = loss
+            out = out * (1 + loss)
+        return torch.tanh(out)
+
+
+class SumsLosses(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Balanced(keeps) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        losses = [one.losses for one in self.modules() if isinstance(one, Balanced)]
+        return x + sum(sum(one) for one in losses)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("keeps", ["attribute", "list"])
+@one_in(2)
+def test_losses_that_modules_keep_are_refused(keeps: str, schedule: str) -> None:
+    with pytest.raises((ModelError, FaultError), match=r"blocks.0 keeps loss(es)?, a loss with gradients"):
+        trained(SumsLosses(keeps), pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("keeps", ["recorded", "used"])
+@one_in(2)
+def test_numbers_that_modules_record_are_no_losses(keeps: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    assert_trained_alike(SumsLosses(keeps), pipeline={"schedule": schedule})
