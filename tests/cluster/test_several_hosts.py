@@ -39,16 +39,19 @@ COMPARE = """
         optimizer = sgd(plain)
         engine = sw.shard(cut, preset, optimizer=sgd(cut), world=world)
         ledger = world.collectives(torch.device("cpu")).ledger
+        await_updates = engine._sharded.runner.gathering.await_updates  # zero1 and zero2 still gather after a step
         for number, batch in enumerate(batches):
             plain(batch.flatten(0, 1)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if number == len(batches) - 1:
+                await_updates()
                 world.barrier()
                 before, told = int(statistics.read_text()), sum(ledger.crossed_bytes.values())
                 world.barrier()
             engine.backward(engine(batch[world.rank]).square().mean())
             engine.step()
+        await_updates()
         world.barrier()
         sent, told = int(statistics.read_text()) - before, sum(ledger.crossed_bytes.values()) - told
         for name, parameter in plain.named_parameters():
