@@ -613,6 +613,35 @@ def test_sums_are_made_in_the_dtype_in_which_they_are_kept(verb: str) -> None:
         assert set(out.tolist()) == {259.0 if verb == "reduce_scatter" else rounded}
 
 
+def test_the_sums_of_an_all_reduce_are_gathered_while_the_next_one_is_under_way() -> None:
+    """In a wider dtype an all-reduce has two halves. Nobody has waited for the first one here."""
+    mesh = Mesh(("dp",), (2,))
+    launched: dict[int, list[str]] = {0: [], 1: []}
+
+    class Noting(FakeGroups):
+        def _work(self, verb: str, *more: Any) -> FakeWork:
+            launched[self.rank].append(verb)
+            return super()._work(verb, *more)
+
+    def rank(world: sw.World) -> list[float]:
+        collectives = world.collectives(torch.device("cpu"))
+        collectives.prepare(mesh)
+        group = world.group(mesh, "dp")
+        outs = [torch.empty(4) for _ in range(2)]
+        source = torch.full((4,), 1.0 + world.rank, dtype=torch.bfloat16)
+        first = collectives.all_reduce(outs[0], source, group, torch.bfloat16, "x")
+        second = collectives.all_reduce(outs[1], 2 * source, group, torch.bfloat16, "y")
+        assert launched[world.rank] == ["swap_chunks", "gather", "swap_chunks"]
+        first.wait()
+        second.wait()
+        assert launched[world.rank] == ["swap_chunks", "gather", "swap_chunks", "gather"]
+        return [out.unique().item() for out in outs]
+
+    devices = Devices("late")
+    devices.join = lambda world: Devices.join(devices, world, Noting)  # type: ignore[method-assign]
+    assert devices.run(2, rank) == [[3.0, 6.0]] * 2
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("when", WHENS)
 def test_messages_between_stages_wait_for_what_they_bring(when: When, schedule: str) -> None:

@@ -9,8 +9,9 @@ communicators and run beside each other, on streams of high priority.
 
 [Note: sums on devices] A backend sums in the dtype that is sent: in bf16 256 + 1 + 1 + 1 makes 256. Where the result is
 kept in a wider dtype, chunks are exchanged and then summed in that dtype, as on the CPU; the number of bytes sent is
-the same. It takes memory for one chunk more than the program counts (this rank's own), and the second half of an
-all-reduce begins when the first is waited for.
+the same. It takes memory for one chunk more than the program counts (this rank's own). An all-reduce then has two
+halves with a sum between them. The second one is launched when the next reduction starts, or when the all-reduce is
+waited for, whichever comes first: by then the first half has had a unit's backward to finish.
 
 [Note: lines of a mesh] Torch requires that all ranks create the same groups in the same order, so the record of what
 was created must not depend on which lines a rank is on. It is kept by axis, as size and stride, which determine all
@@ -19,6 +20,7 @@ lines.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +73,8 @@ class DeviceCollectives:
         self._stream: Stream | None = None
         self._deferred: list[_DeferredGather] | None = None
         """All-gathers deferred inside `together`."""
+        self._half_done: weakref.ref[_WideAllReduce] | None = None
+        """The last all-reduce whose sums may not be under way yet."""
         self.journal.device_wait = self._marker.awaited
 
     def prepare(self, mesh: Mesh) -> None:
@@ -148,6 +152,7 @@ class DeviceCollectives:
     ) -> Work:
         entry = self._enter("reduce_scatter", group, source.numel(), wire, subject)
         self._count("reduce_scatter", group, out.numel(), wire)
+        self._gather_sums()
         sent, by_group = source.to(wire), self._line_of(group).reductions
         if wire.itemsize < out.dtype.itemsize:
             arrived = torch.empty_like(sent)
@@ -166,24 +171,24 @@ class DeviceCollectives:
         entry = self._enter("all_reduce", group, source.numel(), wire, subject)
         numel, by_group = out.numel() // len(group.ranks), self._line_of(group).reductions
         self._count("all_reduce", group, 2 * numel, wire)
+        self._gather_sums()
         summed = source.to(wire)
         if wire.itemsize < out.dtype.itemsize:
-            arrived = torch.empty_like(summed)
-
-            def gather_sums() -> None:
-                own = arrived.narrow(0, group.index * numel, numel)
-                total = torch.empty_like(own, dtype=out.dtype)
-                _sum_chunks(arrived, total, group)
-                own.copy_(total)  # what travels is rounded, so everybody keeps the rounded sum
-                _Queued(self._groups.all_gather(arrived, own, by_group), group).wait()
-                out.copy_(arrived)
-
-            return self._started(entry, group, lambda by: by.swap_chunks(arrived, summed, by_group), gather_sums)
+            work = _WideAllReduce(out, summed, group, self._groups, by_group)
+            self._half_done = weakref.ref(work)
+            return _Marked(Awaited(self.journal, entry, work), self._marker, entry)
         if out.dtype == wire and summed.data_ptr() != out.data_ptr():
             summed = out.copy_(source)
         return self._started(
             entry, group, lambda by: by.all_reduce(summed, by_group), lambda: _copy_unless_same(summed, out)
         )
+
+    def _gather_sums(self) -> None:
+        """Launch the second half of the last all-reduce if it is still due: see [Note: sums on devices]."""
+        half_done = self._half_done() if self._half_done is not None else None
+        if half_done is not None:
+            half_done.gather()
+        self._half_done = None
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         """For ranks of several axes this is one over the whole world, in which the other ranks are sent nothing."""
@@ -351,6 +356,47 @@ class _Queued:
         except RuntimeError as error:
             peer = self._group.ranks[(self._group.index + 1) % len(self._group.ranks)]
             raise LinkError(peer, f"A collective failed over {self._group.axis}: {error}") from error
+
+
+class _WideAllReduce:
+    """An all-reduce that sums in a wider dtype than it sends: chunks are exchanged and summed, the sums gathered."""
+
+    def __init__(
+        self, out: Tensor, source: Tensor, group: Group, groups: ProcessGroups, by_group: ProcessGroup
+    ) -> None:
+        self._out = out
+        self._arrived = torch.empty_like(source)
+        self._group = group
+        self._groups = groups
+        self._by_group = by_group
+        self._exchanged: _Queued | None = _Queued(groups.swap_chunks(self._arrived, source, by_group), group)
+        self._gathered: _Queued | None = None
+        self._error: LinkError | None = None
+
+    def gather(self) -> None:
+        """Sum what the ranks have sent and launch the gather, once. `wait` raises the error, whose action this is."""
+        exchanged, self._exchanged = self._exchanged, None
+        if exchanged is None:
+            return
+        try:
+            exchanged.wait()
+        except LinkError as error:
+            self._error = error
+            return
+        numel = self._out.numel() // len(self._group.ranks)
+        own = self._arrived.narrow(0, self._group.index * numel, numel)
+        total = torch.empty_like(own, dtype=self._out.dtype)
+        _sum_chunks(self._arrived, total, self._group)
+        own.copy_(total)  # what travels is rounded, so all ranks keep the rounded sum
+        self._gathered = _Queued(self._groups.all_gather(self._arrived, own, self._by_group), self._group)
+
+    def wait(self) -> None:
+        self.gather()
+        if self._error is not None:
+            raise self._error
+        if self._gathered is not None:
+            self._gathered.wait()
+            self._out.copy_(self._arrived)
 
 
 class _Marker:
