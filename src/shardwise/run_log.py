@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.comm import World
 from shardwise.comm.generation import RECORD_PATH
 from shardwise.config import Plan
+from shardwise.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.monitor import process_memory
 from shardwise.monitor.notes import Notes
 from shardwise.monitor.record import RunRecord, read_record
@@ -29,7 +30,6 @@ from shardwise.monitor.trackers import Tracker, check_trackers, open_tracker
 from shardwise.profiling import ProfileWindow
 from shardwise.report import MemoryReport, measured_anew, memory_of
 from shardwise.run_timeline import StepTimeline
-from shardwise.run_told import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import Lap
 from shardwise.weighing import mean_of

@@ -23,7 +23,7 @@ def main() -> None:
     assert membership is not None
     step = 0
     if membership.arrival is not None:
-        step = max(json.loads(one)["step"] for one in membership.arrival.said if one)
+        step = max(json.loads(one)["step"] for one in membership.arrival.reports if one)
 
     def note(what: str, **more: object) -> None:
         facts = {"what": what, "host": socket.gethostname(), "member": membership.member, "pid": os.getpid()}
@@ -61,7 +61,7 @@ def main() -> None:
             note("left", has_asked=error.has_asked)
             raise
         world = found.world
-        step = max(json.loads(one)["step"] for one in found.said if one)
+        step = max(json.loads(one)["step"] for one in found.reports if one)
         note("regrouped", lost=found.lost, origins=found.origins)
     note("done")
     world.close()

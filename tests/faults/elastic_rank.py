@@ -88,7 +88,7 @@ class Rank:
 
     def follow(self, found: Regrouped, began: float) -> None:
         self.world = found.world
-        self.step = max(int(one) for one in found.said if one)
+        self.step = max(int(one) for one in found.reports if one)
         self.note("regrouped", seconds=time.time() - began, origins=found.origins, lost=found.lost)
 
     def is_due(self, what: str) -> bool:

@@ -67,7 +67,7 @@ def test_a_rank_that_comes_later_prepares_before_others_wait_for_it(
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environment = {
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "SHARDWISE_MEMBER": "4"},
-        **{"SHARDWISE_NEWS": news, "RANK": "0", "WORLD_SIZE": "4"},
+        **{"SHARDWISE_FIRST_ANNOUNCEMENT": news, "RANK": "0", "WORLD_SIZE": "4"},
     }
     monkeypatch.setattr("shardwise.elastic.preparing.prepare", lambda: did.append("prepared"))
     monkeypatch.setattr(StoreMembership, "enter", enter)

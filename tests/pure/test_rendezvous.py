@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.comm.members import News, Said
+from shardwise.comm.members import Announcement, MemberMessage
 from shardwise.errors import ConfigError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
@@ -17,7 +17,7 @@ from shardwise.launch.job import Elastic
 
 
 class Job:
-    """Members as they behave: they follow the news, each when its turn comes, unless they are dead."""
+    """Members as they behave: they follow the announcements, each when its turn comes, unless they are dead."""
 
     def __init__(self, num_ranks: int, least: int, most: int, *, can_grow: bool = False) -> None:
         self.now = 0.0
@@ -25,7 +25,7 @@ class Job:
         self.rendezvous = Rendezvous(
             least, most, can_grow=lambda: can_grow, is_stopped=lambda number, _: number in self.stopped
         )
-        self.news: list[News] = []
+        self.announcements: list[Announcement] = []
         self.num_read = dict.fromkeys(range(num_ranks), 0)
         self.alive = set(range(num_ranks))
         self.entered: dict[int, tuple[int, ...]] = {}
@@ -37,12 +37,12 @@ class Job:
     def start(self, number: int) -> None:
         self.rendezvous.started(number)
         self.alive.add(number)
-        self.num_read[number] = len(self.news)
+        self.num_read[number] = len(self.announcements)
         self.say(number, "here")
 
     def say(self, number: int, kind: str, generation: int = -1, text: str = "", blames: tuple[int, ...] = ()) -> None:
-        said = Said(kind, number, generation, 7, text, blames, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
-        self.rendezvous.hear(said, self.now)
+        message = MemberMessage(kind, number, generation, 7, text, blames, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
+        self.rendezvous.receive(message, self.now)
         self.collect()
 
     def kill(self, number: int) -> None:
@@ -51,8 +51,8 @@ class Job:
         self.collect()
 
     def collect(self) -> None:
-        self.news += self.rendezvous.news
-        self.rendezvous.news.clear()
+        self.announcements += self.rendezvous.announcements
+        self.rendezvous.announcements.clear()
         for number, _ in self.rendezvous.kills:
             if number in self.alive:
                 self.alive.discard(number)
@@ -64,15 +64,15 @@ class Job:
 
     def turn(self, number: int) -> bool:
         """Let a member read one letter and answer; whether there was one."""
-        if number not in self.alive - self.stopped or self.num_read[number] >= len(self.news):
+        if number not in self.alive - self.stopped or self.num_read[number] >= len(self.announcements):
             return False
-        news = self.news[self.num_read[number]]
+        news = self.announcements[self.num_read[number]]
         self.num_read[number] += 1
         if news.kind == "entering" and number in news.members:
             self.say(number, "heard", news.generation, "entering")
             self.say(number, "opened", news.generation)
         if news.kind == "formed" and number in self.rendezvous.members:
-            self.entered[number] = next(one.members for one in self.news if one.generation == news.generation)
+            self.entered[number] = next(one.members for one in self.announcements if one.generation == news.generation)
         if news.kind == "over" and number in self.rendezvous.members:
             self.say(number, "heard", news.generation, "over")
             self.say(number, "ready", news.generation)
@@ -101,20 +101,20 @@ def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
     assert job.rendezvous.state == "formed"
     assert job.rendezvous.members == (0, 1, 2, 3)
     job.kill(1)
-    assert job.news[-1].kind == "over"
-    assert job.news[-1].members == (1,)
-    assert "Rank 1 of 4 is gone: it was killed by SIGKILL." in job.news[-1].text
+    assert job.announcements[-1].kind == "over"
+    assert job.announcements[-1].members == (1,)
+    assert "Rank 1 of 4 is gone: it was killed by SIGKILL." in job.announcements[-1].text
     job.settle()
     assert job.rendezvous.members == (0, 2, 3)
     job.start(4)
-    assert job.news[-1].kind == "wanted"
+    assert job.announcements[-1].kind == "wanted"
     for number in (0, 2):
         job.say(number, "ready", job.rendezvous.generation)
     assert job.rendezvous.members == (0, 2, 3)  # not before all are at the boundary
     job.say(3, "ready", job.rendezvous.generation)
     job.settle()
     assert job.rendezvous.members == job.entered[4] == (0, 2, 3, 4)
-    assert next(one for one in job.news if one.members == (0, 2, 3, 4)).before == (0, 2, 3)
+    assert next(one for one in job.announcements if one.members == (0, 2, 3, 4)).before == (0, 2, 3)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -130,9 +130,11 @@ def test_all_who_live_enter_the_same_generation_whoever_dies_whenever(seed: int)
     job.settle(order)
     assert job.rendezvous.state == "formed"
     assert {job.entered[number] for number in job.alive} == {tuple(sorted(job.alive))}
-    for formed in (one for one in job.news if one.kind == "formed"):
-        over = [n for n, one in enumerate(job.news) if one.kind == "over" and one.generation == formed.generation]
-        assert not over or job.news.index(formed) < over[0]
+    for formed in (one for one in job.announcements if one.kind == "formed"):
+        over = [
+            n for n, one in enumerate(job.announcements) if one.kind == "over" and one.generation == formed.generation
+        ]
+        assert not over or job.announcements.index(formed) < over[0]
 
 
 def test_a_stopped_member_is_voted_out_and_turned_away_when_it_comes_back() -> None:
@@ -143,8 +145,8 @@ def test_a_stopped_member_is_voted_out_and_turned_away_when_it_comes_back() -> N
     job.settle()
     assert job.rendezvous.members == (0, 1)
     job.say(2, "ready", 0)
-    assert job.news[-1].kind == "out"
-    assert "held this rank for dead" in job.news[-1].text
+    assert job.announcements[-1].kind == "out"
+    assert "held this rank for dead" in job.announcements[-1].text
 
 
 def test_one_that_stops_while_the_others_meet_is_given_up_soon_and_one_that_computes_is_not() -> None:
@@ -162,7 +164,7 @@ def test_one_that_stops_while_the_others_meet_is_given_up_soon_and_one_that_comp
     job.say(2, "heard", job.rendezvous.generation, "over")
     job.now += 2 * SILENT_SECONDS
     job.rendezvous.tick(job.now)
-    assert not job.rendezvous.kills  # its thread for news answers: the other one may be computing
+    assert not job.rendezvous.kills  # its thread for announcements answers: the other one may be computing
 
 
 def test_a_host_is_lost_with_all_its_ranks_at_once_and_everybody_knows_where_the_others_are() -> None:
@@ -172,16 +174,16 @@ def test_a_host_is_lost_with_all_its_ranks_at_once_and_everybody_knows_where_the
     for number in (0, 1):
         job.rendezvous.processes[number].host = "gpu1"
     job.begin()
-    assert job.news[0].hosts == ("gpu1", "gpu1", "gpu2", "gpu2")
+    assert job.announcements[0].hosts == ("gpu1", "gpu1", "gpu2", "gpu2")
     job.alive -= {2, 3}
     job.rendezvous.lost("gpu2", (2, 3), "no word", 1.0)
     job.collect()
-    over = [one for one in job.news if one.kind == "over"]
+    over = [one for one in job.announcements if one.kind == "over"]
     assert [one.members for one in over] == [(2, 3)], "one letter for all of them"
     assert over[0].text == "Host gpu2 is gone: ranks 2, 3 (no word)."
     job.settle()
     assert job.rendezvous.members == (0, 1)
-    assert job.news[-2].hosts == ("gpu1", "gpu1")
+    assert job.announcements[-2].hosts == ("gpu1", "gpu1")
     assert {(loss.rank, loss.host) for loss in job.rendezvous.losses} == {(2, "gpu2"), (3, "gpu2")}
 
 
@@ -198,14 +200,14 @@ def test_one_that_comes_takes_its_place_beside_the_others_of_its_host() -> None:
     for number, host in ((4, "a"), (5, "c")):
         job.rendezvous.started(number, host)
         job.alive.add(number)
-        job.num_read[number] = len(job.news)
+        job.num_read[number] = len(job.announcements)
         job.say(number, "here")
     for number in (0, 2, 3):
         job.say(number, "ready", job.rendezvous.generation)
     job.settle()
     assert job.rendezvous.members == (0, 4, 2, 3, 5)
     assert job.rendezvous.state == "formed"
-    entering = [one for one in job.news if one.kind == "entering"][-1]
+    entering = [one for one in job.announcements if one.kind == "entering"][-1]
     assert (entering.hosts, entering.before) == (("a", "a", "b", "b", "c"), (0, 2, 3))
 
 
@@ -219,7 +221,7 @@ def test_members_are_sent_away_when_enough_go_on_without_them() -> None:
     assert not job.rendezvous.can_spare({0, 1, 2}), "nobody would know how far the training has come"
     job.rendezvous.send_away({0, 1})
     job.collect()
-    assert (job.news[-1].kind, set(job.news[-1].members)) == ("leave", {0, 1})
+    assert (job.announcements[-1].kind, set(job.announcements[-1].members)) == ("leave", {0, 1})
     for number in (0, 1):
         job.say(number, "leaving")
     for number in (0, 1, 2):
@@ -255,7 +257,7 @@ def test_nobody_comes_after_a_death_before_the_others_are_where_they_let_one_in(
     job.settle()
     assert job.rendezvous.state == "formed"
     assert job.rendezvous.members == (1, 2)
-    assert [news.kind for news in job.news[-3:]] == ["entering", "wanted", "formed"], "known before they go on"
+    assert [news.kind for news in job.announcements[-3:]] == ["entering", "wanted", "formed"], "known before they go on"
     job.say(1, "ready", 1)
     job.lets_in = True
     job.say(2, "ready", 1)
@@ -274,7 +276,7 @@ def test_too_few_go_on_to_where_they_let_others_in_and_wait_there() -> None:
     job.kill(0)
     job.settle()
     assert job.rendezvous.members == (1, 2)
-    assert [news.kind for news in job.news[-3:]] == ["entering", "wanted", "formed"]
+    assert [news.kind for news in job.announcements[-3:]] == ["entering", "wanted", "formed"]
     job.lets_in = True
     for number in (1, 2):
         job.say(number, "ready", 1)
@@ -293,7 +295,7 @@ def test_one_that_asks_to_leave_goes_at_a_boundary_and_one_that_raised_only_when
     job = Job(4, 1, 4)
     job.begin()
     job.say(1, "leaving", 0)
-    assert job.news[-1].kind == "wanted"
+    assert job.announcements[-1].kind == "wanted"
     for number in range(4):
         job.say(number, "ready", 0)
     job.settle()
@@ -325,9 +327,9 @@ def test_the_end_of_the_script_lets_nobody_in_and_needs_nobody() -> None:
     job.begin()
     job.say(0, "done", 0)
     job.rendezvous.finished(0, job.now)
-    assert (job.news[-1].kind, job.news[-1].members) == ("bye", (0,))
+    assert (job.announcements[-1].kind, job.announcements[-1].members) == ("bye", (0,))
     job.start(3)
-    assert "wanted" not in [news.kind for news in job.news]
+    assert "wanted" not in [news.kind for news in job.announcements]
     job.say(1, "done", 0)
     job.kill(1)  # after it was through
     assert job.rendezvous.state == "formed"

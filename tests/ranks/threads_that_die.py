@@ -103,14 +103,14 @@ class Crowd:
             return self._before, *self._made
 
     def meet(
-        self, member: int, told: bytes, *, lets_in: bool
+        self, member: int, report: bytes, *, lets_in: bool
     ) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]:
-        """Members before and now, what they said, and where they meet."""
+        """Members before and now, what they reports, and where they meet."""
         with self._changed:
             if member in self.doomed:
                 raise Killed
             before, generation = list(self._members), self.generation
-            self._arrived[member] = told, lets_in
+            self._arrived[member] = report, lets_in
             self._changed.notify_all()
             while self.generation == generation:
                 if self._living and self._living <= set(self._arrived) and self._announce():
@@ -129,8 +129,8 @@ class Crowd:
         if lets_in and len(staying) + len(coming) < self._least:
             return False
         self._before, self._members = self._members, [*staying, *coming]
-        said = {one: self._arrived[one][0] if one in self._arrived else b"" for one in self._members}
-        self._made = tuple(self._members), said, PostOffice()
+        reports = {one: self._arrived[one][0] if one in self._arrived else b"" for one in self._members}
+        self._made = tuple(self._members), reports, PostOffice()
         self._living |= set(coming)
         self._waiting = [one for one in self._waiting if one not in coming]
         self._arrived = {}
@@ -178,12 +178,12 @@ class ThreadMembership:
     def end(self, error: BaseException | None) -> None:
         """The thread ends."""
 
-    def regroup(self, world: World, told: bytes, *, lets_in: bool = True) -> Regrouped:
+    def regroup(self, world: World, report: bytes, *, lets_in: bool = True) -> Regrouped:
         world.part()
-        return self._entered(*self.crowd.meet(self.member, told, lets_in=lets_in))
+        return self._entered(*self.crowd.meet(self.member, report, lets_in=lets_in))
 
     def _entered(
-        self, before: list[int], now: tuple[int, ...], said: dict[int, bytes], office: PostOffice
+        self, before: list[int], now: tuple[int, ...], reports: dict[int, bytes], office: PostOffice
     ) -> Regrouped:
         rank = now.index(self.member)
         self.world = renewed = self.crowd.world(rank, now, office)
@@ -193,7 +193,7 @@ class ThreadMembership:
             renewed,
             tuple(before.index(one) if one in before else None for one in now),
             tuple(place for place, one in enumerate(before) if one not in now),
-            tuple(said[one] for one in now),
+            tuple(reports[one] for one in now),
         )
 
 

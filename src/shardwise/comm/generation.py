@@ -1,8 +1,8 @@
 """Generations of a world: who its members are, and how one generation follows another in the same processes.
 
-A process that an elastic launcher starts is a *member*, by a number that is never used again. A *generation* is an
-ordered list of members, whose places in it are their ranks; all of them agree on it, since one alone (the launcher)
-writes it down. After a fault, or when somebody comes or leaves, the members that live make the next one.
+A process that an elastic launcher starts is a *member*, with a number that is never used again. A *generation* is an
+ordered list of members; their places in it are their ranks. All members agree on it, because only the launcher writes
+it. After a fault, or when members join or leave, those that are alive form the next generation.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Regrouped:
     world: World
     """Of this generation; the old one is closed. `world.members` has the members' numbers, by rank."""
     origins: tuple[int | None, ...]
-    """By rank: the rank it had in the generation before, `None` for one that has come."""
+    """By rank: its rank in the generation before, `None` for a newcomer."""
     lost: tuple[int, ...]
     """Ranks of the generation before that are gone."""
-    said: tuple[bytes, ...]
-    """By rank: what each told the others; `b""` from one that has come."""
+    reports: tuple[bytes, ...]
+    """By rank: the report that each passed to `regroup`; `b""` for a newcomer."""
 
 
 class Membership(Protocol):
-    """That of one process: how it goes from one generation to the next. Used by the thread that computes."""
+    """The membership of one process, by which it goes from one generation to the next. Used by the main thread."""
 
     @property
     def member(self) -> int:
@@ -43,23 +43,23 @@ class Membership(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """A folder in memory that outlives this process and goes with the job, the same for all of this host.
+        """A folder in memory, shared by the host's processes, that outlives this process and is removed with the job.
 
-        `None` where there is none.
+        `None` if there is none.
         """
         ...
 
     @property
     def arrival(self) -> Regrouped | None:
-        """For one that came later: the generation that `World.join` entered; `None` for a member of the first."""
+        """For a newcomer: the generation that `World.join` entered; `None` for a member of the first generation."""
         ...
 
     step: int
-    """Steps committed so far, for the letters of the launcher. Whoever trains sets it."""
+    """Steps committed so far, for the launcher's reports. Set by the engine."""
 
     def changes_wanted(self) -> bool:
-        """Whether somebody waits to come in or asks to leave. Sends nothing, and may differ between ranks for a moment:
-        it has to ride on a verdict, so that all call `regroup` at the same step boundary."""
+        """Whether a process waits to join or a member asks to leave. Sends nothing, and may differ between ranks for a
+        moment: ranks must agree on it, in a step's verdict, so that all call `regroup` at the same step boundary."""
         ...
 
     def leave(self) -> None:
@@ -68,23 +68,23 @@ class Membership(Protocol):
         ...
 
     def needs_all(self) -> None:
-        """What this rank trains cannot lose a rank: if one is lost, the launcher is to start all again, from the last
-        checkpoint."""
+        """Declare that the training cannot continue without a rank: if one is lost, the launcher restarts all, from the
+        last checkpoint."""
         ...
 
-    def regroup(self, world: World, told: bytes, *, lets_in: bool = True) -> Regrouped:
-        """Close `world` and enter the next generation. Every member that lives calls, after a fault, or where all have
-        heard that changes are wanted. Begins anew when another one dies meanwhile: what it returns, all its members
-        have entered.
+    def regroup(self, world: World, report: bytes, *, lets_in: bool = True) -> Regrouped:
+        """Close `world` and enter the next generation. Every living member calls, after a fault, or once all have
+        agreed that changes are wanted. `report` is passed on to the others. Starts again if another member dies
+        meanwhile: all members have entered the generation that it returns.
 
-        Unless all that call let others in, nobody comes with that generation: `changes_wanted` is true from its
-        beginning if somebody waits, or if they are fewer than the job needs. They are to call again soon then, where
-        they do let others in.
+        Newcomers are admitted only if all callers pass `lets_in`. Otherwise `changes_wanted` is true from the start of
+        the new generation if a process waits to join, or if there are fewer ranks than the job needs. The members
+        should then call again soon, from a point where they can let others in.
 
-        Raises `TurnedAwayError` if the others go on without this rank, and `CommError` if nobody goes on.
+        Raises `TurnedAwayError` if the others continue without this rank, and `CommError` if no rank continues.
         """
         ...
 
     def end(self, error: BaseException | None) -> None:
-        """This process is through with the job, or raised `error`. `World.close` calls it."""
+        """This process has finished its part of the job, or raised `error`. Called by `World.close`."""
         ...

@@ -55,7 +55,7 @@ class Line:
     def axis(self) -> str:
         return self.group.axis
 
-    def told(self, message: bytes) -> list[bytes]:
+    def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's `message`, by place."""
         if self._collectives is None:
             return [message] * self.num_ranks

@@ -21,7 +21,7 @@ def require_same_batch(tensors: Mapping[str, Tensor], line: Line) -> None:
     All ranks of the line call. Blocks, and reads the values.
     """
     mine = {name: _digest(tensor) for name, tensor in tensors.items()}
-    messages = [json.loads(message) for message in line.told(json.dumps(mine).encode())]
+    messages = [json.loads(message) for message in line.exchange(json.dumps(mine).encode())]
     other = next((place for place, theirs in enumerate(messages) if theirs != messages[0]), None)
     if other is None:
         return

@@ -18,7 +18,7 @@ from shardwise.config import Plan
 from shardwise.cuts import rows_for
 from shardwise.elastic.meshes import plan_on
 from shardwise.elastic.rebuild import rebuilt
-from shardwise.elastic.told import IMAGES, RECOVERY
+from shardwise.elastic.reports import IMAGES, RECOVERY
 from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.optim import vet
@@ -62,10 +62,10 @@ def arrive(
     updates = vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
     messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]
-    said = next((one for one in messages if one.get("came")), None)
-    if said is None:
+    sent = next((one for one in messages if one.get("came")), None)
+    if sent is None:
         raise StateError("This rank has joined a running job, but no other rank sent it the state of the training.")
-    state = said["came"]
+    state = sent["came"]
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     device = next(model.parameters()).device
     units = _units(model, plan, mesh, updates, device)
@@ -83,7 +83,7 @@ def arrive(
     former = Former(model, optimizers, bare, progress, before_change)
     sharded = rebuilt(former, plan, held, world)
     settings = [{key: decode(value) for key, value in one.items()} for one in state["groups"]]
-    numbers = (said["label"], said["version"], said["void_after"], said["void_until"])
+    numbers = (sent["label"], sent["version"], sent["void_after"], sent["void_until"])
     return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], settings)
 
 

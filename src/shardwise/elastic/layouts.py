@@ -22,8 +22,8 @@ from shardwise.checkpoint.content import kept_span
 from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.images import BLOCK, PARAM, TORN, Image
+from shardwise.elastic.reports import IMAGES, Report
 from shardwise.elastic.survival import NUMBERS, Survival
-from shardwise.elastic.told import IMAGES, Report
 from shardwise.errors import StateError
 from shardwise.placement import Slot
 from shardwise.program import FlatSpec

@@ -26,8 +26,8 @@ from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.rebuild import rebuilt, take_down
+from shardwise.elastic.reports import RECOVERY, Report
 from shardwise.elastic.survival import Survival
-from shardwise.elastic.told import RECOVERY, Report
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
 from shardwise.sharded_model import Progress, ShardedModel
 from shardwise.state import Former
@@ -270,11 +270,11 @@ class Recovery(ABC):
         if self._former is not None:
             self._former = self._former.regrouped(regrouped.origins)
         is_new = [origin is None for origin in regrouped.origins]
-        return [None if new else Report.of(message) for new, message in zip(is_new, regrouped.said, strict=True)]
+        return [None if new else Report.of(message) for new, message in zip(is_new, regrouped.reports, strict=True)]
 
     def _check_agreement(self, layout: Layout, version: int, readers: dict[int, int]) -> None:
         """Check that all continue from the same state; the first rank that was there sends it to those that join."""
-        said: dict[str, Any] = {
+        sent: dict[str, Any] = {
             "label": self._num_layouts,
             "of": layout.label,
             "version": version,
@@ -283,8 +283,8 @@ class Recovery(ABC):
         }
         there = [rank for rank, origin in enumerate(layout.ranks) if origin is not None]
         if self._world.rank == there[0] and len(there) < self._world.size:
-            said["came"] = self._for_newcomers(layout, readers, self._num_steps[version])
-        received = self._world.exchange(json.dumps(said).encode(), RECOVERY)
+            sent["came"] = self._for_newcomers(layout, readers, self._num_steps[version])
+        received = self._world.exchange(json.dumps(sent).encode(), RECOVERY)
         others = [json.loads(received[rank]) for rank in there]
         if any({**other, "came": None} != {**others[0], "came": None} for other in others):
             raise StateError(

@@ -220,7 +220,7 @@ class SequenceParallel:
         """Raise `ModelError` if no stage has called attention; once. All ranks of the pipeline must call."""
         if not self._is_checked:
             self._is_checked = True
-            asked = max(map(int, stages.told(str(int(self.attention.num_calls > 0)).encode())))
+            asked = max(map(int, stages.exchange(str(int(self.attention.num_calls > 0)).encode())))
             self._require_attention(asked)
 
     def _require_attention(self, num_calls: int) -> None:

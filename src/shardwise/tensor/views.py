@@ -87,7 +87,7 @@ class ViewCheck:
                 said = difference(expected, _views(module, units, args, kwargs, device, compute), self._parts)
             except ModelError:  # a model that asks for values: nobody can say
                 pass
-            told = [message.decode() for message in line.told(said.encode())]
+            told = [message.decode() for message in line.exchange(said.encode())]
             if any(told):
                 raise ModelError(next(message for message in told if message))
 

@@ -1,7 +1,7 @@
-"""Which processes are ranks, from one generation to the next: what they and their launcher write to each other."""
+"""Membership of an elastic job: the messages between its processes and their launcher."""
 
+from shardwise.comm.members.channels import LauncherChannel, generation_prefix
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.messages import News, Said
-from shardwise.comm.members.post import Post, generation_prefix
+from shardwise.comm.members.messages import Announcement, MemberMessage
 
-__all__ = ["DEPARTURE", "News", "Post", "Said", "generation_prefix"]
+__all__ = ["DEPARTURE", "Announcement", "LauncherChannel", "MemberMessage", "generation_prefix"]

@@ -1,7 +1,7 @@
-"""What SIGTERM means to one rank of an elastic job: it takes its step to the end and leaves; the others go on.
+"""SIGTERM to one rank of an elastic job: it finishes its step and leaves; the others continue.
 
-So a preempted host, a spot instance, `scancel --signal` or an evicted pod costs no step. Where the launcher itself was
-asked to end, or too few would be left, the job ends as any other does.
+So a preempted host, a spot instance, `scancel --signal` or an evicted pod costs no step. If the launcher itself was
+asked to end, or too few ranks would be left, the job ends as any other does.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Protocol
 from shardwise.job_folder import ENDING
 
 
-class Leaves(Protocol):
-    """What of a membership it takes to leave."""
+class CanLeave(Protocol):
+    """The part of a membership that leaving needs."""
 
     folder: Path | None
 
     @property
     def size(self) -> int:
-        """Ranks of the present generation; 0 between two."""
+        """Ranks of the current generation; 0 between two generations."""
         ...
 
     def leave(self) -> None: ...
 
 
 class Departure:
-    """Of this process."""
+    """How this process leaves its elastic job."""
 
     def __init__(self) -> None:
-        self._membership: Leaves | None = None
+        self._membership: CanLeave | None = None
         self._least = 1
         self._has_asked = False
 
-    def follow(self, membership: Leaves, limits: str) -> None:
-        """`membership` is this process's from here on; `limits` are the fewest and the most ranks, such as `2:8`. A
-        SIGTERM that nobody else handles leads to `ask`."""
+    def follow(self, membership: CanLeave, limits: str) -> None:
+        """Set this process's `membership`; `limits` are the fewest and the most ranks, such as `2:8`. From here on a
+        SIGTERM that has no handler yet calls `ask`."""
         self._membership, self._has_asked = membership, False
         self._least = int(limits.partition(":")[0] or 1)
         is_main = threading.current_thread() is threading.main_thread()
@@ -47,8 +47,8 @@ class Departure:
             signal.signal(signal.SIGTERM, self._receive)
 
     def ask(self) -> bool:
-        """Ask to leave at the next step boundary. False, and nothing asked, where that is not how it ends: a job that
-        is not elastic, that ends as a whole, or that needs this rank; or where it has been asked before."""
+        """Ask to leave at the next step boundary. Returns false, without asking, if the job is not elastic, ends as a
+        whole, or needs this rank, or if this rank has asked before."""
         membership = self._membership
         if membership is None or self._has_asked or self._is_ending(membership):
             return False
@@ -58,7 +58,7 @@ class Departure:
         membership.leave()
         return True
 
-    def _is_ending(self, membership: Leaves) -> bool:
+    def _is_ending(self, membership: CanLeave) -> bool:
         return membership.folder is None or (membership.folder / ENDING).exists()
 
     def _receive(self, number: int, _: FrameType | None) -> None:

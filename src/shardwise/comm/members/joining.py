@@ -1,9 +1,9 @@
 """From the environment that an elastic launcher sets to the world of a generation.
 
-[Note: openings that nobody ends] While groups connect, gloo waits for a rank that has died until its own timeout, deep
-in native code and, if the other one was to connect, on no socket that could be shut. So a thread of its own opens a
-generation. When the launcher says that it is over, that thread is left behind: it meets nobody any more under these
-keys, ends with an error some time, and touches nothing that the next generation uses.
+[Note: abandoned openings] While groups connect, gloo waits for a dead rank until its own timeout, in native code, and
+possibly without a socket that could be shut. So a separate thread opens each generation. When the launcher announces
+that the generation is over, that thread is abandoned: it finds no peers under these keys, ends with an error at some
+point, and touches nothing that the next generation uses.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm import compat
 from shardwise.comm.joining import LATER_SECONDS, MEMBER, Opened, agreed_device, open_groups
+from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.membership import Opening, StoreMembership
-from shardwise.comm.members.post import RanksPost
 from shardwise.errors import CommError
 from shardwise.job_token import Seal
 from shardwise.places import Place, address_of, place_of
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from shardwise.comm.world import World
 
 _PREPARING = "shardwise.elastic.preparing"
-"""Imported only on a rank that comes to others: it is of a higher layer."""
+"""Imported only on a newcomer: it belongs to a higher layer."""
 _LEFT_AFTER_SECONDS = 0.1
-"""See [Note: openings that nobody ends]: one that was nearly through gets so long."""
+"""How long an opening that was nearly done may still take. See [Note: abandoned openings]."""
 
 
 def join_members(
@@ -45,9 +45,9 @@ def join_members(
     *,
     shares_memory: bool,
 ) -> World:
-    """Enter the generation that lets this process in, and know the way to the next. See `World.join`.
+    """Enter the generation that admits this process, and set up its membership for later ones. See `World.join`.
 
-    `make` makes the world of a generation out of what was opened for it; nothing is sent in it yet.
+    `make` makes the world of a generation from what was opened for it, without communication.
     """
 
     def open_world(opening: Opening) -> World:
@@ -67,15 +67,15 @@ def join_members(
 
     images = env.get("SHARDWISE_IMAGES", "")
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    first_news = int(env.get("SHARDWISE_NEWS", "0"))
+    first_announcement = int(env.get("SHARDWISE_FIRST_ANNOUNCEMENT", "0"))
     membership = StoreMembership(
-        RanksPost(launchers_store(env), attempt, int(env[MEMBER]), Seal.of(env)),
+        MemberChannel(launchers_store(env), attempt, int(env[MEMBER]), Seal.of(env)),
         open_world,
         folder=Path(images) if images else None,
-        first_news=first_news,
+        first_announcement=first_announcement,
         timeout_seconds=timeout_seconds,
     )
-    if first_news:
+    if first_announcement:
         importlib.import_module(_PREPARING).prepare()
     entered = membership.enter()
     DEPARTURE.follow(membership, env.get("SHARDWISE_ELASTIC", ""))
@@ -92,9 +92,9 @@ def launchers_store(env: Mapping[str, str]) -> TCPStore:
 
 
 def open_generation(place: Place, opening: Opening, timeout_seconds: float) -> Opened:
-    """What a member has once it has met the others of a generation. All its members call.
+    """Connect to the other members of a generation. All its members call.
 
-    Raises `CommError` as soon as the generation is over, and `RuntimeError` as torch does.
+    Raises `CommError` as soon as the generation is over, and torch's `RuntimeError`.
     """
     size = len(opening.members)
     num_local = opening.hosts.count(opening.hosts[opening.rank]) if opening.hosts else size
@@ -107,7 +107,7 @@ def open_generation(place: Place, opening: Opening, timeout_seconds: float) -> O
             opened = error
         opening.answers.put(opened)
         if opening.is_over and not isinstance(opened, Exception) and compat.is_of_store(opening.store):
-            dist.destroy_process_group()  # nobody takes it
+            dist.destroy_process_group()  # no caller takes it
 
     thread = threading.Thread(target=work, name=f"shardwise-open-{opening.generation}", daemon=True)
     thread.start()

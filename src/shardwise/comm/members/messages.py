@@ -1,9 +1,9 @@
-"""What members and their launcher write to each other: plain data that survives a trip as text.
+"""Messages between members and their launcher, as plain data that is sent as JSON.
 
-[Note: one writer] Agreement between processes of which any may die is hard; to follow one who outlives them all is not.
-The launcher alone writes the news, one numbered letter after the other, and everybody reads the same ones in the same
-order. A generation is announced ("entering"), and counts once it is said to be "formed": by then all its members have
-entered it. If one of them dies before, the letter that follows is "over", which is final for everybody as well.
+[Note: one writer] Agreement is hard between processes that may all die, and easy if one process outlives them. So only
+the launcher decides. It publishes numbered announcements, which all members read in the same order. A generation is
+announced as "entering". It is valid once "formed" is announced: by then all its members have entered it. If a member
+dies before that, "over" is announced instead, and is final for all members too.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-SaidKind = Literal["here", "heard", "ready", "opened", "leaving", "whole", "done", "raised"]
-NewsKind = Literal["entering", "formed", "over", "wanted", "leave", "out", "bye", "end"]
+MemberMessageKind = Literal["here", "heard", "ready", "opened", "leaving", "needs_all", "done", "raised"]
+AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "out", "bye", "end"]
 
 
 @dataclass(frozen=True)
-class Said:
+class MemberMessage:
     """From a member to the launcher.
 
-    `here`: waits to be let in. `heard`: has read that `generation` begins or is over (`text`). `ready`: has left
-    `generation` and waits for the next; `text` is the fault, if that is why, and `blames` are members that kept it
-    waiting for too long; unless it `lets_in`, nobody new is to come to where it stands. `opened`: has entered it.
-    `leaving`: asks to leave. `whole`: if any member is lost, all are to start again. `done`, `raised`: is through
-    with the job, or raised `text`. `patience_seconds` is how long others may wait for it.
+    - `here`: waits to be admitted.
+    - `heard`: has read the announcement that `generation` begins or is over (`text`).
+    - `opened`: has entered `generation`.
+    - `ready`: has left `generation` and waits for the next. `text` is the fault, if that is the reason; `blames` are
+      members that it has waited for in vain. Without `lets_in` it is at a point where newcomers cannot join.
+    - `leaving`: asks to leave.
+    - `needs_all`: if any member is lost, all must restart.
+    - `done`, `raised`: has finished its part of the job, or raised `text`.
+
+    `patience_seconds` is how long other members may wait for this one.
     """
 
-    kind: SaidKind
+    kind: MemberMessageKind
     member: int
     generation: int = -1
     step: int = 0
@@ -43,23 +48,27 @@ class Said:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Said:
+    def from_json(cls, text: str | bytes) -> MemberMessage:
         plain = json.loads(text)
         return cls(**{**plain, "blames": tuple(plain["blames"])})
 
 
 @dataclass(frozen=True)
-class News:
-    """From the launcher to everybody.
+class Announcement:
+    """From the launcher to all members.
 
-    `entering`: the `members` of `generation`, by rank, those of the one that was formed `before`, and the names of the
-    members' `hosts`, by rank, if the job has several. `formed`: all of them are there. `over`: it is not to be used any
-    more, since the `members` are gone or for what `text` says. `wanted`: somebody waits to come in, or asks to leave.
-    `leave`: the `members` are to ask to leave. `out`: the others go on without the `members`. `bye`: the `members` have
-    said that they are through. `end`: nobody goes on.
+    - `entering`: a new `generation` with its `members`, by rank; the members of the last one that was formed
+      (`before`); and the members' `hosts`, by rank, if the job has several.
+    - `formed`: all members have entered `generation`.
+    - `over`: `generation` must not be used any more, because the `members` are gone or for the reason in `text`.
+    - `wanted`: a process waits to join, or a member asks to leave.
+    - `leave`: the `members` should ask to leave.
+    - `out`: the others continue without the `members`.
+    - `bye`: the launcher knows that the `members` are done.
+    - `end`: no rank continues.
     """
 
-    kind: NewsKind
+    kind: AnnouncementKind
     generation: int
     members: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
@@ -70,15 +79,15 @@ class News:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> News:
+    def from_json(cls, text: str | bytes) -> Announcement:
         plain = json.loads(text)
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("members", "before", "hosts")}})
 
 
-def send_told(told: Sequence[bytes]) -> str:
-    """What each rank told the others, by rank, as text."""
-    return json.dumps([base64.b85encode(one).decode() for one in told])
+def reports_as_text(reports: Sequence[bytes]) -> str:
+    """The reports of a generation's members, by rank, as text."""
+    return json.dumps([base64.b85encode(one).decode() for one in reports])
 
 
-def read_told(text: str | bytes) -> tuple[bytes, ...]:
+def reports_of_text(text: str | bytes) -> tuple[bytes, ...]:
     return tuple(base64.b85decode(one) for one in json.loads(text))

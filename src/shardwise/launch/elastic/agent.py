@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from shardwise.comm import last_words
-from shardwise.comm.members import Post, generation_prefix
+from shardwise.comm.members import LauncherChannel, generation_prefix
 from shardwise.elastic.blame import Judge
 from shardwise.job_token import Seal, new_token
 from shardwise.launch.elastic.blaming import Blaming, Verdicts
@@ -97,7 +97,7 @@ class ElasticAgent:
         elastic = self._context.elastic
         self._has_blamed = False
         self._seal = Seal(self._token, str(self.attempt))
-        self._post = Post(self._context.store, str(self.attempt), self._seal)
+        self._channel = LauncherChannel(self._context.store, str(self.attempt), self._seal)
         self._rendezvous = Rendezvous(
             elastic.least, elastic.most, can_grow=self._can_grow, is_stopped=self._workers.is_stopped
         )
@@ -112,7 +112,7 @@ class ElasticAgent:
         )
         settings = {
             "SHARDWISE_MEMBER": str(number),
-            "SHARDWISE_NEWS": str(self._post.num_news),
+            "SHARDWISE_FIRST_ANNOUNCEMENT": str(self._channel.num_announcements),
             "SHARDWISE_ELASTIC": f"{context.elastic.least}:{context.elastic.most}",
         }
         self._workers.start(number, slot, attempt, settings)
@@ -141,13 +141,13 @@ class ElasticAgent:
     def _look(self) -> None:
         """Handle all messages and events since the last call."""
         now = time.monotonic()
-        said = self._post.read(list(self._workers.living))
+        messages = self._channel.read(list(self._workers.living))
         events = self._workers.events()
         for event in events:
             self._take(event, now)
             self._act()
-        for one in said:
-            self._rendezvous.hear(one, now)
+        for one in messages:
+            self._rendezvous.receive(one, now)
             self._act()
         self._rendezvous.tick(now)
         self._rendezvous.reconsider(now)
@@ -228,13 +228,13 @@ class ElasticAgent:
     def _act(self) -> None:
         """Carry out the decisions of the rendezvous."""
         rendezvous = self._rendezvous
-        for news in rendezvous.news:
-            if news.kind == "entering":
+        for announcement in rendezvous.announcements:
+            if announcement.kind == "entering":
                 self._judge()
-                self._post.pass_on(news.generation, news.members, news.before)
-            self._post.publish(news)
-        has_formed = any(news.kind == "formed" for news in rendezvous.news)
-        rendezvous.news.clear()
+                self._channel.share_reports(announcement.generation, announcement.members, announcement.before)
+            self._channel.publish(announcement)
+        has_formed = any(announcement.kind == "formed" for announcement in rendezvous.announcements)
+        rendezvous.announcements.clear()
         for number, why in rendezvous.kills:
             self._end_one(number, why)
         rendezvous.kills.clear()
@@ -276,7 +276,7 @@ class ElasticAgent:
         rendezvous.losses.clear()
         rendezvous.num_left = 0
         for generation in range(self._num_forgotten, rendezvous.generation):
-            self._post.forget(generation)
+            self._channel.forget(generation)
         self._num_forgotten = rendezvous.generation
 
     def _last_words(self, rank: int, generation: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.comm.members import Said
+from shardwise.comm.members import MemberMessage
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Process:
     """Whether its script has ended, even if the process has not."""
     heard: tuple[int, str] = (-1, "")
     """The last announcement that it has read: a generation, and whether that begins or is over."""
-    ready: Said | None = None
+    ready: MemberMessage | None = None
     opened: int = -1
     patience_seconds: float = 600
 

@@ -1,7 +1,7 @@
 """The launcher's decision which members the next generation has, from their messages and from deaths.
 
-A plain state machine: its methods are called with events, its decisions are in `news` and `kills`. It has no processes,
-no store and no clock.
+A plain state machine: its methods are called with events, its decisions are in `announcements` and `kills`. It has no
+processes, no store and no clock.
 
 A generation is *entered* when it is announced, *formed* when all its members have reported that they are in, and *over*
 when one of them dies or reports a fault. Then the rendezvous gathers: each living member reports that it is ready (its
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.comm.members import News, Said
+from shardwise.comm.members import Announcement, MemberMessage
 from shardwise.launch.elastic.processes import Loss, Process
 from shardwise.launch.report import in_words
 
@@ -37,7 +37,8 @@ _MAX_VAIN = 5
 class Rendezvous:
     """`least` members are needed to continue, and at most `most` are admitted.
 
-    `can_grow` tells whether more processes are expected. Decisions are in `news` and `kills`, which the caller empties.
+    `can_grow` tells whether more processes are expected. Decisions are in `announcements` and `kills`, which
+    the caller empties.
     """
 
     least: int
@@ -55,7 +56,7 @@ class Rendezvous:
     former: tuple[int, ...] = ()
     """Members of that generation, by rank."""
     step: int = 0
-    news: list[News] = field(default_factory=list)
+    announcements: list[Announcement] = field(default_factory=list)
     kills: list[tuple[int, str]] = field(default_factory=list)
     """Processes to end, and why."""
     losses: list[Loss] = field(default_factory=list)
@@ -115,33 +116,33 @@ class Rendezvous:
         process.is_alive, process.is_dying_since = False, None
         self._decide(now)
 
-    def hear(self, said: Said, now: float) -> None:
-        process = self.processes[said.member]
-        if said.kind in ("done", "raised"):
-            self._publish(News("bye", self.generation, (said.member,)))
+    def receive(self, message: MemberMessage, now: float) -> None:
+        process = self.processes[message.member]
+        if message.kind in ("done", "raised"):
+            self._publish(Announcement("bye", self.generation, (message.member,)))
         if not process.is_alive:  # considered dead, but it has come back
-            if said.kind in ("here", "ready"):
-                self._turn_away((said.member,), _HELD_FOR_DEAD)
+            if message.kind in ("here", "ready"):
+                self._turn_away((message.member,), _HELD_FOR_DEAD)
             return
-        process.patience_seconds = said.patience_seconds
-        match said.kind:
+        process.patience_seconds = message.patience_seconds
+        match message.kind:
             case "here":
-                process.is_here, process.pid = True, said.pid
+                process.is_here, process.pid = True, message.pid
             case "heard":
-                process.heard = said.generation, said.text
+                process.heard = message.generation, message.text
             case "opened":
-                process.opened = max(process.opened, said.generation)
+                process.opened = max(process.opened, message.generation)
             case "ready":
-                self._get_ready(process, said, now)
+                self._note_ready(process, message, now)
             case "leaving":
                 process.is_leaving = True
-            case "whole":
+            case "needs_all":
                 self.needs_all = True
             case "done":
                 process.is_done = True
             case "raised":  # the others are told at once, and continue when its process has ended
-                self.step = max(self.step, said.step)
-                self.died(said.member, f"raised {said.text}", now)
+                self.step = max(self.step, message.step)
+                self.died(message.member, f"raised {message.text}", now)
                 process.is_dying_since = now
                 return
         self._decide(now)
@@ -180,7 +181,7 @@ class Rendezvous:
     def send_away(self, numbers: Iterable[int]) -> None:
         """Make these members leave at the next step boundary."""
         if staying := tuple(n for n in numbers if self.processes[n].is_alive and not self.processes[n].is_leaving):
-            self._publish(News("leave", self.generation, staying))
+            self._publish(Announcement("leave", self.generation, staying))
 
     # -- what follows -----------------------------------------------------------------------------------
 
@@ -205,19 +206,19 @@ class Rendezvous:
         members = [self.processes[number] for number in self.members]
         return [process for process in members if process.is_alive and not process.is_done]
 
-    def _get_ready(self, process: Process, said: Said, now: float) -> None:
-        if said.generation != self.generation or not process.is_member:
+    def _note_ready(self, process: Process, message: MemberMessage, now: float) -> None:
+        if message.generation != self.generation or not process.is_member:
             return
         if self.state == "formed" and all(one.ready is None for one in self._living()):
             self._since = now
-        process.ready = said
-        self.step = max(self.step, said.step)
-        if not said.text:
+        process.ready = message
+        self.step = max(self.step, message.step)
+        if not message.text:
             return
-        for number in said.blames:
-            if (blamed := self.processes.get(number)) is not None and blamed.is_alive and number != said.member:
-                self._give_up(blamed, f"kept the others waiting for more than {said.patience_seconds:g} s")
-        self._break_off((), said.text, now)
+        for number in message.blames:
+            if (blamed := self.processes.get(number)) is not None and blamed.is_alive and number != message.member:
+                self._give_up(blamed, f"kept the others waiting for more than {message.patience_seconds:g} s")
+        self._break_off((), message.text, now)
 
     def _give_up(self, process: Process, text: str) -> None:
         self.kills.append((process.number, text))
@@ -228,7 +229,7 @@ class Rendezvous:
             gone = tuple(lost)
             self._num_vain += self.state == "entering" and not gone
             self.state, self._since = "gathering", now
-            self._publish(News("over", self.generation, gone, text=text))
+            self._publish(Announcement("over", self.generation, gone, text=text))
 
     def _decide(self, now: float) -> None:
         if self.state == "entering":
@@ -243,7 +244,7 @@ class Rendezvous:
             self.state, self._num_vain = "formed", 0
             self.formed, self.former = self.generation, self.members
             self._call_for_changes()  # before "formed", so that members know it when they enter
-            self._publish(News("formed", self.generation))
+            self._publish(Announcement("formed", self.generation))
 
     def _call_for_changes(self) -> None:
         room = self.most - len(self._living())
@@ -253,7 +254,7 @@ class Rendezvous:
         leaves = any(process.is_leaving for process in self._living())
         if (comes or leaves) and self._wanted != self.generation:
             self._wanted = self.generation
-            self._publish(News("wanted", self.generation))
+            self._publish(Announcement("wanted", self.generation))
 
     def _others(self) -> list[Process]:
         """Living processes that are not in the generation announced last."""
@@ -299,7 +300,7 @@ class Rendezvous:
 
     def _end(self, why: str) -> None:
         self.state, self.why_lost = "lost", why
-        self._publish(News("end", self.generation, text=why))
+        self._publish(Announcement("end", self.generation, text=why))
 
     def _enter(self, members: list[int], now: float) -> None:
         members = self._by_host(members)
@@ -309,7 +310,9 @@ class Rendezvous:
         self.generation, self.members = self.generation + 1, tuple(members)
         self.state, self._since = "entering", now
         hosts = tuple(self.processes[number].host for number in members)
-        self._publish(News("entering", self.generation, self.members, self.former, hosts=hosts if any(hosts) else ()))
+        self._publish(
+            Announcement("entering", self.generation, self.members, self.former, hosts=hosts if any(hosts) else ())
+        )
 
     def _by_host(self, members: list[int]) -> list[int]:
         """Those of a host in a row, hosts in the order of their first members: see `World.local_size`."""
@@ -319,10 +322,10 @@ class Rendezvous:
 
     def _turn_away(self, members: Iterable[int], text: str) -> None:
         if numbers := tuple(members):
-            self._publish(News("out", self.generation, numbers, text=text))
+            self._publish(Announcement("out", self.generation, numbers, text=text))
 
-    def _publish(self, news: News) -> None:
-        self.news.append(news)
+    def _publish(self, announcement: Announcement) -> None:
+        self.announcements.append(announcement)
 
 
 _HELD_FOR_DEAD = (

@@ -1,0 +1,144 @@
+"""Channels between the launcher and the members of a job: keys of a store that the launcher owns.
+
+The launcher writes its announcements to `news/0`, `news/1`, ..., each member its messages to `from/<member>/0`, ...; a
+count of all messages shows the launcher when there is something to read. A member's report to the others is stored
+under a separate key, and copied from there when the next generation begins.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import threading
+from collections.abc import Callable, Iterable
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shardwise.comm import compat
+from shardwise.comm.members.messages import Announcement, MemberMessage, reports_as_text, reports_of_text
+from shardwise.comm.sealed import SealedStore
+from shardwise.errors import CommError
+from shardwise.job_token import Seal
+
+_NUM_SENT = "num-sent"
+_ALWAYS = datetime.timedelta(days=365)
+
+
+def prefix_of(attempt: str) -> str:
+    """The prefix of the keys of one attempt of a job."""
+    return f"shardwise/members-{attempt}"
+
+
+def generation_prefix(attempt: str, generation: int) -> str:
+    """The prefix of the keys of one generation, which torch, the watchdog and the devices write."""
+    return f"{prefix_of(attempt)}/generation-{generation}"
+
+
+class LauncherChannel:
+    """The launcher's side. Used by one thread. The store's `RuntimeError` is not translated."""
+
+    def __init__(self, store: Store, attempt: str, seal: Seal) -> None:
+        self._root = store
+        self._attempt = attempt
+        self._store = SealedStore(prefix_of(attempt), store, seal)
+        self._num_read: dict[int, int] = {}
+        self._num_sent = 0
+        self.num_announcements = 0
+
+    def publish(self, announcement: Announcement) -> None:
+        self._store.set(f"news/{self.num_announcements}", announcement.to_json())
+        self.num_announcements += 1
+
+    def read(self, members: Iterable[int]) -> list[MemberMessage]:
+        """New messages of `members`, each member's in their order. Raises `CommError` for forged messages."""
+        num_sent = self._store.add(_NUM_SENT, 0)
+        if num_sent == self._num_sent:
+            return []
+        self._num_sent = num_sent
+        found = []
+        for member in members:
+            while self._store.check([key := f"from/{member}/{self._num_read.get(member, 0)}"]):
+                found.append(MemberMessage.from_json(self._store.get(key)))
+                self._num_read[member] = self._num_read.get(member, 0) + 1
+        return found
+
+    def share_reports(self, generation: int, members: Iterable[int], former: Iterable[int]) -> None:
+        """Publish to a generation the reports of its `members`, by rank; only `former` members have one."""
+        has_report = set(former)
+        reports = [self._report_of(member) if member in has_report else b"" for member in members]
+        self._store.set(f"reports/{generation}", reports_as_text(reports))
+
+    def forget(self, generation: int) -> None:
+        """Remove the keys of a generation that is no longer used."""
+        prefix = f"{generation_prefix(self._attempt, generation)}/"
+        for key in self._root.list_keys():
+            if (at := key.find(prefix)) >= 0:
+                self._root.delete_key(key[at:])
+        self._store.delete_key(f"reports/{generation}")
+
+    def _report_of(self, member: int) -> bytes:
+        key = f"report-of/{member}"
+        return base64.b85decode(self._store.get(key)) if self._store.check([key]) else b""
+
+
+class MemberChannel:
+    """One member's side."""
+
+    def __init__(self, store: Store, attempt: str, member: int, seal: Seal) -> None:
+        """`store` must not be used by other code; it can be cloned."""
+        self.member = member
+        self._attempt = attempt
+        self._seal = seal
+        self._root = store
+        self._store = SealedStore(prefix_of(attempt), store, seal)
+        self._num_sent = 0
+        self._lock = threading.Lock()
+
+    def has_sent(self) -> bool:
+        """Whether a process with this number has sent a message before."""
+        return self._store.check([f"from/{self.member}/0"])
+
+    def send(self, message: MemberMessage, report: bytes | None = None) -> None:
+        """Send `message`, after storing a `report` for the other members. From any thread, but not from a signal
+        handler."""
+        with self._lock:
+            if report is not None:
+                self._store.set(f"report-of/{self.member}", base64.b85encode(report).decode())
+            self._store.set(f"from/{self.member}/{self._num_sent}", message.to_json())
+            self._num_sent += 1
+            self._store.add(_NUM_SENT, 1)
+
+    def reports(self, generation: int) -> tuple[bytes, ...]:
+        """The reports of the members of `generation`, by rank."""
+        with self._lock:
+            return reports_of_text(self._store.get(f"reports/{generation}"))
+
+    def store_of(self, generation: int) -> Store:
+        """The store in which its members meet, over a connection of its own."""
+        with self._lock:
+            return PrefixStore(generation_prefix(self._attempt, generation), compat.twin(self._root))
+
+    def listen(self, first: int, read: Callable[[Announcement], bool]) -> threading.Thread:
+        """Start a thread that calls `read` with each announcement from number `first` on, until that returns false.
+
+        [Note: threads at exit] A thread that returns from torch's store while Python shuts down ends the process
+        (`terminate called`). So this thread must end before; the last announcement to a member serves that purpose.
+        """
+        prefix, twin = prefix_of(self._attempt), compat.twin(self._root)
+        plain, store = PrefixStore(prefix, twin), SealedStore(prefix, twin, self._seal)
+
+        def follow() -> None:
+            number, goes_on = first, True
+            try:
+                while goes_on:
+                    plain.wait([f"news/{number}"], _ALWAYS)
+                    goes_on = read(Announcement.from_json(store.get(f"news/{number}")))
+                    number += 1
+            except CommError as error:  # forged: what follows cannot be trusted either
+                read(Announcement("end", -1, text=str(error)))
+            except RuntimeError:
+                return  # the launcher is gone, and this process will not be there for long
+
+        thread = threading.Thread(target=follow, name=f"shardwise-news-{self.member}", daemon=True)
+        thread.start()
+        return thread
