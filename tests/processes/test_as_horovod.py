@@ -107,7 +107,7 @@ def test_who_is_killed_is_named_after_two_shutdowns(folder: Path) -> None:
     (folder / "killed.py").write_text(textwrap.dedent(KILLED))
     done = run(folder, "launch", "--as-horovod", "-np", "2", "killed.py")
     assert done.returncode != 0
-    assert "LETTER allreduce 'w' was issued by rank 0, but rank 1 is gone without a word." in done.stdout
+    assert "LETTER allreduce 'w' was issued by rank 0, but rank 1 has exited without calling shutdown()" in done.stdout
 
 
 def trace(folder: Path) -> list[dict[str, object]]:

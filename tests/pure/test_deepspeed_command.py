@@ -10,15 +10,15 @@ import pytest
 from shardwise.cli.deepspeed_hosts import deepspeed_env
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.integrations.deepspeed.command_line import Asked, add_options, refuse_options, understood
+from shardwise.integrations.deepspeed.command_line import LocalLaunch, add_options, local_launch, refuse_options
 
 
-def asked(text: str, num_devices: int) -> Asked:
+def asked(text: str, num_devices: int) -> LocalLaunch:
     parser = argparse.ArgumentParser()
     add_options(parser)
     args = parser.parse_args([*text.split(), "train.py", "--deepspeed", "--num_gpus", "9"])
     refuse_options(args)
-    return understood(args, num_devices)
+    return local_launch(args, num_devices)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_hostfile_of_one_host_counts_ranks(tmp_path: Path) -> None:
     assert asked(f"--hostfile {file}", 0).nproc == 3
     assert asked(f"-H {file} --exclude localhost:1", 0).nproc == 2
     file.write_text("a slot=2\n")
-    with pytest.raises(ConfigError, match="not a line of a hostfile"):
+    with pytest.raises(ConfigError, match="is not a valid line"):
         asked(f"--hostfile {file}", 0)
 
 
@@ -58,13 +58,13 @@ def test_what_means_nothing_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("--num_nodes 2", "--num_nodes 2 is about several hosts.*Give --hostfile"),
+        ("--num_nodes 2", "--num_nodes 2 needs several hosts.*Give --hostfile"),
         ("--node_rank 1", "starts one of several hosts by hand"),
-        ("--include a:0@b:1", "is about several hosts"),
-        ("--include localhost:x", "names no devices"),
-        ("--exclude localhost", "leaves none"),
-        ("--include localhost:0 --exclude localhost:1", "two choices"),
-        ("--include localhost:0 --num_gpus 1", "Give one or the other"),
+        ("--include a:0@b:1", "needs several hosts"),
+        ("--include localhost:x", "is not a list of devices"),
+        ("--exclude localhost", "excludes all 2 devices"),
+        ("--include localhost:0 --exclude localhost:1", "--include and --exclude both select devices"),
+        ("--include localhost:0 --num_gpus 1", "--num_gpus and --include or --exclude both"),
         ("--autotuning run", "--autotuning is not supported"),
         ("--no_python", "--no_python is not supported"),
         ("--elastic_training", "--elastic_training is not supported"),
@@ -84,7 +84,7 @@ def test_a_dry_run_tells_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
     ran = f"shardwise.integrations.deepspeed --local-rank {script} --deepspeed -x 1"
     assert said.out.startswith("2 times: ")
     assert ran in said.out
-    assert "--launcher is about other hosts" in said.err
+    assert "--launcher has no effect" in said.err
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_one_host_of_a_file_only_by_force(hosts: Path, capsys: pytest.CaptureFix
             "--launcher slurm is not supported for the hosts of a file. Take `shardwise launch --where slurm`",
         ),
         ("--launcher mvapich", "Take impi, mpich, openmpi, pdsh, ssh."),
-        ("--num_gpus 1 --include gpu1", "Give one or the other"),
+        ("--num_gpus 1 --include gpu1", "--num_gpus and --include or --exclude both"),
         ("--include gpu4", "which is none of the hosts"),
         ("--num_nodes 4", "--nodes is 4, and 3 hosts are named"),
         ("--node_rank 1", "starts one of several hosts by hand"),

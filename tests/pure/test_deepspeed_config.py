@@ -13,7 +13,7 @@ from shardwise.cli.main import main
 from shardwise.config import load_plan
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import read_config
-from shardwise.integrations.deepspeed.fields import FIELDS, Fate
+from shardwise.integrations.deepspeed.fields import FIELDS, FieldStatus
 
 FP16 = {"dynamic": True, "initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
 STAGE_3: dict[str, Any] = {
@@ -92,16 +92,16 @@ PLANS = {
 }
 REFUSED = {
     "both precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Keep one"),
-    "a batch that does not divide": ({"train_batch_size": 6}, "train_batch_size 6 does not divide by 4"),
+    "a batch that does not divide": ({"train_batch_size": 6}, "train_batch_size 6 is not a multiple of"),
     "three numbers that do not fit": (
         {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
-        "Leave one of them out",
+        "Remove one of the three",
     ),
     "a micro-batch that does not divide": (
         {"train_batch_size": 20, "train_micro_batch_size_per_gpu": 2},
-        "Leave one of them out",
+        "Remove one of the three",
     ),
-    "stage 4": ({"zero_optimization": {"stage": 4}}, "there are 0, 1, 2 and 3"),
+    "stage 4": ({"zero_optimization": {"stage": 4}}, "it must be 0, 1, 2 or 3"),
     "parameters away in stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         "offload_param needs stage 3",
@@ -118,11 +118,11 @@ REFUSED = {
                 "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
             }
         },
-        "ratio is 0.5, which is for device cpu",
+        "ratio is 0.5, which is supported only for device cpu",
     ),
     "a share of states on nvme": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratio": 0.5}}},
-        "ratio is 0.5, which is for device cpu",
+        "ratio is 0.5, which is supported only for device cpu",
     ),
     "nvme without a folder": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
@@ -134,7 +134,7 @@ REFUSED = {
     ),
     "a batch said twice": (
         {"elasticity": {"enabled": True}, "train_batch_size": 8},
-        "elasticity says what the batch is, and so does train_batch_size",
+        "Both elasticity and train_batch_size set the batch size",
     ),
     "ranks that cannot share an elastic batch": (
         {"elasticity": {"enabled": True, "version": 0.1, "min_gpus": 5}},
@@ -143,7 +143,7 @@ REFUSED = {
     "sums": ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
     "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is not a number"),
     "a flag that is a number": ({"fp16": {"enabled": 1}}, "true or false"),
-    "ranks that do not divide": ({"tensor_parallel": {"autotp_size": 3}}, "4 ranks do not divide"),
+    "ranks that do not divide": ({"tensor_parallel": {"autotp_size": 3}}, "ranks, 4, is not a multiple"),
 }
 
 
@@ -176,15 +176,15 @@ def test_all_that_cannot_be_granted_is_said_at_once() -> None:
 
 def test_no_field_is_left_out_of_the_report() -> None:
     read = read_config({**STAGE_3, "flibber": 1, "grad_clipping": 2, "fp16": {"enabled": "auto"}}, world_size=4)
-    fates = {note.path: note.fate for note in read.notes}
-    assert fates["flibber"] is Fate.UNKNOWN
-    assert fates["fp16.enabled"] is Fate.AUTO
-    assert fates["zero_optimization.overlap_comm"] is Fate.NOT_NEEDED
-    assert fates["zero_optimization.offload_param.device"] is Fate.HONOURED
-    assert len(fates) == 14
+    statuses = {note.path: note.status for note in read.notes}
+    assert statuses["flibber"] is FieldStatus.UNKNOWN
+    assert statuses["fp16.enabled"] is FieldStatus.AUTO
+    assert statuses["zero_optimization.overlap_comm"] is FieldStatus.NOT_NEEDED
+    assert statuses["zero_optimization.offload_param.device"] is FieldStatus.HONOURED
+    assert len(statuses) == 14
     first, second, *_ = read.report().splitlines()
-    assert first.startswith("flibber: not understood")
-    assert second == "grad_clipping: not understood; did you mean gradient_clipping?"
+    assert first.startswith("flibber: unknown")
+    assert second == "grad_clipping: unknown; did you mean gradient_clipping?"
 
 
 def test_auto_takes_what_the_caller_knows() -> None:
@@ -216,7 +216,7 @@ def test_monitors_become_trackers_with_places_of_their_own() -> None:
     }
     assert read.report() == ""
     assert read.report(monitors_by="report_to has them").splitlines() == [
-        f"{section}.enabled: had elsewhere; report_to has them" for section in config
+        f"{section}.enabled: available elsewhere; report_to has them" for section in config
     ]
     off = read_config({"wandb": {"enabled": False}, "tensorboard": {}, "csv_monitor": {"job_name": "x"}}, world_size=1)
     assert off.monitors == {}
@@ -226,7 +226,7 @@ def test_monitors_become_trackers_with_places_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"tensorboard": {"enabled": "yes"}}, "tensorboard.enabled is 'yes'; it has to be true or false"),
+        ({"tensorboard": {"enabled": "yes"}}, "tensorboard.enabled is 'yes'; it must be true or false"),
         ({"csv_monitor": {"enabled": True, "job_name": 3}}, "csv_monitor.job_name is 3, which is not text"),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_monitor_that_cannot_be_meant(section: dict[str, Any], words: str) -> 
 
 
 def test_every_field_has_its_reason() -> None:
-    assert all(field.why for field in FIELDS.values() if field.fate is not Fate.HONOURED)
+    assert all(field.why for field in FIELDS.values() if field.status is not FieldStatus.HONOURED)
 
 
 def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +248,7 @@ def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "AdamW(lr=0.001)" in out.read_text()
     told = capsys.readouterr().err
     assert "overlap_comm: not needed" in told
-    assert "csv_monitor.enabled: had elsewhere; name a folder as run in the plan" in told
+    assert "csv_monitor.enabled: available elsewhere; name a folder as run in the plan" in told
     assert main(["convert", str(source), str(out), "--world", "4"]) == 2
     assert "already exists" in capsys.readouterr().err
 
@@ -278,5 +278,5 @@ def test_a_launch_that_cannot_be_meant(
 
 
 def test_a_world_of_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="There are 0 ranks"):
+    with pytest.raises(ConfigError, match="world_size is 0"):
         read_config({}, world_size=0)

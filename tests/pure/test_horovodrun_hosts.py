@@ -6,14 +6,14 @@ import argparse
 
 import pytest
 
-from shardwise.integrations.horovod.command import Understood, add_horovodrun_arguments, understand
-from shardwise.integrations.horovod.command_hosts import words_for_environment
+from shardwise.integrations.horovod.command_line import LaunchCommand, add_horovodrun_arguments, launch_command
+from shardwise.integrations.horovod.command_line_hosts import words_for_environment
 
 
-def understood(text: str) -> Understood:
+def understood(text: str) -> LaunchCommand:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_horovodrun_arguments(parser)
-    return understand(parser.parse_args([*text.split(), "python", "train.py"]))
+    return launch_command(parser.parse_args([*text.split(), "python", "train.py"]))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def understood(text: str) -> Understood:
 def test_ranks_fill_the_hosts_in_their_order(text: str, words: str) -> None:
     found = understood(text)
     assert found.launch == ["--as-horovod", *words.split(), "train.py"]
-    assert found.is_by_ssh == ("ssh" in words)
+    assert found.uses_ssh == ("ssh" in words)
     assert any("--network-interfaces" in note for note in found.notes) == ("localhost:4" in text)
 
 

@@ -30,7 +30,7 @@ from shardwise.comm.status import Status
 from shardwise.elastic.blame import Judge
 from shardwise.elastic.signs import End
 from shardwise.errors import CommError, FaultError
-from shardwise.integrations.horovod.links import Door, come_to
+from shardwise.integrations.horovod.links import Listener, connect
 from shardwise.job_token import VARIABLE, ForgedError, Seal, new_token
 from shardwise.launch import Attempt, Job
 from shardwise.launch.hosts import facts, wire
@@ -326,7 +326,7 @@ def test_a_host_of_an_elastic_job_speaks_for_the_members_alone_that_were_started
 
 
 @contextmanager
-def at_the_door(door: Door, size: int) -> Iterator[dict[str, Any]]:
+def at_the_door(door: Listener, size: int) -> Iterator[dict[str, Any]]:
     admitted: dict[str, Any] = {}
 
     def admit() -> None:
@@ -341,9 +341,9 @@ def at_the_door(door: Door, size: int) -> Iterator[dict[str, Any]]:
 
 def test_strangers_at_horovods_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may know all that the store has; without the token they stay outside, and so does who is too slow."""
-    monkeypatch.setattr("shardwise.integrations.horovod.links._WORD_SECONDS", 0.3)
+    monkeypatch.setattr("shardwise.integrations.horovod.links._PROOF_SECONDS", 0.3)
     monkeypatch.setenv(VARIABLE, "token")
-    door = Door("127.0.0.1")
+    door = Listener("127.0.0.1")
     port, name = door.address.split()
     with at_the_door(door, 1) as admitted:
         for said in (b"", b"\xff" * 36, Seal("guessed").word(name) + bytes(4), Seal("").word(name) + bytes(4)):
@@ -352,7 +352,7 @@ def test_strangers_at_horovods_door(monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.create_connection(("127.0.0.1", int(port))) as slow:
             slow.sendall(b"x")
             started = time.monotonic()
-            link = come_to("127.0.0.1", door.address, 0, 10)
+            link = connect("127.0.0.1", door.address, 0, 10)
             slow.settimeout(10)
             assert slow.recv(1) == b""
             assert time.monotonic() - started < 8

@@ -130,9 +130,9 @@ def test_what_scripts_ask_of_a_model() -> None:
 
 def test_refused_by_name() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"num_experts": 3, "ep_size": 2}, "does not divide by ep_size 2"),
+        ({"num_experts": 3, "ep_size": 2}, "not a multiple of ep_size 2"),
         ({"num_experts": 2, "enable_expert_tensor_parallelism": True}, "enable_expert_tensor_parallelism"),
-        ({"num_experts": 2, "k": 3}, "k is 3, and there are 2 experts"),
+        ({"num_experts": 2, "k": 3}, "k is 3; with 2 experts it must be 1 to 2"),
         ({"num_experts": 2, "noisy_gate_policy": "Some"}, "noisy_gate_policy is 'Some'"),
     ]
     for settings, sentence in refused:
@@ -141,10 +141,10 @@ def test_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"has buffers \(running_mean"):
         MoE(WIDTH, nn.BatchNorm1d(WIDTH))
     layer = MoE(WIDTH, Expert(), num_experts=2, k=2)
-    with pytest.raises(ConfigError, match="used_token is for k = 1"):
+    with pytest.raises(ConfigError, match="used_token needs k = 1"):
         layer(torch.ones(8, WIDTH), torch.ones(8))
     with pytest.raises(DataError, match="3 tokens, fewer than min_capacity 4"):
         MoE(WIDTH, Expert(), num_experts=2)(torch.ones(3, WIDTH))
     different = nn.Sequential(MoE(WIDTH, Expert(), 2, 2), MoE(WIDTH, Expert(), 2, 1))
-    with pytest.raises(ConfigError, match="need one ep_size; 0 has 2, 1 has 1"):
+    with pytest.raises(ConfigError, match="need the same ep_size, but 0 has 2, 1 has 1"):
         run_ranks(1, lambda world: deepspeed.initialize(model=different, config={}, world=world))

@@ -180,14 +180,14 @@ def test_contradictions_name_tensor_and_ranks() -> None:
     assert told[0] == told[1] == told[2]
     letters = told[0]
     assert letters[0] == (
-        "allreduce 'w' has different shapes: [2] on ranks 0, 1, [3] on rank 2. All ranks must give it the same."
+        "allreduce 'w' has different shapes: [2] on ranks 0, 1, [3] on rank 2. They must be the same on all ranks."
     )
     assert "float32 on ranks 0, 1, int32 on rank 2" in letters[1]
     assert "Sum on ranks 0, 1, Max on rank 2" in letters[2]
     assert "root ranks: 1 on ranks 0, 1, 2 on rank 2" in letters[3]
     assert "[any, 2] on ranks 0, 1, [any, 3] on rank 2" in letters[4]
     assert "on rank 2 has splits [1, 1, 1]" in letters[5]
-    assert "4 rows, which cannot be split equally over 3 ranks" in letters[6]
+    assert "4 rows, which cannot be split equally among 3 ranks" in letters[6]
     assert "without dimensions" in letters[7]
     assert "root rank 7, which is not one of [0, 1, 2]" in letters[8]
     assert "numbers of tensors: 1 on ranks 0, 1, 2 on rank 2" in letters[9]
@@ -226,7 +226,7 @@ def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     with caplog.at_level(logging.WARNING, "shardwise"):
         told = on_ranks(3, work)
     assert told[0] == told[1] == told[2]
-    assert re.match(r"allreduce 'w' was issued by ranks 0, 2, and for \d s not by rank 1\.", told[0])
+    assert re.match(r"allreduce 'w' was issued by ranks 0, 2, but for \d s not by rank 1\.", told[0])
     assert any("'w' was issued by ranks 0, 2" in record.message for record in caplog.records)
 
 

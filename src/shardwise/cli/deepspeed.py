@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise import launch
 from shardwise.cli.deepspeed_hosts import names_hosts, notes_on_hosts, run_on_hosts
-from shardwise.integrations.deepspeed.command_line import add_options, refuse_options, understood
+from shardwise.integrations.deepspeed.command_line import add_options, local_launch, refuse_options
 from shardwise.launch.job import Job, describe
 
 _RUN_BY = "shardwise.integrations.deepspeed"
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         _tell(notes_on_hosts(args))
         return run_on_hosts(args, _job(args, max(1, args.num_gpus)))
     num_devices = launch.count_gpus()
-    asked = understood(args, num_devices)
+    asked = local_launch(args, num_devices)
     _tell(asked.notes)
     if asked.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, asked.devices))

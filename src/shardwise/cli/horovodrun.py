@@ -8,8 +8,8 @@ import os
 import sys
 
 from shardwise.cli import launch
-from shardwise.integrations.horovod.command import BUILD, add_horovodrun_arguments, understand
-from shardwise.integrations.horovod.command_hosts import words_for_environment
+from shardwise.integrations.horovod.command_line import BUILD, add_horovodrun_arguments, launch_command
+from shardwise.integrations.horovod.command_line_hosts import words_for_environment
 
 add_arguments = add_horovodrun_arguments
 
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check_build:
         print(BUILD.format(**_found()), end="")
         return 0
-    understood = understand(args)
+    understood = launch_command(args)
     for note in understood.notes:
         print(f"shardwise: {note}.", file=sys.stderr)
     os.environ.update(understood.environment)
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     launch.add_arguments(parser)
     if args.verbose:
         print(f"shardwise launch {' '.join(understood.launch)}", file=sys.stderr)
-    variables = words_for_environment() if understood.is_by_ssh else []
+    variables = words_for_environment() if understood.uses_ssh else []
     return launch.run(parser.parse_args([*variables, *understood.launch]))
 
 

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed.config import Reading, read_config
+from shardwise.integrations.deepspeed.config import TranslatedConfig, read_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _yaml_of(reading: Reading, source: Path, num_ranks: int) -> str:
+def _yaml_of(reading: TranslatedConfig, source: Path, num_ranks: int) -> str:
     batch = f"{reading.micro_batch} samples a rank and micro-batch, {reading.global_batch} a step on {num_ranks} ranks"
     lines = [f"# From {source.name}: {batch}."]
     for what, named in (("optimizer", reading.optimizer), ("scheduler", reading.scheduler)):

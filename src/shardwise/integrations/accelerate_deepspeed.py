@@ -14,8 +14,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate import Accelerator
-from shardwise.integrations.deepspeed.config import Named
-from shardwise.integrations.deepspeed.making import make_optimizer
+from shardwise.integrations.deepspeed.config import ComponentConfig
+from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_deepspeed import USE_VARIABLE, read_with
 from shardwise.integrations.hf_zero3 import LIVE
@@ -179,8 +179,8 @@ def _plugin_of(arguments: dict[str, Any]) -> DeepSpeedPlugin | None:
     return plugin
 
 
-def _filled(said: dict[str, Any], known: dict[str, Any]) -> Named:
+def _filled(said: dict[str, Any], known: dict[str, Any]) -> ComponentConfig:
     """A section by name, whose `"auto"` is what the script said where it said something."""
     params = dict(said.get("params") or {})
     found = {key: known.get(key) if value == "auto" else value for key, value in params.items()}
-    return Named(str(said.get("type")), {key: value for key, value in found.items() if value is not None})
+    return ComponentConfig(str(said.get("type")), {key: value for key, value in found.items() if value is not None})

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed.config import Named, Reading, read_config
-from shardwise.integrations.deepspeed.making import make_optimizer
+from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
+from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_zero3 import LIVE
 
@@ -27,7 +27,7 @@ USE_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 
 def read_with(
     config: dict[str, Any], world_size: int, model: nn.Module | None, auto: dict[str, Any] | None = None
-) -> Reading:
+) -> TranslatedConfig:
     """What a config comes to for `model`, whose width fills what Transformers fills by it; `auto` fills the rest."""
     return read_config(config, world_size=world_size, auto={**_by_width(model), **(auto or {})})
 
@@ -89,7 +89,7 @@ class Sections:
         self._arguments = arguments
         self._config = copy.deepcopy(getattr(arguments, ASKED))
 
-    def reading(self, model: nn.Module | None) -> Reading:
+    def reading(self, model: nn.Module | None) -> TranslatedConfig:
         """All of the config; what is still `"auto"` is known when training begins."""
         rest = {name: value for name, value in self._config.config.items() if name != "train_batch_size"}
         return read_with(rest, self._arguments.world_size, model)  # Transformers has compared that with its own
@@ -108,8 +108,10 @@ class Sections:
         named = self._named("scheduler", config.config)
         return make_schedule(named.name, optimizer, named.params)
 
-    def _named(self, section: str, config: dict[str, Any] | None = None) -> Named:
+    def _named(self, section: str, config: dict[str, Any] | None = None) -> ComponentConfig:
         said = (config or self._config.config)[section]
         if not isinstance(said, dict) or not isinstance(said.get("type"), str):
             raise ConfigError(f"{section} of the DeepSpeed config has to be an object with a type, which is a name.")
-        return Named(said["type"], {key: one for key, one in (said.get("params") or {}).items() if one != "auto"})
+        return ComponentConfig(
+            said["type"], {key: one for key, one in (said.get("params") or {}).items() if one != "auto"}
+        )

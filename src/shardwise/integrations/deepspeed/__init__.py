@@ -1,8 +1,8 @@
-"""Scripts written for DeepSpeed, on shardwise's engine: `import shardwise.integrations.deepspeed as deepspeed`.
+"""DeepSpeed's API on shardwise's engine: `import shardwise.integrations.deepspeed as deepspeed`.
 
-DeepSpeed itself is not needed. What a config becomes is in `config.py`, field by field in `fields.py`;
-docs/deepspeed.md has both sides beside each other. Names are imported when they are first used: command lines and
-configs are read here too, and wait for no torch.
+DeepSpeed itself is not needed. `config.py` translates configs, with each field listed in `fields.py`;
+docs/deepspeed.md lists the equivalents. Names are imported lazily, because command lines and configs are also parsed
+from here, without importing torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from shardwise.integrations.deepspeed import moe, pipe, zero
     from shardwise.integrations.deepspeed import schedules as lr_schedules
     from shardwise.integrations.deepspeed import tensors as utils
-    from shardwise.integrations.deepspeed.config import Note, Reading, load_config, read_config
+    from shardwise.integrations.deepspeed.config import Note, TranslatedConfig, load_config, read_config
     from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
-    from shardwise.integrations.deepspeed.making import add_config_arguments, init_distributed, initialize
+    from shardwise.integrations.deepspeed.initialization import add_config_arguments, init_distributed, initialize
     from shardwise.integrations.deepspeed.pipe import LayerSpec, PipelineEngine, PipelineModule, TiedLayerSpec
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "Note",
     "PipelineEngine",
     "PipelineModule",
-    "Reading",
     "TiedLayerSpec",
+    "TranslatedConfig",
     "add_config_arguments",
     "init_distributed",
     "initialize",
@@ -40,17 +40,17 @@ __all__ = [
 ]
 
 _MODULES = {"lr_schedules": "schedules", "moe": "moe", "pipe": "pipe", "utils": "tensors", "zero": "zero"}
-_HOMES = {
+_MODULE_OF = {
     "DeepSpeedEngine": "engine",
     "LayerSpec": "pipe",
     "Note": "config",
     "PipelineEngine": "pipe",
     "PipelineModule": "pipe",
-    "Reading": "config",
+    "TranslatedConfig": "config",
     "TiedLayerSpec": "pipe",
-    "add_config_arguments": "making",
-    "init_distributed": "making",
-    "initialize": "making",
+    "add_config_arguments": "initialization",
+    "init_distributed": "initialization",
+    "initialize": "initialization",
     "load_config": "config",
     "read_config": "config",
 }
@@ -59,6 +59,6 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

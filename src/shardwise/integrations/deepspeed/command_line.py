@@ -1,4 +1,4 @@
-"""What people type after `deepspeed`, for this host: each option honoured, told to mean nothing, or refused."""
+"""The options of DeepSpeed's launcher on one host: each is honoured, ignored with a note, or refused."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from shardwise.errors import ConfigError, LaunchError
 LOCAL = ("localhost", "127.0.0.1")
 _SLOTS = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?$")
 _REFUSED: dict[str, str] = {
-    "no_python": "ranks are processes of Python. Start other programs with torchrun --no-python.",
-    "save_pid": "no file has the launcher's number. `$!` of the shell has it.",
-    "autotuning": "`budget` in a plan and `shardwise explain` choose before a step is run.",
-    "elastic_training": "a job resumes at any number of ranks; `shardwise launch` has --max-restarts.",
-    "venv_script": "ranks have the environment of this command. Activate it before.",
-    "no_ssh": "it starts one host of several; torchrun on each does that.",
+    "no_python": "ranks must be Python scripts. Start other programs with torchrun --no-python.",
+    "save_pid": "the launcher's process number is not written to a file. Use `$!` in the shell.",
+    "autotuning": "use `budget` in a plan and `shardwise explain`, before the first step.",
+    "elastic_training": "use `shardwise launch --elastic`, or --max-restarts: a job resumes on any number of ranks.",
+    "venv_script": "ranks inherit the environment of this command. Activate the virtual environment first.",
+    "no_ssh": "it starts one host of several. Use torchrun on each of them.",
 }
-_OF_OTHER_HOSTS = ("launcher", "launcher_args", "ssh_port", "no_ssh_check", "force_multi", "master_addr")
+_OTHER_HOSTS = ("launcher", "launcher_args", "ssh_port", "no_ssh_check", "force_multi", "master_addr")
 
 
 @dataclass
-class Asked:
-    """What a command line comes to."""
+class LocalLaunch:
+    """A command line, translated for this host."""
 
     nproc: int | None
-    """`None` for one rank for each device."""
+    """The number of ranks; `None` for one rank per device."""
     devices: tuple[int, ...] | None = None
-    """Those of this host that ranks may use; `None` for all."""
+    """The devices that ranks may use; `None` for all."""
     notes: list[str] = field(default_factory=list)
-    """Options that mean nothing here, with the reason."""
+    """Options without effect, with the reason."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of DeepSpeed's launcher, and the script behind them."""
+    """Add the options of DeepSpeed's launcher, and the script after them."""
     option = parser.add_argument
-    option("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: so many ranks on each, by ssh if several")
-    option("-i", "--include", default="", metavar="HOST:0,1", help="the hosts and devices that ranks use")
-    option("-e", "--exclude", default="", metavar="HOST:0,1", help="those that they do not")
-    option("--num_nodes", type=int, default=-1, metavar="N", help="the first N hosts of the file")
+    option("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: N ranks on each host, by ssh if several")
+    option("-i", "--include", default="", metavar="HOST:0,1", help="hosts and devices to use")
+    option("-e", "--exclude", default="", metavar="HOST:0,1", help="hosts and devices not to use")
+    option("--num_nodes", type=int, default=-1, metavar="N", help="use the first N hosts of the hostfile")
     option("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="ranks to start on each host")
-    option("--master_port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
+    option("--master_port", type=int, metavar="P", help="port for the rendezvous of ranks (default: a free one)")
     option("--node_rank", type=int, default=-1, help=argparse.SUPPRESS)
     option("--module", action="store_true", help="run a module, as `python -m` does")
     option("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
@@ -62,48 +62,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(args: Any) -> None:
-    """Raise `LaunchError` for what is not supported, on this host and on others."""
+    """Raise `LaunchError` for options that are supported neither on one host nor on several."""
     for name, why in _REFUSED.items():
         if getattr(args, name):
             raise LaunchError(f"deepspeed --{name} is not supported: {why}")
     if args.node_rank > 0:
         raise LaunchError(
-            f"--node_rank {args.node_rank} starts one of several hosts by hand. Give all of them in --hostfile, or run "
-            f"torchrun -m shardwise.integrations.deepspeed script on each."
+            f"--node_rank {args.node_rank} is not supported: it starts one of several hosts by hand. List all hosts in "
+            f"--hostfile, or run torchrun -m shardwise.integrations.deepspeed script on each."
         )
 
 
-def understood(args: Any, num_devices: int) -> Asked:
-    """What `args` of `add_options` ask for on a host with `num_devices` accelerators.
+def local_launch(args: Any, num_devices: int) -> LocalLaunch:
+    """Translate `args` of `add_options` for this host, which has `num_devices` accelerators.
 
-    Raises `LaunchError` for what is not supported, and `ConfigError` for what contradicts itself.
+    Raises `LaunchError` for unsupported options, and `ConfigError` for contradictory ones.
     """
     if args.num_nodes > 1:
         raise LaunchError(_several(f"--num_nodes {args.num_nodes}"))
     slots = _slots(args.hostfile)
-    chosen = _chosen(args, slots or num_devices)
+    selected = _selected_devices(args, slots or num_devices)
     wanted = args.num_gpus if args.num_gpus > 0 else None
     if wanted is not None and (args.include or args.exclude):
-        raise ConfigError("--num_gpus counts devices, and --include and --exclude name them. Give one or the other.")
-    asked = Asked(len(chosen) if chosen is not None else wanted or slots)
-    if chosen is not None and num_devices:
-        asked.devices = chosen
-    asked.notes = _notes(args)
-    return asked
+        raise ConfigError("--num_gpus and --include or --exclude both select devices. Use only one of them.")
+    launch = LocalLaunch(len(selected) if selected is not None else wanted or slots)
+    if selected is not None and num_devices:
+        launch.devices = selected
+    launch.notes = _notes(args)
+    return launch
 
 
 def _notes(args: Any) -> list[str]:
-    given = [name for name in _OF_OTHER_HOSTS if getattr(args, name)]
-    notes = [f"--{name} is about other hosts, and ranks start on this one" for name in given]
+    given = [name for name in _OTHER_HOSTS if getattr(args, name)]
+    notes = [f"--{name} has no effect, because all ranks are on this host" for name in given]
     if args.bind_core_list:
-        notes.append("--bind_core_list: --bind_cores_to_rank divides the cores that this command may use")
+        notes.append("--bind_core_list has no effect: --bind_cores_to_rank divides the cores available to this command")
     if args.hostfile and not Path(args.hostfile).is_file():
-        notes.append(f"--hostfile {args.hostfile} is not there, so this host has the ranks")
+        notes.append(f"--hostfile {args.hostfile} does not exist, so all ranks start on this host")
     return notes
 
 
 def _slots(hostfile: str | None) -> int | None:
-    """How many ranks a file gives to the one host in it."""
+    """The slots of the only host in `hostfile`; `None` without a file."""
     if hostfile is None or not Path(hostfile).is_file():
         return None
     lines = [line.strip() for line in Path(hostfile).read_text(encoding="utf-8").splitlines()]
@@ -113,17 +113,19 @@ def _slots(hostfile: str | None) -> int | None:
             continue
         match = _SLOTS.match(line)
         if match is None:
-            raise ConfigError(f"{hostfile}: {line!r} is not a line of a hostfile, such as `localhost slots=4`.")
+            raise ConfigError(f"{hostfile}: {line!r} is not a valid line; write, for example, `localhost slots=4`.")
         hosts.append(int(match["slots"]))
     if len(hosts) != 1:
-        raise LaunchError(f"{hostfile} names {len(hosts)} hosts; give one line `localhost slots=N`, or several hosts.")
+        raise LaunchError(
+            f"{hostfile} lists {len(hosts)} hosts. Write one line `localhost slots=N`, or one for each host."
+        )
     return hosts[0]
 
 
-def _chosen(args: Any, num_slots: int) -> tuple[int, ...] | None:
-    """The devices that `--include` or `--exclude` leaves."""
+def _selected_devices(args: Any, num_slots: int) -> tuple[int, ...] | None:
+    """The devices selected by `--include` or `--exclude`; `None` for all."""
     if args.include and args.exclude:
-        raise ConfigError("--include and --exclude are two choices of the same devices. Give one of them.")
+        raise ConfigError("--include and --exclude both select devices. Use only one of them.")
     text = args.include or args.exclude
     if not text:
         return None
@@ -131,18 +133,18 @@ def _chosen(args: Any, num_slots: int) -> tuple[int, ...] | None:
         raise LaunchError(_several(f"{text!r}"))
     _, is_named, listed = text.partition(":")
     if not re.fullmatch(r"(\d+(,\d+)*)?", listed):
-        raise ConfigError(f"{text!r} names no devices; write localhost:0,1.")
+        raise ConfigError(f"{text!r} is not a list of devices; write, for example, localhost:0,1.")
     named = tuple(sorted({int(number) for number in listed.split(",") if number}))
     if args.include:
         return named if is_named else tuple(range(num_slots)) or None
     left = tuple(number for number in range(num_slots) if is_named and number not in named)
     if not left:
-        raise ConfigError(f"--exclude {text} leaves none of the {num_slots} devices of this host.")
+        raise ConfigError(f"--exclude {text} excludes all {num_slots} devices of this host.")
     return left
 
 
 def _several(what: str) -> str:
     return (
-        f"{what} is about several hosts, and nothing says which. Give --hostfile FILE with a line `host slots=N` for "
-        f"each."
+        f"{what} needs several hosts, but there is no hostfile. Give --hostfile FILE with a line `host slots=N` for "
+        f"each host."
     )

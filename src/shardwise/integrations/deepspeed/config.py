@@ -1,4 +1,4 @@
-"""A `ds_config.json` as a plan of shardwise: each field is honoured, explained or refused, none silently ignored."""
+"""Translates a `ds_config.json` into a plan: each field is honoured, explained or refused, none is silently ignored."""
 
 from __future__ import annotations
 
@@ -17,89 +17,90 @@ from shardwise.integrations.deepspeed.fields import (
     REFUSED_SECTIONS,
     RENAMED,
     SECTION_NAMES,
-    Fate,
-    not_understood,
+    FieldStatus,
+    why_unknown,
 )
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TRACKERS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb", "comet": "comet"}
 _ENABLED = {f"{section}.enabled": tracker for section, tracker in _TRACKERS.items()}
-_OF_COMET = ("project", "workspace", "api_key", "experiment_key", "mode")
+_COMET_OPTIONS = ("project", "workspace", "api_key", "experiment_key", "mode")
 SAMPLES_LOG_INTERVAL = "samples_log_interval"
-"""An option of `Reading.monitors` that is no tracker's own: so many samples lie between two values of one event."""
+"""An option of `TranslatedConfig.monitors` that trackers do not have: the least number of samples between two values of
+one event."""
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
 @dataclass(frozen=True)
 class Note:
-    """What became of one field."""
+    """How one field was handled."""
 
     path: str
-    fate: Fate
+    status: FieldStatus
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.fate.value}" + (f"; {self.text}" if self.text else "")
+        return f"{self.path}: {self.status.value}" + (f"; {self.text}" if self.text else "")
 
 
 @dataclass(frozen=True)
-class Named:
-    """An optimizer or a schedule that a config asks for by name."""
+class ComponentConfig:
+    """The `type` and `params` of an optimizer or LR scheduler in a config."""
 
     name: str
     params: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a DeepSpeed config comes to."""
+class TranslatedConfig:
+    """A DeepSpeed config, translated."""
 
     plan: dict[str, Any]
-    """For `shardwise.shard`, `load_plan` or a YAML file."""
+    """A plan for `shardwise.shard`, `load_plan` or a YAML file."""
     micro_batch: int
-    """Samples of one rank and one forward: `train_micro_batch_size_per_gpu`."""
+    """Samples per rank and forward: `train_micro_batch_size_per_gpu`."""
     accumulate: int
-    """Micro-batches of a step: `gradient_accumulation_steps`."""
+    """Micro-batches per step: `gradient_accumulation_steps`."""
     num_replicas: int
-    """Ranks that read different data."""
+    """Data-parallel ranks."""
     stage: int
-    optimizer: Named | None
-    scheduler: Named | None
+    optimizer: ComponentConfig | None
+    scheduler: ComponentConfig | None
     steps_per_print: int | None
     notes: tuple[Note, ...] = field(default=())
     monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Trackers that the config enables, by our names, with options that say where they write to."""
+    """The enabled trackers, by their names in shardwise, with options such as where they write."""
 
     @property
     def global_batch(self) -> int:
-        """Samples of one step on all ranks: `train_batch_size`."""
+        """Samples per step on all ranks: `train_batch_size`."""
         return self.micro_batch * self.accumulate * self.num_replicas
 
     def report(self, *, monitors_by: str | None = None) -> str:
-        """Every field that was not simply honoured, a line each, those that are not understood first.
+        """One line for each field that was not simply honoured, with unknown fields first.
 
-        Where `monitors` are not opened, `monitors_by` says what else tells of the training.
+        If the caller does not open `monitors`, `monitors_by` says what is used instead.
         """
         notes = self.notes
         if monitors_by is not None:
             enabled = [note.path for note in notes if note.path in _ENABLED and _ENABLED[note.path] in self.monitors]
-            notes = (*notes, *(Note(path, Fate.ELSEWHERE, monitors_by) for path in enabled))
-        order = (Fate.UNKNOWN, Fate.AUTO, Fate.ELSEWHERE, Fate.NOT_NEEDED)
-        shown = [note for fate in order for note in notes if note.fate is fate]
+            notes = (*notes, *(Note(path, FieldStatus.ELSEWHERE, monitors_by) for path in enabled))
+        order = (FieldStatus.UNKNOWN, FieldStatus.AUTO, FieldStatus.ELSEWHERE, FieldStatus.NOT_NEEDED)
+        shown = [note for status in order for note in notes if note.status is status]
         return "\n".join(map(str, shown))
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The config that `source` is: a mapping, or a JSON file.
+    """The config in `source`, a mapping or a JSON file.
 
-    Raises `ConfigError` for a file that cannot be read, is not a JSON object, or has a key twice.
+    Raises `ConfigError` for a file that cannot be read, is not a JSON object, or contains a key twice.
     """
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(path, pairs))
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
         raise ConfigError(f"{path}: the DeepSpeed config cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
@@ -115,32 +116,32 @@ def read_config(
     world_size: int,
     auto: Mapping[str, Any] | None = None,
     num_stages: int = 1,
-) -> Reading:
-    """What the config at `source` comes to on `world_size` ranks, for a model in `num_stages` stages.
+) -> TranslatedConfig:
+    """Translate the config in `source` for `world_size` ranks and a model of `num_stages` pipeline stages.
 
-    `auto` gives values for fields that say `"auto"`, by their paths (`"zero_optimization.reduce_bucket_size"`); without
-    one a field is as if it had not been set, and noted. Raises `ConfigError` for fields that contradict each other, and
-    for those whose wish cannot be granted; the message names all of the latter at once.
+    `auto` has values for fields that are `"auto"`, by path (`"zero_optimization.reduce_bucket_size"`); without a value
+    such a field counts as not set, with a note. Raises `ConfigError` for fields that contradict each other, and for
+    unsupported ones, of which the message lists all.
     """
     if world_size < 1:
-        raise ConfigError(f"There are {world_size} ranks; a config is read for one or more.")
-    values, notes = _sorted_out(load_config(source), auto or {})
+        raise ConfigError(f"world_size is {world_size}; a config is translated for 1 or more ranks.")
+    values, notes = _classified(load_config(source), auto or {})
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
     _set_table(plan, values)
-    split = _Split.of(values, num_stages, world_size)
-    _set_mesh(plan, values, split)
+    sizes = _ParallelSizes.of(values, num_stages, world_size)
+    _set_mesh(plan, values, sizes)
     clip = values.number("gradient_clipping")
     if clip > 0:
         plan["clip_grad_norm"] = float(clip)
-    micro_batch, accumulate = _batches(values, split.replicas)
+    micro_batch, accumulate = _batches(values, sizes.replicas)
     if accumulate > 1:
         plan["accumulate"] = accumulate
-    return Reading(
+    return TranslatedConfig(
         plan,
         micro_batch,
         accumulate,
-        split.replicas,
+        sizes.replicas,
         int(values.number("zero_optimization.stage")),
         values.named("optimizer"),
         values.named("scheduler"),
@@ -151,7 +152,7 @@ def read_config(
 
 
 class _Values:
-    """What is set, by path; the rest is as DeepSpeed has it."""
+    """The values of fields by path: those that are set, and DeepSpeed's defaults."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
@@ -165,7 +166,7 @@ class _Values:
     def flag(self, path: str) -> bool:
         value = self.get(path)
         if not isinstance(value, bool):
-            raise ConfigError(f"{path} is {value!r}; it has to be true or false.")
+            raise ConfigError(f"{path} is {value!r}; it must be true or false.")
         return value
 
     def number(self, path: str) -> float:
@@ -175,36 +176,36 @@ class _Values:
         return value
 
     def count(self, path: str) -> int | None:
-        """A positive whole number, or `None` where it is not set."""
+        """A positive integer, or `None` if it is not set."""
         value = self.get(path)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{path} is {value!r}; it has to be a whole number from 1 on.")
+            raise ConfigError(f"{path} is {value!r}; it must be an integer of at least 1.")
         return value
 
     def text(self, path: str) -> str | None:
-        """Text, or `None` where it is not set."""
+        """Text, or `None` if it is not set."""
         value = self.get(path)
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{path} is {value!r}, which is not text.")
         return value
 
-    def named(self, section: str) -> Named | None:
+    def named(self, section: str) -> ComponentConfig | None:
         name = self.get(f"{section}.type")
         if name is None:
             return None
         params = self.get(f"{section}.params") or {}
         if not isinstance(name, str) or not isinstance(params, Mapping):
-            raise ConfigError(f"{section} has to be an object with a type, which is a name, and params, an object.")
-        return Named(name, {key: value for key, value in params.items() if value != "auto"})
+            raise ConfigError(f"{section} must be an object with type (a name) and params (an object).")
+        return ComponentConfig(name, {key: value for key, value in params.items() if value != "auto"})
 
 
-def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ConfigError(f"{path}: {', '.join(map(repr, twice))} is there twice. Keep one.")
+    duplicates = sorted({key for key in keys if keys.count(key) > 1})
+    if duplicates:
+        raise ConfigError(f"{path}: {', '.join(map(repr, duplicates))} is there twice. Keep one.")
     return dict(pairs)
 
 
@@ -217,50 +218,52 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def _sorted_out(config: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[_Values, list[Note]]:
-    """The values that count, and what became of each field. Refuses what cannot be granted, all of it at once."""
+def _classified(config: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[_Values, list[Note]]:
+    """The values to use, and a note on each field. Raises `ConfigError` listing all unsupported fields."""
     given: dict[str, Any] = {}
     notes: list[Note] = []
     refused: list[str] = []
     for path, value in _leaves(config):
         section = path.partition(".")[0]
         if section in ELSEWHERE_SECTIONS:
-            notes.append(Note(path, Fate.ELSEWHERE, ELSEWHERE_SECTIONS[section]))
+            notes.append(Note(path, FieldStatus.ELSEWHERE, ELSEWHERE_SECTIONS[section]))
         elif section in REFUSED_SECTIONS:
-            is_off = not _asks_for_something(value)
-            notes.append(Note(path, Fate.NOT_NEEDED if is_off else Fate.REFUSED, "it is off" if is_off else ""))
+            is_off = not _is_enabled(value)
+            notes.append(
+                Note(path, FieldStatus.NOT_NEEDED if is_off else FieldStatus.REFUSED, "it is off" if is_off else "")
+            )
             refused += [] if is_off else [f"{path}: {REFUSED_SECTIONS[section]}"]
         elif path not in FIELDS:
-            notes.append(Note(path, Fate.UNKNOWN, not_understood(path)))
+            notes.append(Note(path, FieldStatus.UNKNOWN, why_unknown(path)))
         elif value == "auto" and path not in auto and FIELDS[path].default != "auto":
-            notes.append(Note(path, Fate.AUTO, f"as if it were {json.dumps(FIELDS[path].default)}"))
+            notes.append(Note(path, FieldStatus.AUTO, f"counts as {json.dumps(FIELDS[path].default)}"))
         else:
             value = auto[path] if value == "auto" and path in auto else value
             known = FIELDS[path]
-            if known.fate is Fate.REFUSED and value not in (known.default, None):
+            if known.status is FieldStatus.REFUSED and value not in (known.default, None):
                 refused.append(f"{path} = {json.dumps(value)}: {known.why}")
             given[path] = value
-            notes.append(Note(path, known.fate, known.why))
+            notes.append(Note(path, known.status, known.why))
     if refused:
         raise ConfigError(
-            "This DeepSpeed config asks for what shardwise does not have:\n"
+            "This DeepSpeed config has fields that shardwise does not support:\n"
             + "\n".join(f"  {line}" for line in refused)
         )
     return _Values(given), notes
 
 
-def _asks_for_something(value: object) -> bool:
-    """Whether a section does anything: one with `enabled` says so itself, else any value but an empty one asks."""
+def _is_enabled(value: object) -> bool:
+    """Whether a section has any effect: as its `enabled` says, or else if any of its values is not empty."""
     if isinstance(value, Mapping):
         if "enabled" in value:
             return bool(value["enabled"])
-        return any(map(_asks_for_something, value.values()))
+        return any(map(_is_enabled, value.values()))
     return value not in (None, False, 0, "", "none")
 
 
 def _monitors(values: _Values) -> dict[str, dict[str, Any]]:
-    """Who of our trackers is told, and its options: where W&B and Comet write to, they choose themselves, and both are
-    online unless the config or the environment says otherwise."""
+    """The enabled trackers and their options. W&B and Comet choose themselves where to write, and are online unless the
+    config or the environment prevents it."""
     options: dict[str, dict[str, Any]] = {
         "tensorboard": {"log_dir": str(_job_folder(values, "tensorboard"))},
         "csv": {"file": str(_job_folder(values, "csv_monitor") / "metrics.csv")},
@@ -277,7 +280,7 @@ def _monitors(values: _Values) -> dict[str, dict[str, Any]]:
             "online": values.get("comet.online"),
             "offline_directory": None,
             SAMPLES_LOG_INTERVAL: values.count(f"comet.{SAMPLES_LOG_INTERVAL}"),
-            **{name: values.text(f"comet.{name}") for name in _OF_COMET},
+            **{name: values.text(f"comet.{name}") for name in _COMET_OPTIONS},
         },
     }
     return {name: options[name] for section, name in _TRACKERS.items() if values.flag(f"{section}.enabled")}
@@ -314,14 +317,14 @@ def _dtype(values: _Values, path: str) -> str | None:
     if name is None:
         return None
     if name not in _DTYPES:
-        raise ConfigError(f"{path} is {name!r}; known are {', '.join(_DTYPES)}.")
+        raise ConfigError(f"{path} is {name!r}; it must be one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
 def _set_table(plan: dict[str, Any], values: _Values) -> None:
     stage = values.get("zero_optimization.stage")
     if stage not in _PRESETS:
-        raise ConfigError(f"zero_optimization.stage is {stage!r}; there are 0, 1, 2 and 3.")
+        raise ConfigError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3.")
     plan["preset"] = _PRESETS[stage]
     if stage == 3:
         threshold = values.number("zero_optimization.stage3_param_persistence_threshold")
@@ -341,16 +344,16 @@ def _set_offload(plan: dict[str, Any], values: _Values, stage: int) -> None:
     if stage == 0 or (param is not None and stage < 3):
         what = "offload_optimizer" if param is None else "offload_param"
         needed = "1, 2 or 3" if param is None else "3"
-        raise ConfigError(f"zero_optimization.{what} needs stage {needed}, and stage is {stage}.")
+        raise ConfigError(f"zero_optimization.{what} needs stage {needed}, but stage is {stage}.")
     if optim is None:
         raise ConfigError(
-            "zero_optimization.offload_param without offload_optimizer: parameters rest on the host only where their "
-            'states do. Add "offload_optimizer": {"device": "cpu"}.'
+            "zero_optimization.offload_param needs offload_optimizer: parameters are offloaded only together with "
+            'their states. Add "offload_optimizer": {"device": "cpu"}.'
         )
     if ratio < 1 and "disk" in (optim, param):
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.ratio is {ratio:g}, which is for device cpu. For shares of a disk "
-            f"give a plan of shardwise offload: {{optim: {ratio:g}, optim_disk: {ratio:g}}}."
+            f"zero_optimization.offload_optimizer.ratio is {ratio:g}, which is supported only for device cpu. To "
+            f"offload a part to disk, use a shardwise plan with offload: {{optim: {ratio:g}, optim_disk: {ratio:g}}}."
         )
     if ratio < 1:
         plan["offload"] = {"optim": float(ratio), "param": float(ratio) if param else 0.0}
@@ -365,21 +368,21 @@ def _set_offload(plan: dict[str, Any], values: _Values, stage: int) -> None:
         folders = {values.get(f"zero_optimization.{section}.nvme_path") for section in sections} - {None}
         if len(folders) != 1:
             raise ConfigError(
-                f"offload to nvme needs one nvme_path, and there are {len(folders)}: "
+                f"offload to nvme needs one nvme_path, but there are {len(folders)}: "
                 f"{', '.join(sorted(map(str, folders))) or 'none'}."
             )
         plan["disk"] = str(folders.pop())
 
 
 def _tier(values: _Values, section: str, deprecated: str) -> str | None:
-    """`host`, `disk`, or nothing."""
+    """The tier for a section's `device`: `host`, `disk`, or `None` without offload."""
     path = f"zero_optimization.{section}.device"
     device = values.get(path)
     if values.get(f"zero_optimization.{deprecated}"):
         device = "cpu" if device == "none" else device
     tiers = {"none": None, None: None, "cpu": "host", "nvme": "disk"}
     if device not in tiers:
-        raise ConfigError(f"{path} is {device!r}; there are none, cpu and nvme.")
+        raise ConfigError(f"{path} is {device!r}; it must be none, cpu or nvme.")
     return tiers[device]
 
 
@@ -388,8 +391,8 @@ def _edit(plan: dict[str, Any], row: str, **changes: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Split:
-    """How many ranks share in one sample, and how many samples there are at a time."""
+class _ParallelSizes:
+    """The sizes of pipeline, sequence, tensor and data parallelism."""
 
     stages: int
     sequence: int
@@ -397,49 +400,54 @@ class _Split:
     replicas: int
 
     @classmethod
-    def of(cls, values: _Values, stages: int, world_size: int) -> _Split:
+    def of(cls, values: _Values, stages: int, world_size: int) -> _ParallelSizes:
         tensor = max(values.count(f"tensor_parallel.{name}") or 1 for name in ("tp.tp_size", "autotp_size"))
         sequence = values.count("sequence_parallel_size") or 1
         if world_size % (tensor * sequence * stages):
             raise ConfigError(
-                f"{world_size} ranks do not divide by tensor_parallel ({tensor}) times sequence_parallel_size "
-                f"({sequence}) times stages ({stages})."
+                f"The number of ranks, {world_size}, is not a multiple of tensor_parallel ({tensor}) times "
+                f"sequence_parallel_size ({sequence}) times stages ({stages})."
             )
         return cls(stages, sequence, tensor, world_size // (tensor * sequence * stages))
 
 
-def _set_mesh(plan: dict[str, Any], values: _Values, split: _Split) -> None:
+def _set_mesh(plan: dict[str, Any], values: _Values, sizes: _ParallelSizes) -> None:
     mics = int(values.number("zero_optimization.mics_shard_size"))
     hpz = int(values.number("zero_optimization.zero_hpz_partition_size"))
     if mics > 1 and hpz > 1:
-        raise ConfigError("mics_shard_size and zero_hpz_partition_size shard parameters in two ways. Keep one.")
+        raise ConfigError(
+            "mics_shard_size and zero_hpz_partition_size are two ways to shard parameters. Set only one of them."
+        )
     data = {"dp": -1}
     if mics > 1 or hpz > 1:
         local = max(mics, hpz)
         if values.get("zero_optimization.stage") != 3:
             raise ConfigError("mics_shard_size and zero_hpz_partition_size need stage 3.")
-        if split.replicas % local:
-            raise ConfigError(f"{split.replicas} data-parallel ranks do not divide by {local}.")
+        if sizes.replicas % local:
+            raise ConfigError(
+                f"The number of data-parallel ranks, {sizes.replicas}, is not a multiple of "
+                f"{'mics_shard_size' if mics > 1 else 'zero_hpz_partition_size'} {local}."
+            )
         plan["preset"] = "hsdp" if mics > 1 else "hpz"
         data = {"node": -1, "local": local}
-    inner = {axis: size for axis, size in (("sp", split.sequence), ("tp", split.tensor)) if size > 1}
-    outer = {"pp": split.stages} if split.stages > 1 else {}
+    inner = {axis: size for axis, size in (("sp", sizes.sequence), ("tp", sizes.tensor)) if size > 1}
+    outer = {"pp": sizes.stages} if sizes.stages > 1 else {}
     if inner or outer or "local" in data:
         plan["mesh"] = {**outer, **data, **inner}
 
 
 def _elastic_batches(values: _Values, replicas: int) -> tuple[int, int]:
-    """The same where the batch is one that many numbers of ranks can share."""
+    """As `_batches`, with the `elasticity` section: the batch is one that many numbers of ranks can share."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = [name for name in names if values.count(name) is not None]
     if given and not values.flag("elasticity.ignore_non_elastic_batch_info"):
         raise ConfigError(
-            f"elasticity says what the batch is, and so does {' and '.join(given)}. Leave that out, or say "
+            f"Both elasticity and {' and '.join(given)} set the batch size. Remove {' and '.join(given)}, or set "
             f"elasticity: {{ignore_non_elastic_batch_info: true}}."
         )
     sizes = values.get("elasticity.micro_batch_sizes")
     if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
-        raise ConfigError(f"elasticity.micro_batch_sizes is {sizes!r}; it has to be a list of whole numbers.")
+        raise ConfigError(f"elasticity.micro_batch_sizes is {sizes!r}; it must be a list of integers.")
     counts = {
         name: values.count(f"elasticity.{name}") or 1
         for name in ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size")
@@ -453,7 +461,7 @@ def _elastic_batches(values: _Values, replicas: int) -> tuple[int, int]:
 
 
 def _batches(values: _Values, replicas: int) -> tuple[int, int]:
-    """Samples of a micro-batch and micro-batches of a step: any two of DeepSpeed's three numbers say the third."""
+    """Samples per micro-batch and micro-batches per step. Any two of DeepSpeed's three numbers give the third."""
     if values.flag("elasticity.enabled"):
         return _elastic_batches(values, replicas)
     whole = values.count("train_batch_size")
@@ -462,7 +470,9 @@ def _batches(values: _Values, replicas: int) -> tuple[int, int]:
     if whole is None:
         return micro or 1, steps or 1
     if whole % replicas:
-        raise ConfigError(f"train_batch_size {whole} does not divide by {replicas} data-parallel ranks.")
+        raise ConfigError(
+            f"train_batch_size {whole} is not a multiple of the number of data-parallel ranks, {replicas}."
+        )
     each = whole // replicas
     if micro is None and steps is None:
         return each, 1
@@ -473,6 +483,6 @@ def _batches(values: _Values, replicas: int) -> tuple[int, int]:
     if not is_even or found[0] * found[1] != each:
         raise ConfigError(
             f"train_batch_size {whole} is not train_micro_batch_size_per_gpu ({micro}) times "
-            f"gradient_accumulation_steps ({steps}) times {replicas} data-parallel ranks. Leave one of them out."
+            f"gradient_accumulation_steps ({steps}) times {replicas} data-parallel ranks. Remove one of the three."
         )
     return found

@@ -1,4 +1,4 @@
-"""`importlib.metadata` says that DeepSpeed is installed, for libraries that ask before they import it."""
+"""Makes `importlib.metadata` report that DeepSpeed is installed, for libraries that check before they import it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 NAME = "deepspeed"
 
 
-class _Presented(Distribution):
-    """A distribution without files, of the version whose names the facade has."""
+class _DeepSpeedDistribution(Distribution):
+    """A distribution without files."""
 
     def __init__(self, version: str) -> None:
         self._texts = {
@@ -28,23 +28,23 @@ class _Presented(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Finds that distribution, and no module."""
+    """Finds this distribution, and no modules."""
 
     def __init__(self, version: str) -> None:
-        self._found = _Presented(version)
+        self._distribution = _DeepSpeedDistribution(version)
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         return None
 
     def find_distributions(
         self,
-        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008  # as its base has it
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008  # as in the base class
     ) -> Iterator[Distribution]:
         if context.name is None or context.name.lower() == NAME:
-            yield self._found
+            yield self._distribution
 
 
-def present(version: str) -> None:
-    """From now on, in this process, `importlib.metadata.version("deepspeed")` is `version`."""
+def register_distribution(version: str) -> None:
+    """Let `importlib.metadata.version("deepspeed")` return `version` in this process."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(version))

@@ -16,18 +16,18 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardwise import Engine
 from shardwise.errors import CheckpointError, StateError
-from shardwise.integrations.deepspeed.config import Reading
-from shardwise.integrations.deepspeed.facts import Facts
+from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.integrations.deepspeed.monitor import LOSS_SCALE, RATE, TRAIN_LOSS, Event, Monitor
+from shardwise.integrations.deepspeed.properties import EngineProperties
 from shardwise.safe_files import read_text
 
 LATEST = "latest"
-"""The file that names the newest tag of a folder, as DeepSpeed's."""
+"""The file that contains the newest tag in a folder, as in DeepSpeed."""
 _LIVE: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 class Scheduler(Protocol):
-    """What `step()`s once per optimizer step."""
+    """An LR scheduler: `step()` is called once per optimizer step."""
 
     def step(self) -> object: ...
 
@@ -36,18 +36,18 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
-class DeepSpeedEngine(Facts, nn.Module):
-    """A model on shardwise's engine, called as DeepSpeed's is. Made by `initialize`.
+class DeepSpeedEngine(EngineProperties, nn.Module):
+    """DeepSpeed's engine API on shardwise's engine. Created by `initialize`.
 
-    `backward` and `step` are called once per micro-batch; every `gradient_accumulation_steps`-th step updates, takes
-    the scheduler a step further and forgets the gradients. Attributes that it has not are the model's. `shardwise` is
-    the engine beneath.
+    `backward` and `step` are called once per micro-batch. Every `gradient_accumulation_steps`-th step updates the
+    parameters, calls the LR scheduler and frees the gradients. Other attributes are looked up in the model. `shardwise`
+    is the underlying `shardwise.Engine`.
     """
 
     def __init__(
         self,
         engine: Engine,
-        reading: Reading,
+        config: TranslatedConfig,
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Scheduler | None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -63,14 +63,14 @@ class DeepSpeedEngine(Facts, nn.Module):
         self.micro_steps = 0
         self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
-        self._reading = reading
+        self._config = config
         self._last_was_skipped = False
         described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
         self.monitor = Monitor(
-            reading.monitors,
+            config.monitors,
             lambda: engine.world.rank,
             _samples_of(self),
-            {"world_size": engine.world.size, "train_batch_size": reading.global_batch, **described},
+            {"world_size": engine.world.size, "train_batch_size": config.global_batch, **described},
         )
         self._losses: list[torch.Tensor] = []
         engine.remember(deepspeed=_Counters(self))
@@ -95,58 +95,58 @@ class DeepSpeedEngine(Facts, nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_unused: object
     ) -> torch.Tensor:
-        """Gradients of `loss`, averaged over ranks and, unless `scale_wrt_gas` is false, over micro-batches.
+        """Compute gradients of `loss`, averaged over ranks and, unless `scale_wrt_gas` is false, over micro-batches.
 
-        Returns the loss as it was divided.
+        Returns the loss, divided by the number of micro-batches if the gradients are.
         """
         if self.monitor.enabled:
             self.monitor.begin()
             self._losses.append(loss.detach())
-        count = self._reading.accumulate if scale_wrt_gas else 1
+        count = self._config.accumulate if scale_wrt_gas else 1
         if retain_graph:
             (self.shardwise.scale(loss) / count).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         elif scale_wrt_gas:
             self.shardwise.backward(loss)
         else:
-            self.shardwise.backward(loss * self._reading.accumulate)
+            self.shardwise.backward(loss * self._config.accumulate)
         return loss.detach() / count
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` as `loss.backward()` needs it: divided by the micro-batches, and scaled in fp16."""
-        return self.shardwise.scale(loss) / self._reading.accumulate
+        """`loss`, to be used as `engine.scale(loss).backward()`: divided by the micro-batches, and scaled in fp16."""
+        return self.shardwise.scale(loss) / self._config.accumulate
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch that is under way is the last of its step."""
-        return (self.micro_steps + 1) % self._reading.accumulate == 0
+        """Whether the current micro-batch is the last of its step."""
+        return (self.micro_steps + 1) % self._config.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         if is_boundary != self.is_gradient_accumulation_boundary():
             raise StateError(
-                f"A step is {self._reading.accumulate} micro-batches here, as gradient_accumulation_steps says, and "
-                f"this one is number {self.micro_steps % self._reading.accumulate + 1}. To step at other times use "
-                f"shardwise.integrations.accelerate, or shardwise's own engine."
+                f"A step has {self._config.accumulate} micro-batches (gradient_accumulation_steps), and this one is "
+                f"number {self.micro_steps % self._config.accumulate + 1}. To step at other times, use "
+                f"shardwise.integrations.accelerate or shardwise's own engine."
             )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch; the last one of a step updates. All ranks call."""
+        """End a micro-batch; the last one of a step updates the parameters. All ranks call."""
         is_boundary = self.is_gradient_accumulation_boundary()
         norm = self.shardwise.step()
         self.micro_steps += 1
-        self.global_samples += self._reading.micro_batch * self._reading.num_replicas
+        self.global_samples += self._config.micro_batch * self._config.num_replicas
         if is_boundary:
             self._end_step(lr_kwargs, norm)
             if self.monitor.enabled:
                 self._write_events()
 
     def _write_events(self) -> None:
-        """The loss that `backward` was given, as the mean over micro-batches and ranks."""
+        """Write the mean of the losses given to `backward`, over micro-batches and ranks."""
         losses, self._losses = self._losses, []
         mine = torch.stack([loss.float().mean() for loss in losses]).mean().item() if losses else math.nan
         loss = self.shardwise.mean(mine)
         self._write_step_events([(TRAIN_LOSS, loss, self.global_samples)] if losses else [])
 
     def _write_step_events(self, events: list[Event]) -> None:
-        """What DeepSpeed writes after each step, against samples: rate and scale are those of the next one."""
+        """Write the events of DeepSpeed after each step. Learning rate and loss scale are those of the next step."""
         if rates := self.get_lr():
             events.append((RATE, rates[0], self.global_samples))
         if self.fp16_enabled():
@@ -160,19 +160,19 @@ class DeepSpeedEngine(Facts, nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        every = self._reading.steps_per_print
+        every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. A step does so by itself."""
+        """Free all gradients. `step` does this itself."""
         self.shardwise.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.shardwise.no_sync()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing is left to do: backward has reduced them, or the step will."""
+        """Does nothing: `backward` or `step` reduces the gradients."""
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -185,14 +185,14 @@ class DeepSpeedEngine(Facts, nn.Module):
         data_sampler: Any = None,
         **_unused: object,
     ) -> DataLoader[Any]:
-        """A loader of this rank's share of `dataset`, in micro-batches of the config's size."""
-        place, count = self.shardwise.data_ranks
+        """A data loader of this rank's share of `dataset`, in micro-batches of the config's size."""
+        index, count = self.shardwise.data_ranks
         sampler = data_sampler
         if sampler is None and hasattr(dataset, "__len__"):
-            sampler = DistributedSampler(dataset, num_replicas=count, rank=place, shuffle=True)
+            sampler = DistributedSampler(dataset, num_replicas=count, rank=index, shuffle=True)
         return DataLoader(
             dataset,
-            batch_size=batch_size or self._reading.micro_batch,
+            batch_size=batch_size or self._config.micro_batch,
             sampler=sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_workers=num_local_io_workers,
@@ -209,10 +209,10 @@ class DeepSpeedEngine(Facts, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write `save_dir/tag` (by default `global_stepN`), and name it in `save_dir/latest`. All ranks call.
+        """Write `save_dir/tag` (by default `global_stepN`), and its name to `save_dir/latest`. All ranks call.
 
-        A checkpoint of shardwise: any world size, stage and precision resumes from it. `client_state` is kept with it:
-        numbers, text, lists, dicts, tensors.
+        This is a shardwise checkpoint, from which any world size, stage and precision resumes. `client_state` may
+        contain numbers, text, lists, dicts and tensors.
         """
         folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
@@ -220,7 +220,7 @@ class DeepSpeedEngine(Facts, nn.Module):
             draft = folder / f".{LATEST}.draft"
             draft.write_text(name)
             draft.replace(folder / LATEST)
-        self.shardwise.world.any_rank(False)  # nobody reads `latest` before it is there
+        self.shardwise.world.any_rank(False)  # no rank reads `latest` before it is written
         return True
 
     def load_checkpoint(
@@ -233,16 +233,16 @@ class DeepSpeedEngine(Facts, nn.Module):
         load_module_only: bool = False,
         **_unused: object,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from `load_dir/tag`, by default the latest one; `(None, {})` if there is none. All ranks call.
+        """Load `load_dir/tag`, by default the latest one. All ranks call.
 
-        Returns the folder and the `client_state` that was saved. Raises `CheckpointError` for a folder of DeepSpeed's
-        own, which `shardwise convert` makes one of ours.
+        Returns the folder and the saved `client_state`, or `(None, {})` if there is no checkpoint. Raises
+        `CheckpointError` for a checkpoint written by DeepSpeed itself; `shardwise convert` converts it.
         """
-        whole = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
-        if not whole:
+        loads_all = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
+        if not loads_all:
             raise CheckpointError(
-                "load_checkpoint() takes all of a checkpoint: weights, optimizer and scheduler. For weights alone give "
-                "initialize() a model with them: `shardwise convert CHECKPOINT MODEL --to hf`, then from_pretrained."
+                "load_checkpoint() loads weights, optimizer and scheduler together. To load only weights, pass a model "
+                "with them to initialize(): `shardwise convert CHECKPOINT MODEL --to hf`, then from_pretrained."
             )
         folder = Path(load_dir)
         name = _latest(folder) if tag is None else str(tag)
@@ -251,19 +251,19 @@ class DeepSpeedEngine(Facts, nn.Module):
         if any(folder.joinpath(name).glob("*_model_states.pt")):
             raise CheckpointError(
                 f"{folder / name} was written by DeepSpeed itself. Convert it once: "
-                f"shardwise convert {folder / name} NEW --to shardwise, and engine.shardwise.resume(NEW)."
+                f"shardwise convert {folder / name} NEW --to shardwise; then call engine.shardwise.resume(NEW)."
             )
         loaded = self.shardwise.resume(folder / name)
         if loaded is None:
             return None, {}
-        self.monitor.begin_anew()
+        self.monitor.restart()
         self.loaded_checkpoint_tag = name
         return str(folder / name), dict(loaded.state.get("client_state", {}))
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole weights, in the precision of the forward, as one file of torch. All ranks call."""
+        """Write the whole weights in the forward's precision to one file, by `torch.save`. All ranks call."""
         state = self.shardwise.state_dict(rank_0_only=True)
         if self.global_rank == 0:
             folder = Path(save_dir)
@@ -283,22 +283,20 @@ class DeepSpeedEngine(Facts, nn.Module):
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.shardwise.plan.precision)
         return tensor.to(narrow) if narrow is not None and tensor.dtype == torch.float32 else tensor
 
-    # -- the end ------------------------------------------------------------------------------------------
-
     def destroy(self) -> None:
-        """Take all hooks away again. Parameters are no longer whole afterwards."""
+        """Remove all hooks. Parameters stay sharded."""
         self.monitor.close()
         self.shardwise.close()
 
 
 def _samples_of(engine: DeepSpeedEngine) -> Callable[[], int]:
-    """How many samples `engine` was trained on, without keeping it alive."""
-    known = weakref.proxy(engine)
-    return lambda: int(known.global_samples)
+    """A function that returns the number of samples trained on, without keeping `engine` alive."""
+    reference = weakref.proxy(engine)
+    return lambda: int(reference.global_samples)
 
 
 class _Counters:
-    """How far a `DeepSpeedEngine` has come, for its checkpoints."""
+    """The step and sample counters of a `DeepSpeedEngine`, as saved in checkpoints."""
 
     _NAMES = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -314,17 +312,17 @@ class _Counters:
 
 
 def _latest(folder: Path) -> str | None:
-    """The tag that `folder/latest` names; a plain name, so that it leads nowhere else."""
+    """The tag in `folder/latest`, which must be a plain name, so that it cannot lead out of the folder."""
     if not os.path.lexists(folder / LATEST):
         return None
     name = read_text(folder / LATEST).strip()
     if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise CheckpointError(f"{folder / LATEST} names {name!r}, which is not a folder in it.")
+        raise CheckpointError(f"{folder / LATEST} contains {name!r}, which is not the name of a folder in {folder}.")
     return name
 
 
 def engine_of(params: Iterable[nn.Parameter]) -> tuple[DeepSpeedEngine, list[str]] | None:
-    """The live engine that has `params`, and what it calls them; `None` if no engine has any of them."""
+    """The open engine that has `params`, and their names in its model; `None` if no engine has any of them."""
     wanted = {id(param) for param in params}
     for engine in list(_LIVE):
         names = [name for name, param in engine.module.named_parameters() if id(param) in wanted]

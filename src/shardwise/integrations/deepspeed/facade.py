@@ -1,7 +1,7 @@
-"""Modules named `deepspeed...` for scripts that import them, made of what is here. DeepSpeed itself is not needed.
+"""Modules named `deepspeed...` for scripts that import them, built from this package. DeepSpeed itself is not needed.
 
-`install()` puts them in the place of DeepSpeed's for this process. A name that is not here raises `ImportError`, as an
-old version of DeepSpeed would; a class that cannot be had says so when it is used.
+`install()` registers them in this process. A name that they do not have raises `ImportError`, as with an old version of
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed import making, moe, pipe, schedules, tensors, zero
-from shardwise.integrations.deepspeed.config import Named
+from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, tensors, zero
+from shardwise.integrations.deepspeed.config import ComponentConfig
 
 VERSION = "0.19.8"
-"""Of the DeepSpeed whose names these are."""
+"""The version of DeepSpeed whose API this is."""
 logger = logging.getLogger("DeepSpeed")
-_OF_EXPERTS = (
+_MOE_UTILS = (
     "configure_moe_param_groups",
     "has_moe_layers",
     "is_moe_param",
@@ -37,12 +37,14 @@ _OF_EXPERTS = (
 
 
 def install() -> None:
-    """Let `import deepspeed`, in this process, find the modules of this one.
+    """Let `import deepspeed` import these modules in this process.
 
-    Raises `ConfigError` if DeepSpeed itself has been imported before.
+    Raises `ConfigError` if DeepSpeed itself has already been imported.
     """
     if "deepspeed" in sys.modules and not hasattr(sys.modules["deepspeed"], "is_shardwise"):
-        raise ConfigError("DeepSpeed itself has been imported in this process. Ask for shardwise's before that.")
+        raise ConfigError(
+            "DeepSpeed itself has already been imported in this process. Call install() before anything imports it."
+        )
     for name, content in _modules().items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None, is_package=True)
@@ -55,14 +57,14 @@ def install() -> None:
 
 
 def _modules() -> dict[str, dict[str, Any]]:
-    """What is in each module; a package comes before those in it."""
+    """The contents of each module. A package precedes its submodules."""
     utils = {name: value for name, value in vars(tensors).items() if name.startswith(("safe_", "set_z3"))}
     utils |= {"logger": logger, "log_dist": log_dist, "RepeatingLoader": RepeatingLoader}
     own_zero = {name: getattr(zero, name) for name in ("Init", "GatheredParameters", "register_external_parameter")}
-    in_stages = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
-    rates = {name: kind for name, kind in vars(schedules).items() if name in schedules.SCHEDULES}
-    recomputed = {"checkpoint": recompute, "configure": configure_recomputing, "is_configured": lambda: True}
-    talk = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
+    pipeline = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
+    lr_schedules = {name: kind for name, kind in vars(schedules).items() if name in schedules.SCHEDULES}
+    checkpointing = {"checkpoint": recompute, "configure": configure_recomputing, "is_configured": lambda: True}
+    comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
     return {
         "deepspeed": {
             **{name: getattr(ours, name) for name in ours.__all__},
@@ -72,11 +74,11 @@ def _modules() -> dict[str, dict[str, Any]]:
             "logger": logger,
         },
         "deepspeed.zero": own_zero,
-        "deepspeed.pipe": in_stages,
+        "deepspeed.pipe": pipeline,
         "deepspeed.utils": utils,
         "deepspeed.utils.logging": {"logger": logger, "log_dist": log_dist},
-        "deepspeed.comm": {**talk, "init_distributed": making.init_distributed},
-        "deepspeed.checkpointing": recomputed,
+        "deepspeed.comm": {**comm, "init_distributed": initialization.init_distributed},
+        "deepspeed.checkpointing": checkpointing,
         "deepspeed.accelerator": {"get_accelerator": Accelerator},
         "deepspeed.ops": {},
         "deepspeed.ops.adam": {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": FusedAdam},
@@ -84,22 +86,22 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": FusedLion},
         "deepspeed.moe": {},
         "deepspeed.moe.layer": {"MoE": moe.MoE},
-        "deepspeed.moe.utils": {name: getattr(moe, name) for name in _OF_EXPERTS},
+        "deepspeed.moe.utils": {name: getattr(moe, name) for name in _MOE_UTILS},
         "deepspeed.runtime": {},
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
-        "deepspeed.runtime.lr_schedules": {**rates, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
+        "deepspeed.runtime.lr_schedules": {**lr_schedules, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
         "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage},
-        "deepspeed.runtime.pipe": in_stages,
-        "deepspeed.runtime.pipe.module": in_stages,
+        "deepspeed.runtime.pipe": pipeline,
+        "deepspeed.runtime.pipe.module": pipeline,
         "deepspeed.runtime.activation_checkpointing": {},
-        "deepspeed.runtime.activation_checkpointing.checkpointing": recomputed,
+        "deepspeed.runtime.activation_checkpointing.checkpointing": checkpointing,
         "deepspeed.runtime.zero": {},
         "deepspeed.runtime.zero.partition_parameters": {**own_zero, "ZeroParamStatus": ZeroParamStatus},
     }
 
 
 class ZeroParamStatus(Enum):
-    """Asked of parameters with a `ds_id`, which none has here."""
+    """The status of parameters with a `ds_id`. Parameters have none here."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -107,48 +109,48 @@ class ZeroParamStatus(Enum):
 
 
 class FusedAdam:
-    """`torch.optim.AdamW` with DeepSpeed's arguments; Adam with `adam_w_mode=False`. The engine updates it fused."""
+    """`torch.optim.AdamW` with DeepSpeed's arguments; Adam with `adam_w_mode=False`. The engine fuses its updates."""
 
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        if "adamw_mode" in options:  # as the one for the CPU calls it
+        if "adamw_mode" in options:  # the name in DeepSpeedCPUAdam
             options["adam_w_mode"] = options.pop("adamw_mode")
-        return making.make_optimizer(Named("Adam", {"lr": lr, **options}), list(model_params))
+        return initialization.make_optimizer(ComponentConfig("Adam", {"lr": lr, **options}), list(model_params))
 
 
 class FusedLamb:
     """`shardwise.optim.Lamb` with DeepSpeed's arguments."""
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return making.make_optimizer(Named("Lamb", {"lr": lr, **options}), list(params))
+        return initialization.make_optimizer(ComponentConfig("Lamb", {"lr": lr, **options}), list(params))
 
 
 class FusedLion:
     """`shardwise.optim.Lion` with DeepSpeed's arguments."""
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return making.make_optimizer(Named("Lion", {"lr": lr, **options}), list(params))
+        return initialization.make_optimizer(ComponentConfig("Lion", {"lr": lr, **options}), list(params))
 
 
 class RepeatingLoader:
-    """`loader` over and over."""
+    """Iterates over `loader` endlessly."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._left = iter(loader)
+        self._iterator = iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         try:
-            return next(self._left)
+            return next(self._iterator)
         except StopIteration:
-            self._left = iter(self.loader)
-            return next(self._left)
+            self._iterator = iter(self.loader)
+            return next(self._iterator)
 
 
 class Accelerator:
-    """What scripts ask of `get_accelerator()`, by torch's interface for all kinds."""
+    """The result of `get_accelerator()`, for any accelerator that torch supports, and for CPUs."""
 
     _name = "cpu"
 
@@ -193,25 +195,28 @@ class Accelerator:
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on these ranks; on all, if none are named or one of them is -1."""
+    """Log `message` on `ranks`; on all ranks if there are none, or if they include -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or rank in ranks or -1 in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None = None) -> None:
-    """Log `message`. `engine.shardwise.memory()` has what is held, promised and measured."""
+    """Log `message` if `force` is true. For figures use `engine.shardwise.memory()`."""
     if force:
         log_dist(message, ranks)
 
 
 def recompute(function: Any, *args: Any) -> Any:
-    """`function(*args)`, whose activations are worked out again in the backward."""
+    """`function(*args)`, whose activations are recomputed in the backward."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 def configure_recomputing(mpu_: object, *args: object, **options: object) -> None:
-    """Taken, and not needed but for what it would change: raises `ConfigError` for activations elsewhere."""
+    """Accepts and ignores all options but those that would store activations elsewhere, which raise `ConfigError`."""
     wanted = sorted(name for name in ("partition_activations", "checkpoint_in_cpu") if options.get(name))
     if wanted:
-        raise ConfigError(f"deepspeed.checkpointing.configure({', '.join(wanted)}) is not supported here.")
+        raise ConfigError(
+            f"deepspeed.checkpointing.configure({', '.join(wanted)}) is not supported by shardwise. To keep "
+            f"activations on the host, use `activations: offload` in a plan (docs/activations.md)."
+        )

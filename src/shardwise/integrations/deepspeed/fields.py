@@ -1,7 +1,7 @@
-"""What each field of a `ds_config.json` becomes: names and defaults as in DeepSpeed 0.19.
+"""All fields of a `ds_config.json`, with the names and defaults of DeepSpeed 0.19, and how each is handled.
 
-A field is honoured, not needed here, had elsewhere, or refused where it is set to anything but its default. Where
-DeepSpeed is installed, tests/extras/test_deepspeed_facts.py compares names and defaults with its own classes.
+A field is honoured, not needed, available elsewhere, or refused if it is not set to its default. If DeepSpeed is
+installed, tests/extras/test_deepspeed_facts.py compares names and defaults with DeepSpeed's own classes.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Fate(Enum):
-    """What becomes of a field, in the words of a report."""
+class FieldStatus(Enum):
+    """How a field is handled. The values are printed in reports."""
 
     HONOURED = "honoured"
     NOT_NEEDED = "not needed"
-    ELSEWHERE = "had elsewhere"
+    ELSEWHERE = "available elsewhere"
     REFUSED = "refused"
-    UNKNOWN = "not understood"
-    AUTO = "left to the script"
+    UNKNOWN = "unknown"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field: what it is without being set, what becomes of it, and why."""
+    """One field: its default, how it is handled, and why."""
 
     default: object
-    fate: Fate
+    status: FieldStatus
     why: str = ""
 
 
-def _all(fate: Fate, why: str, **defaults: object) -> dict[str, Field]:
-    return {name: Field(default, fate, why) for name, default in defaults.items()}
+def _all(status: FieldStatus, why: str, **defaults: object) -> dict[str, Field]:
+    return {name: Field(default, status, why) for name, default in defaults.items()}
 
 
 def _within(section: str, fields: Mapping[str, Field]) -> dict[str, Field]:
     return {f"{section}.{name}": field for name, field in fields.items()}
 
 
-_BUCKETS = "what is due at one moment is sent then; there are no buckets to size"
-_PREFETCH = "how far gathers run ahead is prefetch_bytes; parameters are freed after their last use"
-_HONOURED = Fate.HONOURED
-_NOT_NEEDED = Fate.NOT_NEEDED
-_ELSEWHERE = Fate.ELSEWHERE
-_REFUSED = Fate.REFUSED
+_BUCKETS = "there are no buckets: all tensors that are ready at the same time are sent together"
+_PREFETCH = "prefetch_bytes limits how far gathers run ahead; parameters are freed after their last use"
+_HONOURED = FieldStatus.HONOURED
+_NOT_NEEDED = FieldStatus.NOT_NEEDED
+_ELSEWHERE = FieldStatus.ELSEWHERE
+_REFUSED = FieldStatus.REFUSED
 
 _TOP = {
     **_all(_HONOURED, "", train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None),
@@ -53,43 +53,43 @@ _TOP = {
     **_all(_HONOURED, "the dtype of gradients on the wire", communication_data_type=None),
     **_all(
         _NOT_NEEDED,
-        "any optimizer that works element by element is taken, and others are refused by name",
+        "any elementwise optimizer is supported, and others are refused by name",
         zero_allow_untested_optimizer=False,
         zero_force_ds_cpu_optimizer=True,
     ),
     **_all(
         _NOT_NEEDED,
-        "sums are taken in at least the dtype of the gradients, and divided once",
+        "gradients are summed in at least their own dtype, and divided once",
         prescale_gradients=False,
         gradient_predivide_factor=1.0,
         seq_parallel_communication_data_type="fp32",
     ),
-    **_all(_NOT_NEEDED, "gathers are as the table says", disable_allgather=False),
-    **_all(_NOT_NEEDED, "it changes nothing that is computed", vocabulary_size=None, disable_python_gc=False),
-    **_all(_NOT_NEEDED, "the mesh has one order of axes", data_parallel_size=None),
+    **_all(_NOT_NEEDED, "the plan's table determines which parameters are gathered", disable_allgather=False),
+    **_all(_NOT_NEEDED, "it does not change any results", vocabulary_size=None, disable_python_gc=False),
+    **_all(_NOT_NEEDED, "it follows from the number of ranks and the other sizes", data_parallel_size=None),
     **_all(
         _ELSEWHERE,
-        "engine.timeline(path) and engine.memory() have it",
+        "use engine.timeline(path) and engine.memory()",
         wall_clock_breakdown=False,
         memory_breakdown=False,
         dump_state=False,
         log_level=None,
     ),
-    **_all(_ELSEWHERE, "give the loader drop_last", dataloader_drop_last=False),
+    **_all(_ELSEWHERE, "pass drop_last to the data loader", dataloader_drop_last=False),
     **_all(_REFUSED, "gradients are averaged; multiply the loss by the number of ranks", gradient_allreduce_op="mean"),
-    **_all(_REFUSED, "embedding gradients are dense here", sparse_gradients=False),
-    **_all(_REFUSED, "there are no CUDA graphs of whole steps", graph_harvesting=False),
+    **_all(_REFUSED, "embedding gradients are always dense", sparse_gradients=False),
+    **_all(_REFUSED, "CUDA graphs of whole steps are not supported", graph_harvesting=False),
     **_all(
         _REFUSED,
-        "a step is every gradient_accumulation_steps backwards; for another rhythm use shardwise's own engine",
+        "a step is always gradient_accumulation_steps backwards; to step at other times use shardwise's own engine",
         managed_gradient_accumulation=True,
     ),
-    **_all(_REFUSED, "experts lie over the data axis `ep`", use_data_before_expert_parallelism=False),
+    **_all(_REFUSED, "experts are distributed over the mesh axis `ep`", use_data_before_expert_parallelism=False),
 }
 
 _OPTIMIZER = {
     **_all(_HONOURED, "", type=None, params=None),
-    **_all(_NOT_NEEDED, "one implementation for all ranks", legacy_fusion=False),
+    **_all(_NOT_NEEDED, "there is only one implementation", legacy_fusion=False),
 }
 _SCHEDULER = _all(_HONOURED, "", type=None, params=None)
 
@@ -107,18 +107,18 @@ _FP16 = {
     **_all(_REFUSED, "inputs keep their dtype; cast them in the script", auto_cast=False),
     **_all(
         _REFUSED,
-        "chances for overflows come back when the scale doubles",
+        "hysteresis is reset only when the loss scale doubles",
         consecutive_hysteresis=False,
     ),
-    **_all(_REFUSED, "masters and their gradients are fp32", fp16_master_weights_and_grads=False),
+    **_all(_REFUSED, "master weights and their gradients are fp32", fp16_master_weights_and_grads=False),
 }
 _BF16 = {
     **_all(_HONOURED, "", enabled=False),
-    **_all(_NOT_NEEDED, "an overflow shows in the gradient norm", check_grad_overflow=True),
-    **_all(_NOT_NEEDED, "gradients are taken as they come", immediate_grad_update=False),
+    **_all(_NOT_NEEDED, "the gradient norm shows an overflow", check_grad_overflow=True),
+    **_all(_NOT_NEEDED, "gradients are reduced and accumulated as backward produces them", immediate_grad_update=False),
     **_all(
         _REFUSED,
-        'masters are fp32; for states in bf16 use shardwise.optim.AdamW(state_dtype="bf16")',
+        'master weights are fp32; for optimizer states in bf16 use shardwise.optim.AdamW(state_dtype="bf16")',
         bf16_master_weights_and_grads=False,
         bf16_optimizer_states=False,
     ),
@@ -162,11 +162,11 @@ _ZERO = {
         stage3_model_persistence_threshold=None,
         overlap_comm=None,
     ),
-    **_all(_NOT_NEEDED, "the update goes by units", sub_group_size=1_000_000_000),
-    **_all(_NOT_NEEDED, "units are gathered whole, whatever a rank's data makes of them", leaf_module=None),
+    **_all(_NOT_NEEDED, "the optimizer updates unit by unit", sub_group_size=1_000_000_000),
+    **_all(_NOT_NEEDED, "a unit is always gathered whole, whichever modules a rank's data uses", leaf_module=None),
     **_all(
         _NOT_NEEDED,
-        "checkpoints move between world sizes as they are",
+        "any world size resumes from any checkpoint",
         elastic_checkpoint=False,
         load_from_fp32_weights=True,
         legacy_stage1=False,
@@ -178,10 +178,14 @@ _ZERO = {
         stage3_gather_16bit_weights_on_model_save=False,
         stage3_gather_fp16_weights_on_model_save=False,
     ),
-    **_all(_NOT_NEEDED, "parameters without a gradient are agreed on in each step", ignore_unused_parameters=True),
     **_all(
         _NOT_NEEDED,
-        "nothing of torch is replaced",
+        "ranks agree in each step on which parameters have gradients",
+        ignore_unused_parameters=True,
+    ),
+    **_all(
+        _NOT_NEEDED,
+        "it has no counterpart in shardwise, and does not change any results",
         memory_efficient_linear=True,
         override_module_apply=True,
         log_trace_cache_warnings=False,
@@ -192,7 +196,7 @@ _ZERO = {
     ),
     **_all(
         _REFUSED,
-        "values travel in their own dtype; wire.grad: bf16 halves gradients",
+        "quantized communication is not supported; wire.grad: bf16 in a plan halves the bytes of gradients",
         zero_quantized_weights=False,
         zero_quantized_nontrainable_weights=False,
         zero_quantized_gradients=False,
@@ -200,7 +204,7 @@ _ZERO = {
     ),
     **_all(_REFUSED, "ZenFlow changes the update rule", zenflow=None),
 }
-_BUFFERS = "buffers are as many and as large as the units need"
+_BUFFERS = "number and size of buffers follow from the units"
 _OFFLOAD_PARAM = {
     **_all(_HONOURED, "", device="none", nvme_path=None),
     **_all(_NOT_NEEDED, _BUFFERS, buffer_count=5, buffer_size=100_000_000, max_in_cpu=1_000_000_000, pin_memory=True),
@@ -217,18 +221,18 @@ _OFFLOAD_OPTIMIZER = {
         fast_init=False,
         cpuadam_cores_perc=0.8,
     ),
-    **_all(_REFUSED, "SuperOffload is for one kind of machine", super_offload=False),
+    **_all(_REFUSED, "SuperOffload is not supported; its target is GH200", super_offload=False),
 }
 
 _TENSOR_PARALLEL = {
     **_all(_HONOURED, "", autotp_size=None, **{"tp.tp_size": 1}),
-    **_all(_NOT_NEEDED, "the plan's precision", dtype="fp16"),
+    **_all(_NOT_NEEDED, "the plan's precision is used", dtype="fp16"),
     **_all(_NOT_NEEDED, "groups follow from the mesh", **{"tp.tp_grain_size": 1, "tp.mpu": None, "tp.tp_group": None}),
-    **_all(_NOT_NEEDED, "sums are sent as they are ready", tp_overlap_comm=False),
-    **_all(_NOT_NEEDED, "models begin on the host or without values", keep_module_on_host=False),
+    **_all(_NOT_NEEDED, "partial sums are sent as soon as they are ready", tp_overlap_comm=False),
+    **_all(_NOT_NEEDED, "models are built on the host, or without values", keep_module_on_host=False),
     **_all(
         _REFUSED,
-        "say tensor: {plan: ...} in a plan of shardwise",
+        "use tensor: {plan: ...} in a shardwise plan",
         injection_policy_tuple=None,
         partition_config=None,
         preset_model=None,
@@ -240,9 +244,9 @@ _TENSOR_PARALLEL = {
 
 _DATA_TYPES = {
     **_all(_HONOURED, "", grad_accum_dtype=None),
-    **_all(_REFUSED, "parameters take the plan's precision", param_dtype=None),
+    **_all(_REFUSED, "parameters have the plan's precision", param_dtype=None),
     **_all(_REFUSED, "buffers keep their dtype", buffer_dtype=None),
-    **_all(_REFUSED, "say rules: {...: {classes: [...], precision: fp32}} in a plan", keep_in_fp32_modules="auto"),
+    **_all(_REFUSED, "use rules: {...: {classes: [...], precision: fp32}} in a plan", keep_in_fp32_modules="auto"),
 }
 
 _ELASTICITY = {
@@ -260,7 +264,7 @@ _ELASTICITY = {
         model_parallel_size=1,
         ignore_non_elastic_batch_info=False,
     ),
-    **_all(_NOT_NEEDED, "ranks that live go on at once; `shardwise launch --elastic`", min_time=0),
+    **_all(_NOT_NEEDED, "with `shardwise launch --elastic`, surviving ranks continue at once", min_time=0),
 }
 
 _JOB = _all(_HONOURED, "", enabled=False, output_path="", job_name="DeepSpeedJobName")
@@ -282,7 +286,7 @@ MONITORS = {
         mode=None,
     ),
 }
-"""Sections that say who is told of the training: see `monitor.py`."""
+"""Sections of monitors: see `monitor.py`."""
 
 _PARALLEL_WRITE = {"parallel_write.pipeline_stage": False}
 _SECTIONS = {
@@ -310,7 +314,7 @@ _SECTIONS = {
     ),
     "checkpoint": _all(
         _NOT_NEEDED,
-        "checkpoints of shardwise are atomic, and move between world sizes as they are",
+        "shardwise checkpoints are atomic, and any world size resumes from them",
         tag_validation="Warn",
         load_universal=False,
         use_node_local_storage=False,
@@ -320,7 +324,7 @@ _SECTIONS = {
     ),
     "pipeline": _all(
         _NOT_NEEDED,
-        "said where the PipelineModule is made",
+        "the arguments of PipelineModule are used",
         stages="auto",
         partition="best",
         seed_layers=False,
@@ -333,34 +337,34 @@ _SECTIONS = {
 
 ELSEWHERE_SECTIONS = {
     "comms_logger": "`shardwise explain` prints what is sent, and engine.timeline(path) when",
-    "flops_profiler": "run torch.profiler beside it; actions are named there",
-    "timers": "the progress line has the throughput",
-    "autotuning": "`budget` and `shardwise explain` choose before a step is run",
+    "flops_profiler": "use torch.profiler, whose traces name shardwise's actions",
+    "timers": "the progress line shows the throughput",
+    "autotuning": "use `budget` in a plan and `shardwise explain`, before the first step",
     "nebula": "engine.save(folder, wait=False) writes in the background",
     "datastates_ckpt": "engine.save(folder, wait=False) writes in the background",
 }
-"""Sections about watching and tuning, which change nothing that is computed."""
+"""Sections about monitoring and tuning, which do not change any results."""
 
 REFUSED_SECTIONS = {
-    "amp": "NVIDIA's Apex is not used; say bf16 or fp16",
-    "torch_autocast": "open torch.autocast in the script, around the forward",
-    "expert_parallel": "name an axis `ep` in a mesh of shardwise (docs/experts.md)",
-    "compile": "say compile: inductor in a plan of shardwise",
+    "amp": "NVIDIA's Apex is not supported; use bf16 or fp16",
+    "torch_autocast": "use torch.autocast in the script, around the forward",
+    "expert_parallel": "use an axis `ep` in the mesh of a shardwise plan (docs/experts.md)",
+    "compile": "use compile: inductor in a shardwise plan",
     "hybrid_engine": "engine.inference() generates with the weights that are trained",
     "data_efficiency": "mixtures and packing are in shardwise.data",
     "curriculum_learning": "mixtures and packing are in shardwise.data",
-    "progressive_layer_drop": "the model itself may drop layers",
-    "compression_training": "quantize after the training",
-    "quantize_training": "quantize after the training",
-    "weight_quantization": "quantize after the training",
-    "sparse_attention": "the model itself says how it attends",
-    "eigenvalue": "it belongs to quantize_training",
-    "activation_checkpointing": "say activations: recompute, or offload, in a plan of shardwise (docs/activations.md)",
+    "progressive_layer_drop": "drop layers in the model itself",
+    "compression_training": "quantize after training",
+    "quantize_training": "quantize after training",
+    "weight_quantization": "quantize after training",
+    "sparse_attention": "implement it in the model",
+    "eigenvalue": "it is part of quantize_training, which is not supported",
+    "activation_checkpointing": "use activations: recompute, or offload, in a shardwise plan (docs/activations.md)",
 }
-"""Sections that change what is computed or held, refused unless they say `enabled: false` or nothing at all."""
+"""Sections that change results or memory: refused unless they are empty or have `enabled: false`."""
 
 FREE_SECTIONS = ("optimizer.params", "scheduler.params", "zero_optimization.leaf_module", "checkpoint.writer")
-"""Mappings whose keys are not DeepSpeed's own."""
+"""Mappings with arbitrary keys."""
 
 RENAMED = {
     "bfloat16": "bf16",
@@ -370,7 +374,7 @@ RENAMED = {
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
 }
-"""Older or other names of the same."""
+"""Older or alternative names of fields."""
 
 FIELDS: dict[str, Field] = dict(_TOP)
 for _name, _fields in _SECTIONS.items():
@@ -378,7 +382,7 @@ for _name, _fields in _SECTIONS.items():
 SECTION_NAMES = frozenset(name for name in (*_SECTIONS, "tensor_parallel.tp", "checkpoint.parallel_write"))
 
 
-def not_understood(path: str) -> str:
-    """Why the field at `path` says nothing to us, with the name that may have been meant."""
+def why_unknown(path: str) -> str:
+    """A note on an unknown field, with the name that may have been meant."""
     close = difflib.get_close_matches(path, [*FIELDS, *ELSEWHERE_SECTIONS, *REFUSED_SECTIONS], n=1, cutoff=0.75)
-    return f"did you mean {close[0]}?" if close else "DeepSpeed 0.19 has no such field either"
+    return f"did you mean {close[0]}?" if close else "DeepSpeed 0.19 has no such field"

@@ -1,4 +1,4 @@
-"""`deepspeed.moe`: a layer of experts that are copies of any module, on our experts along the mesh axis `ep`."""
+"""`deepspeed.moe`: an MoE layer whose experts are copies of any module, distributed over the mesh axis `ep`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LARGEST_GROUP = 178956971
 
 
 class ExpertCopies(Experts):
-    """`num_experts` copies of a module that works row by row. Each of its parameters is stacked here: `fc1.weight` of
-    the module is `fc1_weight`, `[num_experts, ...]`."""
+    """`num_experts` copies of a module that computes each row independently. Parameters are stacked: the module's
+    `fc1.weight` is `fc1_weight`, `[num_experts, ...]`."""
 
     def __init__(self, expert: nn.Module, num_experts: int, hidden_size: int, rules: Rules) -> None:
         nn.Module.__init__(self)
-        held = [name for name, _ in expert.named_buffers()]
-        if held:
+        buffers = [name for name, _ in expert.named_buffers()]
+        if buffers:
             raise ConfigError(
-                f"The expert {type(expert).__name__} has buffers ({', '.join(held)}), and experts that lie on other "
-                f"ranks have parameters alone. Take a module without them."
+                f"The expert {type(expert).__name__} has buffers ({', '.join(buffers)}), which is not supported. Use a "
+                f"module that has only parameters."
             )
         self.num_experts = num_experts
         self.hidden_dim = hidden_size
@@ -39,17 +39,17 @@ class ExpertCopies(Experts):
         for name, param in expert.named_parameters():
             stacked = nn.Parameter(param.detach().repeat(num_experts, *[1] * param.dim()), param.requires_grad)
             self.register_parameter(self._names[name], stacked)
-        self.__dict__["_template"] = copy.deepcopy(expert).to("meta")  # its forward alone counts
+        self.__dict__["_template"] = copy.deepcopy(expert).to("meta")  # only its forward is used
 
     def reset_parameters(self) -> None:
-        """They are those of the module that was given."""
+        """Does nothing: experts start with the parameters of the module they are copied from."""
 
     def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """The most tokens of this rank that an expert takes."""
+        """The most tokens of this rank that an expert accepts."""
         return self._rules.capacity(num_tokens, self.training)
 
     def made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Of rows that lie expert after expert, `counts` of each."""
+        """The experts' outputs for `rows`, which are sorted by expert, with `counts` of each."""
         sizes = _even(rows.shape[0], counts.shape[0]) if is_rehearsed(counts) else counts.tolist()
         stacked = {name: self.get_parameter(own).unbind(0) for name, own in self._names.items()}
         template: nn.Module = self.__dict__["_template"].train(self.training)
@@ -64,7 +64,7 @@ class ExpertCopies(Experts):
 
 
 class MOELayer(nn.Module):
-    """A gate and its experts; `l_aux` and `exp_counts` are those of the last forward."""
+    """A gate and its experts. `l_aux` and `exp_counts` are from the last forward."""
 
     def __init__(self, gate: TopKGate, experts: ExpertCopies) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """DeepSpeed's layer of experts, by its arguments: `num_experts` copies of `expert`, `k` of them for each token.
+    """DeepSpeed's MoE layer, with its arguments: `num_experts` copies of `expert`, of which each token uses `k`.
 
-    `ep_size` ranks share in the experts; `initialize` gives the mesh an axis `ep` of that size, and each rank has a
-    batch of its own. Called with `hidden_states` `[..., hidden_size]` it returns the output, alike, the loss `l_aux`
-    that the script adds to its own, and `exp_counts`, how often each expert was chosen on this rank.
+    The experts are distributed over `ep_size` ranks, each with its own batch; `initialize` adds an axis `ep` of that
+    size to the mesh. The forward takes `hidden_states` `[..., hidden_size]` and returns the output, of the same shape;
+    the loss `l_aux`, which the script adds to its own; and `exp_counts`, how often each expert was chosen on this rank.
 
-    `use_tutel` asks for faster kernels, and changes nothing here. Raises `ConfigError` for what cannot be had.
+    `use_tutel` has no effect. Raises `ConfigError` for unsupported options.
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if num_experts % ep_size:
-            raise ConfigError(f"num_experts is {num_experts}, which does not divide by ep_size {ep_size}.")
+            raise ConfigError(f"num_experts is {num_experts}, which is not a multiple of ep_size {ep_size}.")
         if enable_expert_tensor_parallelism:
             raise ConfigError(
-                "enable_expert_tensor_parallelism: experts are whole on the rank that has them. Take a larger ep_size."
+                "enable_expert_tensor_parallelism is not supported: each expert is whole on its rank. Use a larger "
+                "ep_size."
             )
         self.num_experts = num_experts
         self.ep_size = ep_size
@@ -125,7 +126,7 @@ class MoE(nn.Module):
             use_rts, top2_2nd_expert_sampling,
         )  # fmt: skip
         copies = ExpertCopies(expert, num_experts, hidden_size, rules)
-        for param in copies.parameters():  # as scripts ask of them
+        for param in copies.parameters():  # attributes of DeepSpeed's expert parameters, which scripts read
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
         self.deepspeed_moe = MOELayer(TopKGate(hidden_size, rules), copies)
@@ -134,27 +135,27 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Not needed: the mesh says which ranks share in experts."""
+        """Not needed: expert parallelism follows from the mesh."""
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Output, `l_aux`, `exp_counts`."""
+        """Returns the output, `l_aux` and `exp_counts`."""
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
-            beside = self.mlp(hidden_states)
-            beside = beside[0] if isinstance(beside, tuple) else beside
-            shares = self.coefficient(hidden_states).softmax(dim=-1)
-            output = output * shares[..., 0:1] + beside * shares[..., 1:]
+            residual = self.mlp(hidden_states)
+            residual = residual[0] if isinstance(residual, tuple) else residual
+            coefficients = self.coefficient(hidden_states).softmax(dim=-1)
+            output = output * coefficients[..., 0:1] + residual * coefficients[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
 
 
 def expert_ranks_of(model: nn.Module) -> int:
-    """`ep_size` of the layers of `model`; 1 without any. Raises `ConfigError` where they differ."""
+    """The `ep_size` of the MoE layers in `model`; 1 if it has none. Raises `ConfigError` if they differ."""
     sizes = {module.ep_size: name for name, module in model.named_modules() if isinstance(module, MoE)}
     if len(sizes) > 1:
         listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-        raise ConfigError(f"All MoE layers of a model need one ep_size; {listed}.")
+        raise ConfigError(f"All MoE layers of a model need the same ep_size, but {listed}.")
     return next(iter(sizes), 1)
 
 
@@ -167,20 +168,20 @@ def _even(num_rows: int, parts: int) -> list[int]:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether `m` has a `MoE`, and how many experts the first of them has."""
+    """Whether `m` contains a `MoE`, and the number of experts of the first one."""
     first = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return first is not None, 0 if first is None else first.num_experts
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether `param` is one of experts."""
+    """Whether `param` is an expert's."""
     return not getattr(param, "allreduce", True)
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Those that are not of experts, and those that are."""
+    """Parameters that are not experts', and those that are."""
     listed = list(params)
     return [one for one in listed if not is_moe_param(one)], [one for one in listed if is_moe_param(one)]
 
@@ -193,10 +194,10 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
     max_group_size: float | None = _LARGEST_GROUP,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer with experts in groups of their own (`moe: True`), behind the others.
+    """Parameter groups for an optimizer, with experts in separate groups (`moe: True`) after the others.
 
-    As in DeepSpeed a group has at most `max_group_size` elements. Not needed here, and it changes nothing that is
-    computed.
+    As in DeepSpeed, a group of experts has at most `max_group_size` elements. shardwise does not need this, and results
+    are the same.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     added = []
@@ -210,7 +211,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """The same for a list of parameters, or of groups that may have been split already."""
+    """The same for a list of parameters, or of groups, which may be split already."""
     if model_parameters and isinstance(model_parameters[0], nn.Parameter):
         return split_params_into_different_moe_groups_for_optimizer(
             {"params": model_parameters, "name": "dense-params"}

@@ -1,7 +1,7 @@
-"""DeepSpeed's gate: which experts a token goes to, by GShard's rules (arXiv:2006.16668) with a capacity.
+"""DeepSpeed's MoE gate: assigns tokens to experts by GShard's rules (arXiv:2006.16668) with a capacity.
 
-The arithmetic and the draws of random numbers are those of DeepSpeed 0.19 (`moe/sharded_moe.py`), so that the same
-generator leads to the same choices.
+Arithmetic and order of random draws are those of DeepSpeed 0.19 (`moe/sharded_moe.py`), so the same generator gives the
+same assignment.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ POLICIES = (None, "None", "Jitter", "RSample")
 
 
 class Gated(NamedTuple):
-    """What a gate says of `tokens` tokens."""
+    """A gate's output."""
 
     experts: Tensor
-    """Numbers of experts, int64 `[tokens, k]`; `num_experts` where a choice is dropped."""
+    """Indices of experts, int64 `[tokens, k]`; `num_experts` for dropped choices."""
     weights: Tensor
-    """fp32 `[tokens, k]`; 0 where a choice is dropped."""
+    """fp32 `[tokens, k]`; 0 for dropped choices."""
     l_aux: Tensor
-    """The loss that keeps experts evenly loaded, a scalar."""
+    """The load-balancing loss, a scalar."""
     exp_counts: Tensor
-    """How often each expert was chosen, before any choice was dropped, `[num_experts]`."""
+    """How often each expert was chosen, including dropped choices, `[num_experts]`."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a gate chooses; the names are those of DeepSpeed's arguments."""
+    """A gate's options, named like DeepSpeed's arguments."""
 
     num_experts: int
     k: int
@@ -48,7 +48,7 @@ class Rules:
     top2_2nd_expert_sampling: bool
 
     def capacity(self, num_tokens: int, is_training: bool) -> int:
-        """How many tokens of this rank an expert takes; all of them where none is dropped."""
+        """The most tokens of this rank that an expert accepts; all of them if none is dropped."""
         if not self.drop_tokens:
             return num_tokens
         factor = torch.tensor((self.capacity_factor if is_training else self.eval_capacity_factor) * self.k)
@@ -57,26 +57,28 @@ class Rules:
 
 
 class TopKGate(nn.Module):
-    """A linear layer without a bias, `wg`, in fp32, and the choice by its logits."""
+    """A linear layer `wg` in fp32, without a bias, and the choice of experts by its logits."""
 
     def __init__(self, model_dim: int, rules: Rules) -> None:
         super().__init__()
         if not 1 <= rules.k <= rules.num_experts:
-            raise ConfigError(f"k is {rules.k}, and there are {rules.num_experts} experts. Choose a k from 1 to that.")
+            raise ConfigError(f"k is {rules.k}; with {rules.num_experts} experts it must be 1 to {rules.num_experts}.")
         if rules.noisy_gate_policy not in POLICIES:
-            raise ConfigError(f"noisy_gate_policy is {rules.noisy_gate_policy!r}; it is None, 'Jitter' or 'RSample'.")
+            raise ConfigError(
+                f"noisy_gate_policy is {rules.noisy_gate_policy!r}; it must be None, 'Jitter' or 'RSample'."
+            )
         self.wg = nn.Linear(model_dim, rules.num_experts, bias=False)
         self.rules = rules
 
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Gated:
-        """`tokens` is `[tokens, model_dim]`; `used_token`, for k = 1, says of each whether it counts."""
+        """`tokens` is `[tokens, model_dim]`; `used_token`, for k = 1, is a mask of the tokens that count."""
         rules = self.rules
         if used_token is not None and rules.k != 1:
-            raise ConfigError(f"used_token is for k = 1, and k is {rules.k}. Leave it out, and mask the output.")
+            raise ConfigError(f"used_token needs k = 1, but k is {rules.k}. Leave it out, and mask the output.")
         if tokens.shape[0] < rules.min_capacity and rules.k == 1:
             raise DataError(
-                f"There are {tokens.shape[0]} tokens, fewer than min_capacity {rules.min_capacity}. Give the layer "
-                f"min_capacity=0, or more tokens."
+                f"There are {tokens.shape[0]} tokens, fewer than min_capacity {rules.min_capacity}. Create the layer "
+                f"with min_capacity=0, or give it more tokens."
             )
         with torch.autocast(tokens.device.type, enabled=False):
             wide = tokens.float()
@@ -126,10 +128,10 @@ def _top2(logits: Tensor, rules: Rules, capacity: int) -> Gated:
     mask2 = functional.one_hot(second, rules.num_experts)
     counts = (mask1 + mask2).sum(dim=0).detach()
     l_aux = (gates.mean(dim=0) * mask1.float().mean(dim=0)).mean() * rules.num_experts**2
-    if rules.drop_tokens:  # first choices come before second ones, and earlier tokens before later ones
-        place1 = mask1.cumsum(dim=0) - 1
-        place2 = mask2.cumsum(dim=0) - 1 + mask1.sum(dim=0, keepdim=True)
-        mask1, mask2 = mask1 * (place1 < capacity), mask2 * (place2 < capacity)
+    if rules.drop_tokens:  # first choices have priority over second ones, and earlier tokens over later ones
+        location1 = mask1.cumsum(dim=0) - 1
+        location2 = mask2.cumsum(dim=0) - 1 + mask1.sum(dim=0, keepdim=True)
+        mask1, mask2 = mask1 * (location1 < capacity), mask2 * (location2 < capacity)
     weights = torch.stack([(gates * mask1).sum(dim=1), (gates * mask2).sum(dim=1)], dim=1)
     index = torch.stack([first, second], dim=1)
     kept = torch.stack([mask1.any(dim=1), mask2.any(dim=1)], dim=1)
@@ -142,14 +144,14 @@ def _topk(logits: Tensor, rules: Rules, capacity: int) -> Gated:
     mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True)
     counts = mask.sum(dim=0).detach()
     l_aux = (gates.mean(dim=0) * mask.float().mean(dim=0)).mean() * rules.num_experts**2 / rules.k
-    if rules.drop_tokens:  # those of the highest gates stay
-        among = torch.zeros_like(gates).scatter(1, index, best)
-        first = among.topk(min(capacity, gates.shape[0]), dim=0, sorted=False).indices
+    if rules.drop_tokens:  # tokens with the highest gates are kept
+        chosen = torch.zeros_like(gates).scatter(1, index, best)
+        first = chosen.topk(min(capacity, gates.shape[0]), dim=0, sorted=False).indices
         mask = mask & torch.zeros_like(mask).scatter_(0, first, True)
     kept = mask.gather(1, index)
     return Gated(torch.where(kept, index, rules.num_experts), _normalized(best * kept), l_aux, counts)
 
 
 def _normalized(weights: Tensor) -> Tensor:
-    """Those of a token add up to 1, unless all of its choices were dropped."""
+    """The weights of each token add up to 1, unless all of its choices were dropped."""
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)

@@ -1,5 +1,4 @@
-"""`engine.monitor`: what DeepSpeed's sections `tensorboard`, `wandb`, `comet` and `csv_monitor` are told, by our
-trackers."""
+"""`engine.monitor`: DeepSpeed's sections `tensorboard`, `wandb`, `comet` and `csv_monitor`, written by our trackers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def require_monitors(monitors: Mapping[str, Options]) -> None:
 
 
 class Monitor:
-    """Events by name against samples, as DeepSpeed's `MonitorMaster` takes them. Rank 0 writes."""
+    """Writes events against the number of samples, like DeepSpeed's `MonitorMaster`. Only rank 0 writes."""
 
     def __init__(
         self,
@@ -30,16 +29,16 @@ class Monitor:
         samples: Callable[[], int],
         config: Mapping[str, Any],
     ) -> None:
-        """`rank()` is this rank, which an elastic job may change; `samples()` is how many have been trained on;
-        `config` describes the run.
+        """`rank()` returns this rank, which may change in an elastic job, and `samples()` the number of samples trained
+        on. `config` describes the run.
 
-        Raises `ConfigError` for a file that is there and is no table of ours.
+        Raises `ConfigError` if a CSV file exists already and is not a table written by shardwise.
         """
         self.enabled = bool(monitors)
         self._monitors, self._config = monitors, config
         self._rank, self._samples = rank, samples
         self._has_begun = False
-        self._trackers: list[_Spaced] = []
+        self._trackers: list[_Thinned] = []
         self._open()
 
     def _open(self) -> None:
@@ -48,22 +47,23 @@ class Monitor:
         for name, options in self._monitors.items():
             own = {key: value for key, value in options.items() if key != SAMPLES_LOG_INTERVAL}
             tracker = open_tracker(name, Path(), self._config, own)
-            self._trackers.append(_Spaced(tracker, int(options.get(SAMPLES_LOG_INTERVAL) or 0)))
+            self._trackers.append(_Thinned(tracker, int(options.get(SAMPLES_LOG_INTERVAL) or 0)))
 
     def begin(self) -> None:
-        """What is written next comes after the samples there are; the first `write_events` does so by itself."""
+        """Start writing at the current number of samples. The first `write_events` calls this itself."""
         self._open()
         if self._trackers and not self._has_begun:
             self._has_begun = True
-            for spaced in self._trackers:
-                spaced.begin(self._samples())
+            for tracker in self._trackers:
+                tracker.begin(self._samples())
 
-    def begin_anew(self) -> None:
-        """A checkpoint was loaded, and training goes on from its samples."""
+    def restart(self) -> None:
+        """Start again at the number of samples of a loaded checkpoint."""
         self._has_begun = False
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Write events `(name, value, samples)`, those of as many samples together. Any rank may call."""
+        """Write events `(name, value, samples)`; those with the same `samples` are written together. Any rank may
+        call."""
         self.begin()
         if not self._trackers:
             return
@@ -71,33 +71,33 @@ class Monitor:
         for name, value, samples in event_list:
             by_samples.setdefault(int(samples), {})[name] = float(value)
         for samples, values in by_samples.items():
-            for spaced in self._trackers:
-                spaced.log(samples, values)
+            for tracker in self._trackers:
+                tracker.log(samples, values)
 
     def close(self) -> None:
-        """May be called twice."""
-        for spaced in self._trackers:
-            spaced.tracker.close(failed=False)
+        """Close the trackers. May be called twice."""
+        for thinned in self._trackers:
+            thinned.tracker.close(failed=False)
 
 
-class _Spaced:
-    """A tracker that is told each event again after so many `samples`."""
+class _Thinned:
+    """A tracker that writes each event at most once per `samples` samples."""
 
     def __init__(self, tracker: Tracker, samples: int) -> None:
         self.tracker = tracker
-        self._distance = samples
-        self._told: dict[str, int] = {}
+        self._interval = samples
+        self._logged: dict[str, int] = {}
 
     def begin(self, samples: int) -> None:
-        self._told.clear()
+        self._logged.clear()
         self.tracker.begin(samples)
 
     def log(self, samples: int, values: Mapping[str, float]) -> None:
         due = {
             name: value
             for name, value in values.items()
-            if name not in self._told or samples - self._told[name] >= self._distance
+            if name not in self._logged or samples - self._logged[name] >= self._interval
         }
         if due:
-            self._told |= dict.fromkeys(due, samples)
+            self._logged |= dict.fromkeys(due, samples)
             self.tracker.log(samples, due)

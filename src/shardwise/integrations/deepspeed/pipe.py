@@ -1,4 +1,4 @@
-"""`deepspeed.pipe`: a model given as a list of layers, trained in stages by `train_batch`."""
+"""`deepspeed.pipe`: pipeline parallelism for a model given as a list of layers, trained by `train_batch`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LossFunction = Callable[[Tensor, Any], Tensor]
 
 
 class LayerSpec:
-    """A layer that is built when its `PipelineModule` is: `LayerSpec(nn.Linear, 4, 4)`."""
+    """A layer that its `PipelineModule` builds: `LayerSpec(nn.Linear, 4, 4)`."""
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         self.typename = typename
@@ -30,9 +30,9 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares `tied_weight_attr` with the others of the same `key`, whatever stages they lie on.
+    """A layer that shares `tied_weight_attr` with the other layers of the same `key`, on any stage.
 
-    `forward_fn(layer, input)` takes the place of the layer's own forward.
+    `forward_fn(layer, input)` replaces the layer's own forward.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Sequential):
-    """Layers, each fed with what the one before returns: modules, specs or functions.
+    """A sequence of layers: modules, specs or functions. Each gets the output of the one before.
 
-    `num_stages` ranks of `mesh: {pp: ...}` share in them, evenly by parameters. `loss_fn(output, label)` makes the loss
-    of a micro-batch. Raises `ConfigError` for options that the engine has not.
+    They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) with about equal numbers of parameters.
+    `loss_fn(output, label)` computes the loss of a micro-batch. Raises `ConfigError` for unsupported options.
     """
 
     def __init__(
@@ -69,33 +69,39 @@ class PipelineModule(nn.Sequential):
         **options: object,
     ) -> None:
         if num_stages is None or topology is not None:
-            raise ConfigError("PipelineModule needs num_stages; the other ranks share in the data. It has no topology.")
+            raise ConfigError(
+                "PipelineModule needs num_stages, and does not support topology: data parallelism follows from the "
+                "number of ranks."
+            )
         if seed_layers or any(options.values()):
-            asked = sorted(["seed_layers"] * seed_layers + [name for name, value in options.items() if value])
-            raise ConfigError(f"PipelineModule has no {', '.join(asked)}. Seed before the layers are made.")
+            unsupported = sorted(["seed_layers"] * seed_layers + [name for name, value in options.items() if value])
+            raise ConfigError(
+                f"PipelineModule does not support {', '.join(unsupported)}."
+                + (" Seed before the layers are created." if seed_layers else "")
+            )
         if partition_method not in ("parameters", "best"):
             raise ConfigError(
-                f"partition_method is {partition_method!r}; stages are even by parameters. For others give a plan of "
-                f"shardwise a list: pipeline: {{stages: [[...], [...]]}}."
+                f"partition_method is {partition_method!r}; it must be 'parameters' or 'best'. List other stages in "
+                f"a shardwise plan: pipeline: {{stages: [[...], [...]]}}."
             )
         first_of_key: dict[str, nn.Module] = {}
-        super().__init__(*(_built(layer, first_of_key) for layer in layers))
+        super().__init__(*(_built_layer(layer, first_of_key) for layer in layers))
         self.num_stages = num_stages
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """A `PipelineModule` on shardwise's engine: whole steps by `train_batch`."""
+    """A `PipelineModule` on shardwise's engine. `train_batch` does whole steps."""
 
     module: PipelineModule
     _data: Iterator[Any] | None = None
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step: the next `gradient_accumulation_steps` pairs of input and label of `data_iter`.
+        """One optimizer step over the next `gradient_accumulation_steps` pairs of input and label from `data_iter`.
 
         All ranks call; those of one pipeline with the same data. Returns the mean loss over micro-batches and ranks.
-        Without `data_iter` the training data given to `initialize` is read, from its beginning when it is used up.
+        Without `data_iter`, the training data given to `initialize` is read, repeatedly.
         """
         inputs, labels = self._pairs(data_iter)
         self.monitor.begin()
@@ -108,9 +114,9 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.tensor(mean)
 
     def eval_batch(self, data_iter: Iterator[Any], **options: object) -> Tensor:
-        """The mean loss of as many pairs as `train_batch` takes, without gradients. All ranks call."""
+        """The mean loss of as many pairs as `train_batch` reads, without gradients. All ranks call."""
         if any(options.values()):
-            raise ConfigError(f"eval_batch() has no {', '.join(sorted(options))}.")
+            raise ConfigError(f"eval_batch() does not support {', '.join(sorted(options))}.")
         inputs, labels = self._pairs(data_iter)
         was_training = self.module.training
         self.module.eval()
@@ -121,11 +127,11 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.tensor(mean)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """What `train_batch()` reads."""
-        self._data = _over_and_over(loader)
+        """Let `train_batch()` read from `loader`."""
+        self._data = _repeated(loader)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        raise StateError("A PipelineModule is trained by train_batch(), which has forward, backward and step in it.")
+        raise StateError("A PipelineModule is trained by train_batch(), which does forward, backward and step.")
 
     backward = forward
     step = forward
@@ -142,7 +148,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _pairs(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
         source = self._data if data_iter is None else data_iter
         if source is None:
-            raise DataError("train_batch() has no data: give it an iterator, or initialize() its training_data.")
+            raise DataError("train_batch() has no data. Pass it an iterator, or pass training_data to initialize().")
         count = self.gradient_accumulation_steps()
         pairs = [pair for _, pair in zip(range(count), source, strict=False)]
         if len(pairs) < count:
@@ -163,7 +169,7 @@ class _Function(nn.Module):
         return self._function(value)
 
 
-def _built(layer: nn.Module | LayerSpec | Callable[[Any], Any], first_of_key: dict[str, nn.Module]) -> nn.Module:
+def _built_layer(layer: nn.Module | LayerSpec | Callable[[Any], Any], first_of_key: dict[str, nn.Module]) -> nn.Module:
     if isinstance(layer, nn.Module):
         return layer
     if not isinstance(layer, LayerSpec):
@@ -186,7 +192,7 @@ def _to(value: Any, device: torch.device) -> Any:
     return type(value)(_to(item, device) for item in value) if isinstance(value, tuple | list) else value
 
 
-def _over_and_over(loader: Iterable[Any]) -> Iterator[Any]:
+def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
     while True:
         is_empty = True
         for pair in loader:

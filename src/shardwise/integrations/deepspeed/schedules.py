@@ -1,7 +1,7 @@
-"""DeepSpeed's learning-rate schedules by their names, with its arithmetic.
+"""DeepSpeed's learning rate schedules, with its names and arithmetic.
 
-Each sets the rates of its optimizer's groups when it is made, and again in every `step()`, which counts from 0. Facts:
-DeepSpeed 0.19, `runtime/lr_schedules.py`; LR range test and 1Cycle: arXiv:1803.09820.
+Each sets the learning rates of its optimizer's groups when it is created, and in every `step()`, which counts from 0.
+Sources: DeepSpeed 0.19, `runtime/lr_schedules.py`; LR range test and 1Cycle: arXiv:1803.09820.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rates = float | Sequence[float]
 
 
 class Schedule:
-    """What the schedules have in common. Subclasses say `rates_at(step)`, one rate for each group."""
+    """Base class of the schedules. Subclasses implement `rates_at(step)`, with one rate per group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -41,11 +41,11 @@ class Schedule:
         self._set(self.rates_at(next_one))
 
     def get_lr(self) -> list[float]:
-        """The rates at the present step."""
+        """The rates at the current step."""
         return self.first_rates() if self.last_batch_iteration < 0 else self.rates_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the groups were given last."""
+        """The rates that were set last."""
         return list(self._last)
 
     def state_dict(self) -> dict[str, int]:
@@ -68,12 +68,14 @@ class Schedule:
         if not isinstance(value, list | tuple):
             return [float(value)] * count  # type: ignore[arg-type]
         if len(value) != count:
-            raise ConfigError(f"{name} has {len(value)} values, and the optimizer {count} groups. Give one for each.")
+            raise ConfigError(
+                f"{name} has {len(value)} values, but the optimizer has {count} groups. Give one for each."
+            )
         return [float(one) for one in value]
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, by a logarithm or a line; then constant.
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, logarithmically or linearly; then constant.
 
     `warmup_max_lr` defaults to the optimizer's own rates.
     """
@@ -108,7 +110,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, and then a line down to `warmup_min_lr` at `total_num_steps`."""
+    """`WarmupLR`, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """From `warmup_min_ratio` of the optimizer's own rates to all of them, then a cosine to `cos_min_ratio`."""
+    """From `warmup_min_ratio` of the optimizer's own rates to the full rates, then cosine decay to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Rates that grow from `lr_range_test_min_lr` without end, in a line or in stairs: to find the largest useful."""
+    """Rates that grow from `lr_range_test_min_lr` without limit, linearly or in steps, to find the largest usable."""
 
     def __init__(
         self,
@@ -188,10 +190,10 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Rates up from `cycle_min_lr` to `cycle_max_lr` and back, while momentum goes the other way; then decay.
+    """Rates go from `cycle_min_lr` to `cycle_max_lr` and back, and momentum the other way; then they decay.
 
-    `cycle_first_stair_count` and the second one hold rates flat for that many stairs of a half. Momentum, the first of
-    Adam's betas, is left alone if the optimizer has none.
+    With `cycle_first_stair_count` or `cycle_second_stair_count`, that half of the cycle changes in so many steps.
+    Momentum is the first of Adam's betas; it is ignored if the optimizer has none.
     """
 
     def __init__(
@@ -227,11 +229,11 @@ class OneCycle(Schedule):
 
 
 class _Warmup:
-    """How far a warm-up has come, from 0 to 1."""
+    """The progress of a warmup, from 0 to 1."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
-            raise ConfigError(f"warmup_type is {kind!r}; there are log and linear.")
+            raise ConfigError(f"warmup_type is {kind!r}; it must be log or linear.")
         self.num_steps = max(2, _positive(num_steps, "warmup_num_steps"))
         self._is_log = kind == "log"
 
@@ -240,7 +242,7 @@ class _Warmup:
 
 
 class _Cycle:
-    """The shape of one cycle: up in the first half, down in the second, in stairs if there are any."""
+    """One cycle: up in the first half, down in the second, continuously or in steps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         known = {
@@ -257,28 +259,28 @@ class _Cycle:
         }
         for name in options:
             if name not in known:
-                raise ConfigError(f"OneCycle has no {name!r}. {nearest(name, known)}")
-        said = {**known, **options}
-        self._up = float(said["cycle_first_step_size"])
-        second = said["cycle_second_step_size"]
+                raise ConfigError(f"OneCycle has no option {name!r}. {nearest(name, known)}")
+        settings = {**known, **options}
+        self._up = float(settings["cycle_first_step_size"])
+        second = settings["cycle_second_step_size"]
         self._down = self._up if second is None else float(second)
         if self._up <= 0 or self._down < 0:
-            raise ConfigError("cycle_first_step_size has to be positive, and cycle_second_step_size not negative.")
+            raise ConfigError("cycle_first_step_size must be positive, and cycle_second_step_size not negative.")
         self.length = self._up + self._down
-        self._stairs_up = int(said["cycle_first_stair_count"])
-        down = said["cycle_second_stair_count"]
+        self._stairs_up = int(settings["cycle_first_stair_count"])
+        down = settings["cycle_second_stair_count"]
         self._stairs_down = self._stairs_up if down is None else int(down)
-        self._decay_size = float(said["decay_step_size"])
-        self.decay_lr_rate = float(said["decay_lr_rate"])
-        self._decay_mom_rate = float(said["decay_mom_rate"])
-        self.moves_momentum = bool(said["cycle_momentum"])
-        self.low_momentum, self._high_momentum = float(said["cycle_min_mom"]), float(said["cycle_max_mom"])
+        self._decay_size = float(settings["decay_step_size"])
+        self.decay_lr_rate = float(settings["decay_lr_rate"])
+        self._decay_mom_rate = float(settings["decay_mom_rate"])
+        self.moves_momentum = bool(settings["cycle_momentum"])
+        self.low_momentum, self._high_momentum = float(settings["cycle_min_mom"]), float(settings["cycle_max_mom"])
 
     def share_at(self, step: int) -> float:
-        """How far above the lowest rate `step` is, from 0 to 1."""
-        place = (step + 1) % self.length
-        is_up = place <= self._up
-        share = place / self._up if is_up else (self.length - place) / self._down
+        """How far the rate at `step` is above the lowest, from 0 to 1."""
+        position = (step + 1) % self.length
+        is_up = position <= self._up
+        share = position / self._up if is_up else (self.length - position) / self._down
         stairs = self._stairs_up if is_up else self._stairs_down
         return math.floor(share * stairs + 1e-9) / stairs if stairs > 0 else share
 
@@ -288,7 +290,7 @@ class _Cycle:
         return self._high_momentum * self.decay_at(step, self._decay_mom_rate)
 
     def decay_at(self, step: int, rate: float) -> float:
-        """By what rates have been divided, `step - length + 1` steps after the cycle; 1 without a decay."""
+        """The divisor of rates `step - length + 1` steps after the cycle; 1 without decay."""
         if self._decay_size == 0 or rate == 0:
             return 1.0
         return 1 + rate * (step - self.length + 1) / self._decay_size
@@ -304,9 +306,9 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
 
 
 def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> Any:
-    """The schedule that a config asks for by name: DeepSpeed's own, or one of `torch.optim.lr_scheduler`.
+    """The schedule that a config names: DeepSpeed's own, or one of `torch.optim.lr_scheduler`.
 
-    Raises `ConfigError` for an unknown name, and for parameters that it has not.
+    Raises `ConfigError` for an unknown name, and for parameters that the schedule does not have.
     """
     kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(kind, type):
@@ -314,10 +316,10 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: Mapping[s
     try:
         return kind(optimizer, **params)
     except TypeError as error:
-        raise ConfigError(f"scheduler.params do not fit {name}: {error}.") from error
+        raise ConfigError(f"scheduler.params are not valid for {name}: {error}.") from error
 
 
 def _positive(number: int, name: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{name} is {number!r}; it has to be a whole number from 1 on.")
+        raise ConfigError(f"{name} is {number!r}; it must be an integer of at least 1.")
     return number

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: whole tensors of one parameter, on every rank. All ranks call, between backward and step."""
+"""`deepspeed.utils`: a parameter's whole tensors on every rank. All ranks call, between backward and step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The parameter as the optimizer keeps it: its fp32 master weight where there is one."""
+    """The parameter's fp32 master weight, or the parameter itself if there is none."""
     return _get(param, "param")
 
 
@@ -30,7 +30,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A whole state of the optimizer, such as `exp_avg`; `fp32` is the master weight."""
+    """A whole optimizer state, such as `exp_avg`; `fp32` is the master weight."""
     return _get(param, "param" if optim_state_key == "fp32" else optim_state_key)
 
 
@@ -40,7 +40,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: object, **_unused: object) -> list[nn.Module]:
-    """Not needed: units are gathered whole. Name one in the plan's `units` where a module is to be gathered at once."""
+    """Not needed: units are gathered whole. To gather a module at once, list it in the plan's `units`."""
     return []
 
 
@@ -57,5 +57,5 @@ def _set(param: nn.Parameter, value: torch.Tensor, what: str) -> None:
 def _owner(param: nn.Parameter) -> tuple[DeepSpeedEngine, str]:
     found = engine_of([param])
     if found is None:
-        raise StateError("This parameter belongs to no open engine. Call initialize() with its model before.")
+        raise StateError("This parameter does not belong to an open engine. Call initialize() with its model first.")
     return found[0], found[1][0]

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: models that are never whole on a rank, and parameters whole for a moment."""
+"""`deepspeed.zero`: building a model without having it whole on any rank, and gathering parameters temporarily."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OneOrSeveral = nn.Parameter | Iterable[nn.Parameter] | nn.Module
 
 @contextmanager
 def Init(module: nn.Module | None = None, *, enabled: bool = True, **_unused: object) -> Iterator[None]:  # noqa: N802
-    """Build a model inside, and no rank ever has it whole: `shardwise.deferred_init`.
+    """A model built inside is never whole on any rank: `shardwise.deferred_init`.
 
-    `module` and other arguments of DeepSpeed's are taken and not needed: `initialize` has the config.
+    `module` and DeepSpeed's other arguments are accepted but not needed: `initialize` gets the config.
     """
     with sw.deferred_init() if enabled and module is None else nullcontext():
         yield
@@ -28,9 +28,9 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **_unused: ob
 def GatheredParameters(  # noqa: N802
     params: OneOrSeveral, modifier_rank: int | None = None, fwd_module: object = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, `params` are whole on every rank. With `modifier_rank=0` what rank 0 writes is kept. All ranks call.
+    """Inside, `params` are whole on every rank. With `modifier_rank=0`, changes by rank 0 are kept. All ranks call.
 
-    Before `initialize`, parameters are what they are: whole, unless they were built inside `Init`.
+    Before `initialize` it has no effect: parameters are whole, or were built inside `Init` and are refused.
     """
     with _gathered(params, modifier_rank) if enabled else nullcontext():
         yield
@@ -42,12 +42,15 @@ def _gathered(params: OneOrSeveral, modifier_rank: int | None) -> AbstractContex
     if found is None:
         if any(param.is_meta or (param.numel() and not param.untyped_storage().size()) for param in listed):
             raise StateError(
-                "GatheredParameters before initialize(): these parameters have no values yet, their model having been "
-                "built inside zero.Init. Move this behind initialize()."
+                "GatheredParameters was used before initialize(), on parameters built inside zero.Init, which have no "
+                "values yet. Move it after initialize()."
             )
         return nullcontext()
     if modifier_rank not in (None, 0):
-        raise StateError(f"GatheredParameters(modifier_rank={modifier_rank}): it is rank 0's writes that are kept.")
+        raise StateError(
+            f"GatheredParameters(modifier_rank={modifier_rank}) is not supported: only changes by rank 0 can be kept. "
+            f"Use modifier_rank=0."
+        )
     engine, names = found
     return engine.shardwise.gathered(*names, write=modifier_rank is not None)
 
@@ -59,7 +62,7 @@ def _listed(params: OneOrSeveral) -> list[nn.Parameter]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Not needed: the first step sees which parameters a module reads."""
+    """Not needed: the first step records which parameters a module uses."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -1,11 +1,11 @@
-"""Scripts written for Horovod: `import shardwise.integrations.horovod.torch as hvd`. Horovod itself is not needed.
+"""Horovod's API: `import shardwise.integrations.horovod.torch as hvd`. Horovod itself is not needed.
 
-`torch` has Horovod's whole public surface for PyTorch; `numpy`, `jax`, `tensorflow` and `keras` the same collectives
-for arrays of theirs. docs/horovod.md has both sides beside each other.
+`torch` has Horovod's complete public API for PyTorch; `numpy`, `jax`, `tensorflow` and `keras` have the same
+collectives for their arrays. docs/horovod.md lists the equivalents.
 
-[Note: in any order] Ranks issue collectives by name, each in an order of its own. A rank tells the coordinator, a
-thread of rank 0, what it has issued (`session.py`, `links.py`); the coordinator finds what all ranks have issued, or
-what they contradict each other about (`matching.py`), and tells the ranks what to carry out, which makes one order for
-all of them. A thread of each rank carries it out (`executor.py`), by the collectives of `sw.World` (`exchanges.py`).
-Small all-reduces that are ready at the same time go as one message: while one is on its way, others collect.
+[Note: negotiation] Ranks issue named collectives, each rank in its own order. Each rank sends a request to the
+coordinator, a thread of rank 0 (`session.py`, `links.py`). When all ranks have issued a collective, the coordinator
+checks that their requests agree (`negotiation.py`, `mismatches.py`) and sends a response, in the same order to all
+ranks. A thread in each rank executes the responses (`executor.py`), with collectives of `sw.World` (`collectives.py`).
+All-reduces that are ready at the same time are fused: while one is executed, others accumulate.
 """

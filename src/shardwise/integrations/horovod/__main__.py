@@ -1,6 +1,6 @@
-"""`python -m shardwise.integrations.horovod script.py ...`: an unmodified script of Horovod, on shardwise.
+"""`python -m shardwise.integrations.horovod script.py ...` runs an unmodified Horovod script with shardwise.
 
-`shardwise launch --as-horovod script.py ...` runs it on every rank.
+`shardwise launch --as-horovod script.py ...` does so on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shardwise.integrations.scripts import run_script
 
 
 def main() -> None:
-    """Run the script named on the command line with shardwise in the place of Horovod."""
+    """Run the script on the command line with shardwise in place of Horovod."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m shardwise.integrations.horovod [-m] script.py [its arguments]")
     install()

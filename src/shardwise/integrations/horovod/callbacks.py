@@ -9,8 +9,8 @@ import keras
 import numpy as np
 
 from shardwise.integrations.horovod import numpy as by_numpy
-from shardwise.integrations.horovod.broadcasting import broadcast_variables
 from shardwise.integrations.horovod.context import rank, size
+from shardwise.integrations.horovod.keras_variables import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

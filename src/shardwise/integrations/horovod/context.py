@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import CommError, ConfigError
-from shardwise.integrations.horovod.current import PROCESS, current
+from shardwise.integrations.horovod.current_session import PROCESS, current_session
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set, start_sets
 from shardwise.integrations.horovod.session import Session
 
@@ -62,7 +62,7 @@ def regroup() -> None:
     Raises `TurnedAwayError` where the others go on without this rank, `ConfigError` if there were process sets, and
     `CommError` if nobody goes on.
     """
-    session = current()
+    session = current_session()
     membership = session.world.membership
     assert membership is not None
     if len(session.sets) > 1:
@@ -84,7 +84,7 @@ def shutdown() -> None:
     session, PROCESS.session = PROCESS.session, None
     if session is None:
         return
-    is_broken = session.pending.over is not None
+    is_broken = session.pending.error is not None
     session.close()
     PROCESS.world = None if is_broken else session.world  # ranks that have met need not meet again
     if is_broken:
@@ -96,39 +96,39 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    return current().rank
+    return current_session().rank
 
 
 def size() -> int:
-    return current().size
+    return current_session().size
 
 
 def local_rank() -> int:
     """This rank's number on its host."""
-    return current().places.local_rank
+    return current_session().topology.local_rank
 
 
 def local_size() -> int:
-    return current().places.local_size
+    return current_session().topology.local_size
 
 
 def cross_rank() -> int:
     """This rank's host, counted among those that have a rank with this one's local rank."""
-    return current().places.cross_rank
+    return current_session().topology.cross_rank
 
 
 def cross_size() -> int:
-    return current().places.cross_size
+    return current_session().topology.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts have equally many ranks."""
-    return current().places.is_homogeneous
+    return current_session().topology.is_homogeneous
 
 
 def mpi_threads_supported() -> bool:
     """Whether MPI carries collectives, and may be called by several threads: never here."""
-    current()
+    current_session()
     return False
 
 
@@ -179,36 +179,36 @@ def join(device: int = -1) -> int:
     Blocks. The rank that was the last to call. Averages still divide by all ranks, as Horovod's do. Other collectives
     of tensors, and Adasum, raise on the others meanwhile.
     """
-    return current().join()
+    return current_session().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the set has called."""
-    current().barrier(process_set.number())
+    current_session().barrier(process_set.number())
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a set of ranks; all ranks call, those outside of it too, with the same ranks."""
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    added.process_set_id = current().add_set(added.listed_ranks())
+    added.process_set_id = current_session().add_set(added.listed_ranks())
     return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set; all ranks call. False if it is that of all ranks, or was not there."""
     number = process_set.process_set_id
-    if number is None or number == 0 or number not in current().sets:
+    if number is None or number == 0 or number not in current_session().sets:
         return False
-    current().remove_set(number)
+    current_session().remove_set(number)
     process_set.process_set_id = None
     return True
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """From now on rank 0 writes a trace, in the place of one that is being written. There are no cycles to mark."""
-    current().timeline.start(file_path)
+    current_session().timeline.start(file_path)
 
 
 def stop_timeline() -> None:
     """End the trace: the file is whole."""
-    current().timeline.stop()
+    current_session().timeline.stop()

@@ -1,4 +1,4 @@
-"""The thread of rank 0 that finds what all ranks have issued, and tells them in which order to carry it out."""
+"""The coordinator: a thread of rank 0 that receives the ranks' requests and sends responses in one order to all."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import time
 from collections.abc import Mapping
 
 from shardwise.integrations.horovod.links import Link
-from shardwise.integrations.horovod.matching import Matching
-from shardwise.integrations.horovod.messages import Remembered, Remembering, Request, Response
+from shardwise.integrations.horovod.messages import MessageDecoder, MessageEncoder, Request, Response
+from shardwise.integrations.horovod.negotiation import STALL_HINT, Negotiation
 from shardwise.integrations.horovod.settings import Settings
 from shardwise.integrations.horovod.timeline import Timeline
 
 DONE, LEAVE = b"d", b"l"
-"""What ranks send besides requests: a response is carried out; this rank takes part no longer."""
-_NUM_AHEAD = 2
-"""So many responses are under way at a time; what becomes ready meanwhile is put together."""
-_LOOK_SECONDS = 0.5
+"""What ranks send besides requests: a response has been executed; this rank leaves."""
+_NUM_IN_FLIGHT = 2
+"""The number of responses that ranks execute or have queued; what becomes ready meanwhile is fused."""
+_POLL_SECONDS = 0.5
+_LOST = "has exited without calling shutdown(), or lost its connection to rank 0"
 _log = logging.getLogger("shardwise")
 
 
 class Coordinator:
-    """Starts at once; ends by itself when all ranks have left."""
+    """Runs until all ranks have left."""
 
     def __init__(
         self, links: Mapping[int, Link], sets: Mapping[int, tuple[int, ...]], settings: Settings, timeline: Timeline
     ) -> None:
         self._links = dict(links)
         self._settings = settings
-        self._matching = Matching(len(links), sets, timeline.negotiated)
-        self._heard = {rank: Remembered(Request.from_text) for rank in links}
-        self._told = {rank: Remembering(settings.cache_capacity) for rank in links}
+        self._negotiation = Negotiation(len(links), sets, timeline.negotiated)
+        self._decoders = {rank: MessageDecoder(Request.from_text) for rank in links}
+        self._encoders = {rank: MessageEncoder(settings.cache_capacity) for rank in links}
         self._selector = selectors.DefaultSelector()
         for rank, link in links.items():
             self._selector.register(link, selectors.EVENT_READ, rank)
@@ -40,13 +41,13 @@ class Coordinator:
         self._thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or the time is up."""
+        """Wait until it has ended, for at most `seconds`."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # whatever ends this thread: ranks whose links are closed raise, and do not wait for ever
+        finally:  # ranks raise when their links are closed, instead of waiting forever
             for link in self._links.values():
                 link.close()
             self._selector.close()
@@ -54,50 +55,52 @@ class Coordinator:
     def _serve(self) -> None:
         checked = time.monotonic()
         while self._links:
-            for key, _ in self._selector.select(_LOOK_SECONDS):
-                self._hear(key.data)
+            for key, _ in self._selector.select(_POLL_SECONDS):
+                self._receive(key.data)
             now = time.monotonic()
-            if now - checked > _LOOK_SECONDS:
+            if now - checked > _POLL_SECONDS:
                 checked = now
-                self._look_for_stalls(now)
-            self._tell()
+                self._check_stalls(now)
+            self._send_responses()
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         link = self._links.get(rank)
-        messages = link.arrived() if link is not None else []
+        messages = link.receive_ready() if link is not None else []
         if messages is None:
-            self._lose(rank, "is gone without a word")
+            self._drop(rank, _LOST)
             return
         for message in messages:
             if message == DONE:
-                self._matching.acknowledge(rank)
+                self._negotiation.acknowledge(rank)
             elif message == LEAVE:
-                self._lose(rank, "has called shutdown(), or its script has ended")
+                self._drop(rank, "has called shutdown(), or its script has ended")
                 return
             else:
-                self._matching.issue(rank, self._heard[rank].decode(message), time.monotonic())
+                self._negotiation.issue(rank, self._decoders[rank].decode(message), time.monotonic())
 
-    def _look_for_stalls(self, now: float) -> None:
+    def _check_stalls(self, now: float) -> None:
         settings = self._settings
-        for warning in self._matching.give_up(now, settings.stall_warning_seconds, settings.stall_error_seconds):
-            _log.warning("%s. Do all ranks take the same path? A rank without data calls join().", warning)
+        for warning in self._negotiation.check_stalls(
+            now, settings.stall_warning_seconds, settings.stall_error_seconds
+        ):
+            _log.warning("%s. %s", warning, STALL_HINT)
 
-    def _tell(self) -> None:
-        matching = self._matching
-        while matching.ready and (len(matching.outstanding) < _NUM_AHEAD or matching.ready[0].error):
-            response = matching.take(self._settings.fusion_bytes)
-            for rank in matching.members(response):
+    def _send_responses(self) -> None:
+        negotiation = self._negotiation
+        while negotiation.ready and (len(negotiation.outstanding) < _NUM_IN_FLIGHT or negotiation.ready[0].error):
+            response = negotiation.take(self._settings.fusion_bytes)
+            for rank in negotiation.members(response):
                 self._send(rank, response)
 
     def _send(self, rank: int, response: Response) -> None:
         try:
-            self._links[rank].send(self._told[rank].encode(response))
+            self._links[rank].send(self._encoders[rank].encode(response))
         except OSError:
-            self._lose(rank, "is gone without a word")
+            self._drop(rank, _LOST)
 
-    def _lose(self, rank: int, why: str) -> None:
+    def _drop(self, rank: int, why: str) -> None:
         link = self._links.pop(rank, None)
         if link is not None:
             self._selector.unregister(link)
             link.close()
-            self._matching.leave(rank, why)
+            self._negotiation.leave(rank, why)

@@ -21,7 +21,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.horovod import context
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 _MOST_RETURNS = 3
@@ -51,7 +51,7 @@ class State:
         """`save`, begin to count returns anew, and let ranks come and leave. All ranks call."""
         self.save()
         self.num_commits += 1
-        membership = current().world.membership
+        membership = current_session().world.membership
         if membership is not None:
             membership.step = max(membership.step, self.num_commits)
         self.check_host_updates()
@@ -61,7 +61,7 @@ class State:
 
         One small message in an elastic job, and nothing in any other.
         """
-        session = current()
+        session = current_session()
         membership = session.world.membership
         if membership is not None:
             wanted = torch.tensor([int(membership.changes_wanted())])
@@ -137,7 +137,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 skips_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 skips_sync = interrupt.skip_sync
-                if current().world.membership is not None:
+                if current_session().world.membership is not None:
                     context.regroup()
                     skips_sync = False
             state.on_reset()
@@ -147,10 +147,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _form_again(error: HorovodInternalError) -> None:
     """Meet again, if the ranks have lost each other. All of them call, as all have raised."""
-    if current().world.membership is not None:
+    if current_session().world.membership is not None:
         context.regroup()
         return
-    if current().pending.over is None:
+    if current_session().pending.error is None:
         return
     context.shutdown()
     try:

@@ -1,4 +1,4 @@
-"""What Horovod's calls raise."""
+"""Horovod's exceptions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from shardwise.errors import CommError
 
 
 class HorovodInternalError(CommError):
-    """A collective that could not be carried out: ranks contradict each other, or one of them is gone.
+    """A collective failed, because the ranks' requests do not match or a rank is lost.
 
-    Every rank that has issued it raises it, with the same text. A `RuntimeError`, as Horovod's.
+    Every rank that has issued the collective raises it, with the same text. A `RuntimeError`, as in Horovod.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
-    """Ranks come or leave. `State.commit` and `check_host_updates` raise it in an elastic job, on all ranks alike."""
+    """Ranks join or leave an elastic job. `State.commit` and `check_host_updates` raise it on all ranks."""
 
     def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("The ranks of this job were changed.")
+        super().__init__("Ranks join or leave this job.")
         self.skip_sync = skip_sync

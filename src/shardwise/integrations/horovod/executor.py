@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.integrations.horovod.collectives import HorovodCollectives, rows_of_ranks, wait_for_device
 from shardwise.integrations.horovod.coordinator import DONE
 from shardwise.integrations.horovod.errors import HorovodInternalError
-from shardwise.integrations.horovod.exchanges import Exchanges, rows_of_ranks, settle
 from shardwise.integrations.horovod.links import Link
-from shardwise.integrations.horovod.messages import Remembered, Response
-from shardwise.integrations.horovod.pending import Entry, Pending
+from shardwise.integrations.horovod.messages import MessageDecoder, Response
+from shardwise.integrations.horovod.pending import Entry, PendingCollectives
 from shardwise.integrations.horovod.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -27,9 +27,16 @@ Tensor = torch.Tensor
 class Executor:
     """Starts at once, and ends when the link does. What then is still pending raises `HorovodInternalError`."""
 
-    def __init__(self, world: sw.World, exchanges: Exchanges, link: Link, pending: Pending, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        world: sw.World,
+        exchanges: HorovodCollectives,
+        link: Link,
+        pending: PendingCollectives,
+        timeline: Timeline,
+    ) -> None:
         self._world = world
-        self._exchanges = exchanges
+        self._collectives = exchanges
         self._link = link
         self._pending = pending
         self._timeline = timeline
@@ -48,7 +55,7 @@ class Executor:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        heard = Remembered(Response.from_text)
+        heard = MessageDecoder(Response.from_text)
         self._world.rank_device.enter()
         why = "The thread that carries out Horovod's collectives broke down, which is a defect of shardwise."
         try:
@@ -83,7 +90,7 @@ class Executor:
             self._other(response)
         if response.acknowledges == self._world.rank:
             self._link.send(DONE)
-        self._timeline.did(response.names, response.verb.upper(), began, time.perf_counter())
+        self._timeline.executed(response.names, response.verb.upper(), began, time.perf_counter())
 
     def _move(self, verb: Callable[[Response, list[Entry]], None], response: Response, entries: list[Entry]) -> None:
         for entry in entries:
@@ -111,22 +118,22 @@ class Executor:
     def _stage(self, entries: list[Entry], number: int) -> None:
         """On to the host, what cannot travel from where it is."""
         for entry in entries:
-            entry.at_home = None
-            if not all(self._exchanges.can_stay(source, number) for source in entry.sources):
-                entry.at_home = entry.outs
+            entry.device_outs = None
+            if not all(self._collectives.can_stay(source, number) for source in entry.sources):
+                entry.device_outs = entry.outs
                 entry.sources = [source.cpu() for source in entry.sources]
                 entry.outs = None if entry.outs is None else [out.cpu() for out in entry.outs]
 
     def _land(self, entry: Entry) -> None:
         assert entry.outs is not None
         if entry.device is not None and entry.device.type != "cpu":
-            if entry.at_home is not None:
-                for home, out in zip(entry.at_home, entry.outs, strict=True):
+            if entry.device_outs is not None:
+                for home, out in zip(entry.device_outs, entry.outs, strict=True):
                     home.copy_(out)
-                entry.outs = entry.at_home
+                entry.outs = entry.device_outs
             else:
                 entry.outs = [out.to(entry.device) for out in entry.outs]
-            settle(entry.outs[0])
+            wait_for_device(entry.outs[0])
 
     # -- verbs ------------------------------------------------------------------------------------------
 
@@ -141,7 +148,7 @@ class Executor:
                 sources.append(source)
         scales = response.prescale, response.postscale
         for outs, sources in by_dtype.values():
-            self._exchanges.all_reduce(outs, sources, response.process_set, response.op, scales, response.names[0])
+            self._collectives.all_reduce(outs, sources, response.process_set, response.op, scales, response.names[0])
 
     def _all_gather(self, response: Response, entries: list[Entry]) -> None:
         (entry,) = entries
@@ -149,41 +156,41 @@ class Executor:
             source.new_empty(sum(counts), *source.shape[1:])
             for source, counts in zip(entry.sources, response.rows, strict=True)
         ]
-        self._exchanges.all_gather(entry.outs, entry.sources, response.process_set, response.rows, response.names[0])
+        self._collectives.all_gather(entry.outs, entry.sources, response.process_set, response.rows, response.names[0])
 
     def _broadcast(self, response: Response, entries: list[Entry]) -> None:
         (entry,) = entries
         entry.outs = [torch.empty_like(source) for source in entry.sources] if entry.outs is None else entry.outs
-        self._exchanges.broadcast(entry.outs, entry.sources, response.process_set, response.root, response.names[0])
+        self._collectives.broadcast(entry.outs, entry.sources, response.process_set, response.root, response.names[0])
 
     def _all_to_all(self, response: Response, entries: list[Entry]) -> None:
         (entry,) = entries
-        place = self._exchanges.ranks(response.process_set).index(self._world.rank)
+        place = self._collectives.ranks(response.process_set).index(self._world.rank)
         received = [counts[place] for counts in response.rows]
         source = entry.sources[0]
         entry.outs = [source.new_empty(sum(received), *source.shape[1:])]
         entry.extra = torch.tensor(received, dtype=torch.int32)
-        self._exchanges.all_to_all(entry.outs[0], source, response.process_set, response.rows, response.names[0])
+        self._collectives.all_to_all(entry.outs[0], source, response.process_set, response.rows, response.names[0])
 
     def _reduce_scatter(self, response: Response, entries: list[Entry]) -> None:
         (entry,) = entries
-        ranks = self._exchanges.ranks(response.process_set)
+        ranks = self._collectives.ranks(response.process_set)
         place = ranks.index(self._world.rank)
         entry.outs = [
             source.new_empty(rows_of_ranks(source.shape[0], len(ranks))[place], *source.shape[1:])
             for source in entry.sources
         ]
         scales = response.prescale, response.postscale
-        self._exchanges.reduce_scatter(
+        self._collectives.reduce_scatter(
             entry.outs, entry.sources, response.process_set, response.op, scales, response.names[0]
         )
 
     def _other(self, response: Response) -> None:
         """What moves no tensors."""
         if response.verb == "add_set":
-            self._exchanges.add_set(response.number, response.ranks)
+            self._collectives.add_set(response.number, response.ranks)
         elif response.verb == "remove_set":
-            self._exchanges.remove_set(response.number)
+            self._collectives.remove_set(response.number)
         for name in response.names:
             entry = self._pending.take((response.process_set, name))
             if entry is not None:

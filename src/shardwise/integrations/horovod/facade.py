@@ -1,4 +1,4 @@
-"""Modules named `horovod...` for scripts that import them: ours. Horovod itself is not needed."""
+"""Lets scripts import the modules of this package as `horovod...`. Horovod itself is not needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import ModuleType
 from shardwise.errors import ConfigError
 
 VERSION = "0.28.1"
-"""Of the Horovod whose names these are."""
-_HERE = "shardwise.integrations.horovod"
+"""The version of Horovod whose API this is."""
+_PACKAGE = "shardwise.integrations.horovod"
 _MODULES = {
     "horovod.common": "",
     "horovod.common.elastic": "elastic",
@@ -39,7 +39,7 @@ _MODULES = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `horovod` and what is in it, and imports ours when it is asked for."""
+    """Finds `horovod` and its submodules, and imports the modules of this package in their place."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "horovod" or name in _MODULES:
@@ -54,19 +54,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__
         ours = _MODULES.get(name)
         if ours:
-            sys.modules[name] = importlib.import_module(f"{_HERE}.{ours}")
+            sys.modules[name] = importlib.import_module(f"{_PACKAGE}.{ours}")
         elif name == "horovod":
             module.__dict__.update(__version__=VERSION, is_shardwise=True, run=_run)
 
 
 def install() -> None:
-    """Let `import horovod.torch`, in this process, find the modules of this one.
+    """Let `import horovod.torch` import the module of this package, in this process.
 
-    Raises `ConfigError` if Horovod itself has been imported before.
+    Raises `ConfigError` if Horovod itself has already been imported.
     """
-    known = sys.modules.get("horovod")
-    if known is not None and not hasattr(known, "is_shardwise"):
-        raise ConfigError("Horovod itself has been imported in this process. Ask for shardwise's before that.")
+    imported = sys.modules.get("horovod")
+    if imported is not None and not hasattr(imported, "is_shardwise"):
+        raise ConfigError(
+            "Horovod itself has already been imported in this process. Call install() before anything imports it."
+        )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -74,6 +76,6 @@ def install() -> None:
 def _run(*args: object, **kwargs: object) -> None:
     """Not supported: raises `ConfigError`."""
     raise ConfigError(
-        "horovod.run(function) is not supported here. Put the function into a script: shardwise launch --as-horovod "
-        "-np 2 script.py."
+        "horovod.run(function) is not supported. Put the function into a script: shardwise launch --as-horovod -np 2 "
+        "script.py."
     )

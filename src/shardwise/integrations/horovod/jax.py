@@ -44,7 +44,7 @@ from shardwise.integrations.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.errors import HorovodInternalError
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
@@ -162,7 +162,7 @@ def DistributedOptimizer(  # noqa: N802 (as Horovod names its own)
 
 
 def _call(verb: str, name: str | None, process_set: ProcessSet, **fields: Any) -> _Call:
-    label = current().name_for(verb, name).removeprefix(f"{verb}.")
+    label = current_session().name_for(verb, name).removeprefix(f"{verb}.")
     return _Call(verb, label, (*sorted(fields.items()), ("process_set", process_set.number())))
 
 
@@ -187,10 +187,10 @@ def _backward(call: _Call, rows: tuple[int, ...], grads: tuple[Array, ...]) -> t
     scaling = fields if is_reduced else {**scaling_of(Average, None, 1.0, 1.0), "process_set": numbered[1]}
     reduced = _carried_out(_Call("allreduce", f"{call.name}.grad", tuple(sorted(scaling.items()))), grads)
     if call.verb == "broadcast":
-        return (tuple(grad if current().rank == fields["root"] else 0 * grad for grad in reduced),)
+        return (tuple(grad if current_session().rank == fields["root"] else 0 * grad for grad in reduced),)
     if call.verb == "allgather":
-        ranks = current().sets[numbered[1]]
-        place = ranks.index(current().rank)
+        ranks = current_session().sets[numbered[1]]
+        place = ranks.index(current_session().rank)
         return (tuple(grad[place * count : (place + 1) * count] for grad, count in zip(reduced, rows, strict=True)),)
     return (reduced,)
 
@@ -203,7 +203,7 @@ def _carried_out(call: _Call, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
         return ()
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return tuple(map(jax.numpy.asarray, _on_host(call, *leaves)))
-    num_ranks = len(current().sets[dict(call.fields)["process_set"]]) if call.verb == "allgather" else 1
+    num_ranks = len(current_session().sets[dict(call.fields)["process_set"]]) if call.verb == "allgather" else 1
     shapes = [
         jax.ShapeDtypeStruct((leaf.shape[0] * num_ranks, *leaf.shape[1:]) if num_ranks > 1 else leaf.shape, leaf.dtype)
         for leaf in leaves
@@ -213,5 +213,7 @@ def _carried_out(call: _Call, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def _on_host(call: _Call, *leaves: Array) -> tuple[np.ndarray, ...]:
     arrays = [np.asarray(leaf) for leaf in leaves]
-    handle = current().on_tensors(call.verb, call.name, [*map(to_torch, arrays)], is_single=False, **dict(call.fields))
+    handle = current_session().on_tensors(
+        call.verb, call.name, [*map(to_torch, arrays)], is_single=False, **dict(call.fields)
+    )
     return tuple(to_numpy(one, array.dtype) for one, array in zip(handle.wait(), arrays, strict=True))

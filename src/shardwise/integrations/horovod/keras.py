@@ -17,7 +17,6 @@ import numpy as np
 from shardwise.errors import ConfigError
 from shardwise.integrations.horovod import callbacks
 from shardwise.integrations.horovod import numpy as by_numpy
-from shardwise.integrations.horovod.broadcasting import broadcast_variables
 from shardwise.integrations.horovod.context import (
     add_process_set,
     barrier,
@@ -47,10 +46,11 @@ from shardwise.integrations.horovod.context import (
     stop_timeline,
 )
 from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.keras_variables import broadcast_variables
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
 from shardwise.integrations.horovod.torch.ops import Adasum, Average, Max, Min, Product, Sum
-from shardwise.integrations.horovod.torch.reducing import grouped_allreduce_async
+from shardwise.integrations.horovod.torch.reductions import grouped_allreduce_async
 
 __all__ = [
     "Adasum",
@@ -151,7 +151,7 @@ def _averaged(grads: list[Any], op: int, process_set: ProcessSet, name: str) -> 
 
         reduced = of_jax(given, name, op, process_set=process_set)
     else:
-        from shardwise.integrations.horovod.tensorflow_reducing import grouped_allreduce as of_tensorflow
+        from shardwise.integrations.horovod.tensorflow_reductions import grouped_allreduce as of_tensorflow
 
         reduced = of_tensorflow(given, name=name, op=op, process_set=process_set)
     for place, one in zip(present, reduced, strict=True):

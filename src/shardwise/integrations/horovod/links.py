@@ -16,8 +16,8 @@ from shardwise.job_token import Seal
 from shardwise.listening import listen_at
 
 _HEAD = 4
-_WORD_BYTES = 32
-_WORD_SECONDS = 5
+_PROOF_BYTES = 32
+_PROOF_SECONDS = 5
 """For which whoever comes may take all of the time of those after it."""
 _LOOK_SECONDS = 0.2
 _LONGEST_BYTES = 2**28
@@ -60,7 +60,7 @@ class Link:
                 return []
             self._arrived += more
 
-    def arrived(self) -> list[bytes] | None:
+    def receive_ready(self) -> list[bytes] | None:
         """What is whole after one read, which does not block once the socket is readable; `None` at the end."""
         try:
             more = self._socket.recv(2**16)
@@ -87,7 +87,7 @@ class Link:
         return messages
 
 
-class Outbox:
+class SendQueue:
     """What is to be sent on a link, by a thread that sends together what has come meanwhile, or at once by `flush`.
 
     To send releases the interpreter, and to get it back from busy threads takes long: so whoever puts does not send.
@@ -134,13 +134,13 @@ class Outbox:
             self.flush()
 
 
-class Door:
+class Listener:
     """Where ranks come to the coordinator, and show by a word of the job's token that they are ranks of the job."""
 
     def __init__(self, host: str) -> None:
         """`host` is where others reach this one."""
         self._listener = listen_at(host, 0)
-        self._name = secrets.token_hex(_WORD_BYTES)
+        self._name = secrets.token_hex(_PROOF_BYTES)
         self._word = Seal.of(os.environ).word(self._name)
 
     @property
@@ -158,7 +158,7 @@ class Door:
         try:
             while len(links) < size:
                 connection = self._next(deadline, is_over)
-                rank = self._read_rank(connection, time.monotonic() + _WORD_SECONDS)
+                rank = self._read_rank(connection, time.monotonic() + _PROOF_SECONDS)
                 if rank is None or not 0 <= rank < size or rank in links:
                     connection.close()
                     continue
@@ -185,17 +185,17 @@ class Door:
     def _read_rank(self, connection: socket.socket, deadline: float) -> int | None:
         said = b""
         with contextlib.suppress(OSError):
-            while len(said) < _WORD_BYTES + 4:
+            while len(said) < _PROOF_BYTES + 4:
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
-                more = connection.recv(_WORD_BYTES + 4 - len(said))
+                more = connection.recv(_PROOF_BYTES + 4 - len(said))
                 if not more or time.monotonic() > deadline:
                     return None
                 said += more
-        is_known = len(said) == _WORD_BYTES + 4 and hmac.compare_digest(said[:_WORD_BYTES], self._word)
-        return int.from_bytes(said[_WORD_BYTES:], "little") if is_known else None
+        is_known = len(said) == _PROOF_BYTES + 4 and hmac.compare_digest(said[:_PROOF_BYTES], self._word)
+        return int.from_bytes(said[_PROOF_BYTES:], "little") if is_known else None
 
 
-def come_to(host: str, address: str, rank: int, seconds: float) -> Link:
+def connect(host: str, address: str, rank: int, seconds: float) -> Link:
     """Connect this rank to the coordinator. Raises `CommError` if nobody is there."""
     port, name = address.split()
     try:

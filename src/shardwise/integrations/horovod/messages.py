@@ -1,4 +1,4 @@
-"""What ranks and the coordinator tell each other, and how messages that come again travel as a number."""
+"""Requests of ranks and responses of the coordinator, and a cache: repeated messages are sent as a number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLD_SET = 0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A collective that one rank has issued, on one tensor or, grouped, on several."""
+    """A collective that one rank has issued, on one tensor or, if grouped, on several."""
 
     verb: Verb
     name: str
@@ -27,10 +27,10 @@ class Request:
     postscale: float = 1.0
     root: int = -1
     splits: tuple[int, ...] | None = None
-    """Of an all-to-all: how many rows go to each rank; `None`: equally many."""
+    """All-to-all: the number of rows for each rank; `None`: equal numbers."""
     device: str = "cpu"
     ranks: tuple[int, ...] = ()
-    """Of a process set that is to be made."""
+    """`add_set`: the ranks of the new process set."""
 
     @property
     def key(self) -> tuple[int, str]:
@@ -51,20 +51,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What ranks are to carry out now: one request that all have issued, or several all-reduces as one message."""
+    """What ranks execute next: one request that all have issued, several fused all-reduces, or an error."""
 
     verb: Verb
     names: tuple[str, ...]
     process_set: int = WORLD_SET
     error: str = ""
-    """Why it is not carried out; every rank that has issued it raises this."""
+    """Why it is not executed. Every rank that has issued it raises this."""
     to: tuple[int, ...] = ()
-    """Of an error: those ranks."""
+    """The ranks that have issued it, if it is an error."""
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of all tensors, for ranks that have joined and have none of them."""
+    """All tensors' shapes, for ranks that have joined and do not have the tensors."""
     counts: tuple[int, ...] = ()
-    """How many of them are of each name."""
+    """The number of tensors under each name."""
     op: str = ""
     prescale: float = 1.0
     postscale: float = 1.0
@@ -72,13 +72,13 @@ class Response:
     device: str = "cpu"
     joined: tuple[int, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
-    """All-gather: of each tensor how many rows each rank has. All-to-all: how many each rank sends to each."""
+    """All-gather: per tensor, the rows of each rank. All-to-all: per rank, the rows it sends to each rank."""
     number: int = -1
-    """The process set that was made or removed, or the rank that was the last to join."""
+    """The number of an added or removed process set, or the last rank to join."""
     ranks: tuple[int, ...] = ()
-    """Of the process set that was made."""
+    """The ranks of an added process set."""
     acknowledges: int = -1
-    """The rank that tells the coordinator when this is done."""
+    """The rank that notifies the coordinator when this is done."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -93,16 +93,16 @@ class Response:
         return cls(**given)
 
 
-class Remembering:
-    """The sender's memory of a link: what was sent before, and is still known at the other end, goes as a number.
+class MessageEncoder:
+    """Encodes messages of one link. A message that the receiver still has in its cache is sent as its slot number.
 
-    Slots are used in turn, so both ends forget the same.
+    Slots are reused in turn, so both ends evict the same messages.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)
         self._slots: dict[Request | Response, int] = {}
-        self._kept: list[Request | Response] = []
+        self._cached: list[Request | Response] = []
         self._next = 0
 
     def encode(self, message: Request | Response) -> bytes:
@@ -111,24 +111,24 @@ class Remembering:
             return b"=" + slot.to_bytes(4, "little")
         slot = self._next
         self._next = (slot + 1) % self._capacity
-        if slot < len(self._kept):
-            del self._slots[self._kept[slot]]
-            self._kept[slot] = message
+        if slot < len(self._cached):
+            del self._slots[self._cached[slot]]
+            self._cached[slot] = message
         else:
-            self._kept.append(message)
+            self._cached.append(message)
         self._slots[message] = slot
         return b"+" + slot.to_bytes(4, "little") + message.to_text().encode()
 
 
-class Remembered:
-    """The receiver's: what messages mean is worked out once."""
+class MessageDecoder:
+    """Decodes messages of a `MessageEncoder`; each is parsed only once."""
 
     def __init__(self, parse: Any) -> None:
         self._parse = parse
-        self._known: dict[int, Any] = {}
+        self._cached: dict[int, Any] = {}
 
     def decode(self, message: bytes) -> Any:
         slot = int.from_bytes(message[1:5], "little")
         if message[:1] == b"+":
-            self._known[slot] = self._parse(message[5:].decode())
-        return self._known[slot]
+            self._cached[slot] = self._parse(message[5:].decode())
+        return self._cached[slot]

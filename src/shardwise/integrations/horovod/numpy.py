@@ -40,7 +40,7 @@ from shardwise.integrations.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.errors import HorovodInternalError
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
@@ -157,7 +157,7 @@ def grouped_allreduce(
 ) -> list[Array]:
     """Several arrays, reduced together."""
     scaling = scaling_of(op, None, prescale_factor, postscale_factor)
-    handle = current().on_tensors(
+    handle = current_session().on_tensors(
         "allreduce", name, [*map(to_torch, arrays)], is_single=False, process_set=process_set.number(), **scaling
     )
     return [to_numpy(one, array.dtype) for one, array in zip(handle.wait(), arrays, strict=True)]
@@ -205,7 +205,7 @@ def alltoall_async(
     def finish(both: Any) -> Any:
         return to_numpy(both[0], dtype) if counts is None else (to_numpy(both[0], dtype), both[1].numpy())
 
-    return current().on_tensors(
+    return current_session().on_tensors(
         "alltoall", name, [to_torch(array)], finish=finish, splits=counts, process_set=process_set.number()
     )
 
@@ -250,7 +250,7 @@ def reducescatter(
 
 def _issue(verb: str, name: str | None, array: Array, process_set: ProcessSet, **fields: Any) -> Handle:
     dtype = array.dtype
-    return current().on_tensors(
+    return current_session().on_tensors(
         verb,
         name,
         [to_torch(array)],

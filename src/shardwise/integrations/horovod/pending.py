@@ -1,4 +1,4 @@
-"""What this rank has issued and is not done: handles, and the tensors behind them."""
+"""Collectives that this rank has issued and that are not done: their handles and tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class Handle:
-    """A collective under way: for `poll` and `synchronize`."""
+    """A collective in flight, for `poll` and `synchronize`."""
 
     def __init__(self, finish: Callable[[Any], Any] | None = None) -> None:
         self._done = threading.Event()
@@ -23,7 +23,7 @@ class Handle:
         self._result: Any = None
         self._error: HorovodInternalError | None = None
         self.before_wait: Callable[[], None] | None = None
-        """Sends what has been issued."""
+        """Sends the requests that are still queued."""
 
     @property
     def is_done(self) -> bool:
@@ -34,13 +34,13 @@ class Handle:
         self._done.set()
 
     def fail(self, error: HorovodInternalError) -> None:
-        """Unless it is done already."""
+        """Fail with `error`, unless it is done already."""
         if not self._done.is_set():
             self._error = error
             self._done.set()
 
     def wait(self) -> Any:
-        """What the collective gives; may be asked again. Raises `HorovodInternalError`."""
+        """Wait for the result; may be called again. Raises `HorovodInternalError` if the collective failed."""
         if self.before_wait is not None:
             self.before_wait()
             self.before_wait = None
@@ -51,7 +51,7 @@ class Handle:
             self._result, self._finish = self._finish(self._result), None
         return self._result
 
-    __call__ = wait  # handles of sparse tensors are called, in Horovod
+    __call__ = wait  # in Horovod, handles of sparse tensors are called
 
 
 class Marker(Protocol):
@@ -60,7 +60,7 @@ class Marker(Protocol):
 
 @dataclass(slots=True)
 class Entry:
-    """One collective of this rank. Without `outs`, memory for what it gives is made when its size is known."""
+    """One collective of this rank. Without `outs`, memory for the results is allocated when their size is known."""
 
     handle: Handle
     sources: list[Tensor]
@@ -68,9 +68,11 @@ class Entry:
     is_single: bool = True
     device: torch.device | None = None
     ready: Marker | None = None
-    """Set on a device when what was asked for before is done."""
+    """On a device: an event after the kernels that compute `sources`."""
     extra: Tensor | None = None
-    at_home: list[Tensor] | None = field(default=None, repr=False)
+    """A second result: all-to-all returns the number of rows from each rank."""
+    device_outs: list[Tensor] | None = field(default=None, repr=False)
+    """`outs` on the device, while the executor uses copies on the host."""
 
     @classmethod
     def of(cls, sources: Sequence[Tensor], outs: Sequence[Tensor] | None = None, *, is_single: bool = True) -> Entry:
@@ -84,33 +86,33 @@ class Entry:
 
     def result(self) -> Any:
         assert self.outs is not None
-        given: Any = self.outs[0] if self.is_single else self.outs
-        return given if self.extra is None else (given, self.extra)
+        result: Any = self.outs[0] if self.is_single else self.outs
+        return result if self.extra is None else (result, self.extra)
 
 
-class Pending:
-    """By process set and name. Used by the threads that issue and by the one that carries out."""
+class PendingCollectives:
+    """The pending collectives by process set and name. Shared by the threads that issue and the one that executes."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, str], Entry] = {}
         self._lock = threading.Lock()
-        self._over: HorovodInternalError | None = None
+        self._error: HorovodInternalError | None = None
 
     @property
-    def over(self) -> HorovodInternalError | None:
-        """Why nothing can be issued any more."""
-        return self._over
+    def error(self) -> HorovodInternalError | None:
+        """Why no collectives can be issued any more."""
+        return self._error
 
     def add(self, key: tuple[int, str], entry: Entry) -> None:
-        """Raises `ValueError` for a name that is under way, `HorovodInternalError` when all is over."""
+        """Raises `ValueError` if the name is in flight already, and `HorovodInternalError` after `end`."""
         with self._lock:
-            if self._over is not None:
-                raise HorovodInternalError(str(self._over)) from self._over
+            if self._error is not None:
+                raise HorovodInternalError(str(self._error)) from self._error
             if key in self._entries:
                 name = key[1].partition(".")[2] or key[1]
                 raise ValueError(
-                    f"Two tensors named '{name}' are under way at the same time. Give each a name of its own, or "
-                    f"synchronize the first before the second."
+                    f"Two tensors named '{name}' are in flight at the same time. Give them different names, or "
+                    f"synchronize the first before issuing the second."
                 )
             self._entries[key] = entry
 
@@ -119,9 +121,9 @@ class Pending:
             return self._entries.pop(key, None)
 
     def end(self, error: HorovodInternalError) -> None:
-        """All that is pending, and all that comes, raises `error`."""
+        """Fail all pending collectives with `error`, and all later ones."""
         with self._lock:
-            self._over = self._over or error
+            self._error = self._error or error
             entries, self._entries = list(self._entries.values()), {}
         for entry in entries:
             entry.handle.fail(error)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 
 
 class ProcessSet:
@@ -33,15 +33,15 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this rank is in it."""
-        return current().rank in current().sets[self.number()]
+        return current_session().rank in current_session().sets[self.number()]
 
     def rank(self) -> int:
         """This rank's place in it; -1 if it has none."""
-        return current().sets[self.number()].index(current().rank) if self.included() else -1
+        return current_session().sets[self.number()].index(current_session().rank) if self.included() else -1
 
     def size(self) -> int | None:
         """How many ranks it has."""
-        return len(current().sets[self.number()])
+        return len(current_session().sets[self.number()])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessSet):
@@ -62,7 +62,7 @@ class _All(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        return list(current().sets[0])
+        return list(current_session().sets[0])
 
 
 def start_sets(process_sets: Sequence[ProcessSet]) -> None:

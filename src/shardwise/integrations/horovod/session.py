@@ -16,12 +16,12 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.integrations.horovod.collectives import HorovodCollectives
 from shardwise.integrations.horovod.coordinator import LEAVE, Coordinator
-from shardwise.integrations.horovod.exchanges import Exchanges
 from shardwise.integrations.horovod.executor import Executor
-from shardwise.integrations.horovod.links import LOOPBACK, Door, Outbox, come_to
-from shardwise.integrations.horovod.messages import WORLD_SET, Remembering, Request
-from shardwise.integrations.horovod.pending import Entry, Handle, Pending
+from shardwise.integrations.horovod.links import LOOPBACK, Listener, SendQueue, connect
+from shardwise.integrations.horovod.messages import WORLD_SET, MessageEncoder, Request
+from shardwise.integrations.horovod.pending import Entry, Handle, PendingCollectives
 from shardwise.integrations.horovod.settings import Settings
 from shardwise.integrations.horovod.timeline import Timeline
 from shardwise.listening import address_towards
@@ -34,7 +34,7 @@ _ABANDON_SECONDS = 2
 
 
 @dataclass(frozen=True)
-class Places:
+class Topology:
     """Where this rank is: among those of its host, and among those with its place on other hosts."""
 
     local_rank: int
@@ -57,25 +57,25 @@ class Session:
         self.size = world.size
         self.sets: dict[int, tuple[int, ...]] = {WORLD_SET: tuple(range(world.size))}
         self.timeline = Timeline(world.rank)
-        self.pending = Pending()
+        self.pending = PendingCollectives()
         self._names: Counter[str] = Counter()
         hosts = set(self._meet(process_sets))
         here = LOOPBACK if len(hosts) == 1 else _own_address()
-        door = Door(here) if world.rank == 0 else None
+        door = Listener(here) if world.rank == 0 else None
         told = world.exchange(f"{here} {door.address}".encode() if door is not None else b"", "horovod")
         host, _, address = told[0].decode().partition(" ")
-        self._exchanges = Exchanges(world)
+        self._collectives = HorovodCollectives(world)
         for number, ranks in self.sets.items():
             if number != WORLD_SET:
-                self._exchanges.add_set(number, ranks)
-        self._link = come_to(host, address, world.rank, _SECONDS)
-        self._outbox = Outbox(self._link)
+                self._collectives.add_set(number, ranks)
+        self._link = connect(host, address, world.rank, _SECONDS)
+        self._send_queue = SendQueue(self._link)
         self._coordinator: Coordinator | None = None
         if door is not None:
             links = door.admit(world.size, _SECONDS, lambda: world.fault is not None)
             self._coordinator = Coordinator(links, self.sets, self.settings, self.timeline)
-        self._remembering = Remembering(self.settings.cache_capacity)
-        self._executor = Executor(world, self._exchanges, self._link, self.pending, self.timeline)
+        self._encoder = MessageEncoder(self.settings.cache_capacity)
+        self._executor = Executor(world, self._collectives, self._link, self.pending, self.timeline)
         if self.settings.timeline:
             self.timeline.start(self.settings.timeline)
 
@@ -93,7 +93,7 @@ class Session:
         for ranks in listed:
             self._require_ranks(ranks)
             self.sets[len(self.sets)] = tuple(ranks)
-        self.places = _places([one["host"] for one in told], self.rank)
+        self.topology = _topology([one["host"] for one in told], self.rank)
         return [one["host"] for one in told]
 
     def _require_ranks(self, ranks: Sequence[int]) -> None:
@@ -107,8 +107,8 @@ class Session:
         if request.verb not in ("join", "add_set", "remove_set"):
             self._require_member(request)
         self.pending.add(request.key, entry)
-        entry.handle.before_wait = self._outbox.flush
-        self._outbox.put(lambda: self._remembering.encode(request))
+        entry.handle.before_wait = self._send_queue.flush
+        self._send_queue.put(lambda: self._encoder.encode(request))
         return entry.handle
 
     def _require_member(self, request: Request) -> None:
@@ -179,8 +179,8 @@ class Session:
 
     def close(self) -> None:
         """Leave. What others still wait for from this rank raises on them. May be called twice."""
-        self._outbox.put(lambda: LEAVE)
-        self._outbox.close()
+        self._send_queue.put(lambda: LEAVE)
+        self._send_queue.close()
         self._executor.wait(_FAREWELL_SECONDS)
         self._link.close()
         self.timeline.stop()
@@ -189,7 +189,7 @@ class Session:
     def abandon(self) -> None:
         """Leave ranks that will meet again in another session. What is pending raises; others notice by the link."""
         self._link.close()
-        self._outbox.close()
+        self._send_queue.close()
         self._executor.wait(_ABANDON_SECONDS)
         self.timeline.stop()
         self._coordinator = None
@@ -208,9 +208,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _places(hosts: list[str], rank: int) -> Places:
+def _topology(hosts: list[str], rank: int) -> Topology:
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     local_rank = local.index(rank)
     place_of = {other: hosts[:other].count(host) for other, host in enumerate(hosts)}
     across = [other for other in range(len(hosts)) if place_of[other] == local_rank]
-    return Places(local_rank, len(local), across.index(rank), len(across), len(set(Counter(hosts).values())) == 1)
+    return Topology(local_rank, len(local), across.index(rank), len(across), len(set(Counter(hosts).values())) == 1)

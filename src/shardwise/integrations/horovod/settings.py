@@ -1,4 +1,4 @@
-"""What the environment says, in Horovod's variables: those that `horovodrun` sets and that mean something here."""
+"""Settings from Horovod's environment variables, as set by `horovodrun`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ STALL_ERROR_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How collectives are negotiated. Rank 0's count, but for the capacity, which each rank has of its own."""
+    """Settings of the negotiation. Rank 0's are used, except for the cache capacity, which each rank has."""
 
     fusion_bytes: int = FUSION_BYTES
-    """All-reduces that are ready together go as one message of up to so many bytes; 0: each by itself."""
+    """The largest fused all-reduce in bytes; 0: no fusion."""
     cache_capacity: int = CACHE_CAPACITY
-    """So many messages between a rank and the coordinator are remembered, and sent again as a number."""
+    """The number of cached messages between a rank and the coordinator, which are sent again as a number."""
     stall_warning_seconds: float = STALL_WARNING_SECONDS
     stall_error_seconds: float = STALL_ERROR_SECONDS
-    """When a tensor that some ranks have not issued is reported, and given up; 0: never."""
+    """When a tensor that some ranks have not issued is reported, and when it is an error; 0: never."""
     timeline: str = ""
-    """Where to write a trace from the start."""
+    """The file of a timeline that starts in `init`."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Raises `ConfigError` for a variable that is not a number."""
+        """From the environment. Raises `ConfigError` for a variable that is not a number."""
         env = os.environ if environment is None else environment
         checks = _number(env, "STALL_CHECK_DISABLE", 0) == 0
         timeline = env.get("HOROVOD_TIMELINE", "")
@@ -50,5 +50,5 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         number = -1.0
     if number < 0:
-        raise ConfigError(f"HOROVOD_{name}={text} is not a number of 0 or more.")
+        raise ConfigError(f"HOROVOD_{name}={text} is invalid; it must be a number, 0 or more.")
     return number

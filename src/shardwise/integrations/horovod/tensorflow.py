@@ -40,11 +40,11 @@ from shardwise.integrations.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.errors import HorovodInternalError
 from shardwise.integrations.horovod.keras import DistributedOptimizer
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
-from shardwise.integrations.horovod.tensorflow_reducing import (
+from shardwise.integrations.horovod.tensorflow_reductions import (
     Compression,
     allgather,
     allreduce,
@@ -112,7 +112,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The `tensor` of `root_rank`. No gradients go through it."""
-    label = current().name_for("broadcast", name).removeprefix("broadcast.")
+    label = current_session().name_for("broadcast", name).removeprefix("broadcast.")
     given = tf.convert_to_tensor(tensor)
     return call_host(
         lambda array: [by_numpy.broadcast(array, root_rank, label, process_set)], [given], [given.dtype], [given.shape]

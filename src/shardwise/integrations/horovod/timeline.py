@@ -64,7 +64,7 @@ class Timeline:
                 self._open.discard(name)
                 self._write(name, {"ph": "E"})
 
-    def did(self, names: tuple[str, ...], what: str, began: float, ended: float) -> None:
+    def executed(self, names: tuple[str, ...], what: str, began: float, ended: float) -> None:
         """From the thread that carries out: `what`, between two moments of `time.perf_counter()`."""
         if self._file is None:
             return

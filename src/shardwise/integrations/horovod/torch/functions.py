@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.mpi_ops import (
     allgather_async,
@@ -59,7 +59,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("The state of L-BFGS belongs to one rank's data, and is not broadcast.")
-    is_root = current().rank == root_rank
+    is_root = current_session().rank == root_rank
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     frame = _without_tensors(state, "optimizer", tensors) if is_root else None
@@ -116,7 +116,7 @@ def broadcast_object(
 ) -> Any:
     """`root_rank`'s `obj`, pickled: only between ranks that trust each other, as those of one job do."""
     label = name or "object"
-    is_root = current().rank == root_rank
+    is_root = current_session().rank == root_rank
     content = torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8) if is_root else torch.empty(0)
     length = torch.tensor([content.numel()])
     length = broadcast_async(length, root_rank, f"{label}.length", process_set).wait()

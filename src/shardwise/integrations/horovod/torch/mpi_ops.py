@@ -20,7 +20,7 @@ from shardwise.integrations.horovod.context import (
     shutdown,
     size,
 )
-from shardwise.integrations.horovod.torch.moving import (
+from shardwise.integrations.horovod.torch.data_movement import (
     allgather,
     allgather_async,
     alltoall,
@@ -44,7 +44,7 @@ from shardwise.integrations.horovod.torch.ops import (
     poll,
     synchronize,
 )
-from shardwise.integrations.horovod.torch.reducing import (
+from shardwise.integrations.horovod.torch.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,

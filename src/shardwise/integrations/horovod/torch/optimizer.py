@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.compression import Compression
@@ -270,7 +270,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         made._names, made._how = names, how
     else:
         made._reduction = _Reduction(_grouped(list(names), groups or num_groups), names, how)
-    current()
+    current_session()
     return made
 
 

@@ -25,14 +25,14 @@ class _Process:
         self.is_registered = False
 
     @property
-    def current(self) -> Session | None:
+    def current_session(self) -> Session | None:
         return self.own.own or self.session
 
 
 PROCESS = _Process()
 
 
-def current() -> Session:
+def current_session() -> Session:
     """This rank's session. Raises `ValueError` before `init` and after `shutdown`."""
     session = PROCESS.current
     if session is None:

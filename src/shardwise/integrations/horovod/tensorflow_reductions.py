@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from shardwise.integrations.horovod import numpy as by_numpy
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.ops import Op, scaling_of
 
@@ -51,7 +51,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Several tensors, reduced together. What is `None` stays so."""
     scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    label = current().name_for("allreduce", name).removeprefix("allreduce.")
+    label = current_session().name_for("allreduce", name).removeprefix("allreduce.")
     found: list[Any] = [
         _reduced_slices(one, scaling["op"], f"{label}.{place}", process_set) if is_sparse(one) else one
         for place, one in enumerate(tensors)
@@ -106,7 +106,7 @@ def call_host(function: Any, given: list[Tensor], dtypes: list[Any], shapes: lis
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Every rank's `tensor`, along the first axis, in which ranks may differ. No gradients go through it."""
-    label = current().name_for("allgather", name).removeprefix("allgather.")
+    label = current_session().name_for("allgather", name).removeprefix("allgather.")
     given = tf.convert_to_tensor(tensor)
     shape = tf.TensorShape([None, *given.shape[1:]])
     return call_host(lambda array: [by_numpy.allgather(array, label, process_set)], [given], [given.dtype], [shape])[0]

@@ -1,4 +1,4 @@
-"""What a `DeepSpeedEngine` says of itself: sizes, settings, rates, the last step."""
+"""The read-only methods and properties of a `DeepSpeedEngine`: sizes, settings, learning rates, the last step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 
 from shardwise import Engine, Plan
-from shardwise.integrations.deepspeed.config import Reading
+from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.places import place_of
 
 
-class Facts:
-    """Part of `DeepSpeedEngine`, which makes what is named here."""
+class EngineProperties:
+    """A base class of `DeepSpeedEngine`, which sets these attributes."""
 
     shardwise: Engine
     optimizer: torch.optim.Optimizer | None
     micro_steps: int
-    _reading: Reading
+    _config: TranslatedConfig
     _last_was_skipped: bool
 
     @property
     def config(self) -> Plan:
-        """The plan that the config became."""
+        """The plan into which the config was translated."""
         return self.shardwise.plan
 
     @property
@@ -44,42 +44,42 @@ class Facts:
 
     @property
     def dp_world_size(self) -> int:
-        return self._reading.num_replicas
+        return self._config.num_replicas
 
     @property
     def cur_scale(self) -> float:
-        """The present loss scale; 1 but in fp16."""
+        """The current loss scale; 1 except in fp16."""
         scaler = self.shardwise.scaler
         return 1.0 if scaler is None else scaler.scale
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was not taken because of an overflow."""
+        """Whether the last step was skipped because of an overflow."""
         return self._last_was_skipped
 
     def train_batch_size(self) -> int:
-        return self._reading.global_batch
+        return self._config.global_batch
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._reading.micro_batch
+        return self._config.micro_batch
 
     def gradient_accumulation_steps(self) -> int:
-        return self._reading.accumulate
+        return self._config.accumulate
 
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def zero_optimization_stage(self) -> int:
-        return self._reading.stage
+        return self._config.stage
 
     def zero_optimization(self) -> bool:
-        return self._reading.stage > 0
+        return self._config.stage > 0
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self._reading.stage == 3
+        return self._config.stage == 3
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self._reading.stage >= 2
+        return self._config.stage >= 2
 
     def fp16_enabled(self) -> bool:
         return self.shardwise.plan.precision == "fp16"
@@ -94,7 +94,7 @@ class Facts:
         return self.shardwise.plan.loss_scale.dynamic
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping. On a GPU to ask is to wait for it."""
+        """The norm of the last step, before clipping. On a GPU this call waits for it."""
         return self.shardwise.gradient_norm
 
     def get_lr(self) -> list[float]:
@@ -108,7 +108,7 @@ class Facts:
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated parameters."""
-        return self.micro_steps % self._reading.accumulate == 0 and not self._last_was_skipped
+        return self.micro_steps % self._config.accumulate == 0 and not self._last_was_skipped
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

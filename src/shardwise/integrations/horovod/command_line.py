@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.integrations.horovod.command_hosts import BY_SSH, NamedHosts, named_hosts, ssh_options, words_for_ssh
+from shardwise.integrations.horovod.command_line_hosts import (
+    BY_SSH,
+    NamedHosts,
+    named_hosts,
+    ssh_options,
+    words_for_ssh,
+)
 
 # Option, number of words after it, and the variable that ranks read, of what is a number of ours too.
 _VARIABLES = {
@@ -68,7 +74,7 @@ _REFUSED = {
 
 
 @dataclass
-class Understood:
+class LaunchCommand:
     """What a command line of `horovodrun` comes to."""
 
     launch: list[str]
@@ -76,7 +82,7 @@ class Understood:
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What has no meaning here, and why."""
-    is_by_ssh: bool = False
+    uses_ssh: bool = False
     """Whether ranks are on other hosts, which get the environment from here."""
     num_ranks: int = 0
     """On all hosts together."""
@@ -111,14 +117,14 @@ def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
     option("command", nargs=argparse.REMAINDER, metavar="python script.py", help="the script, and its arguments")
 
 
-def understand(args: argparse.Namespace) -> Understood:
+def launch_command(args: argparse.Namespace) -> LaunchCommand:
     """Raises `LaunchError` for what is refused: by name, and before anything is started."""
     for name, (_, why) in _REFUSED.items():
         if _given(args, name):
             raise LaunchError(f"{name}: {why}")
     understood = _start(args, named_hosts(args.hosts, args.hostfile))
     for name, why in ((name, why) for name, (_, why) in _WITHOUT_MEANING.items() if _given(args, name)):
-        if not (understood.is_by_ssh and name in BY_SSH):
+        if not (understood.uses_ssh and name in BY_SSH):
             understood.notes.append(f"{name} has no meaning here: {why}")
     if args.output_filename is not None:
         understood.launch += ["--log-dir", args.output_filename]
@@ -128,7 +134,7 @@ def understand(args: argparse.Namespace) -> Understood:
     return understood
 
 
-def _elastic(args: argparse.Namespace, understood: Understood) -> list[str]:
+def _elastic(args: argparse.Namespace, understood: LaunchCommand) -> list[str]:
     """Words for ranks that come and go, or for new attempts."""
     limit = args.reset_limit
     if args.min_np is None and args.max_np is None and args.host_discovery_script is None:
@@ -137,7 +143,7 @@ def _elastic(args: argparse.Namespace, understood: Understood) -> list[str]:
     most = args.max_np or max(understood.num_ranks, least)
     words = ["--elastic", f"{least}:{most}"]
     if args.blacklist_cooldown_range is not None:
-        if understood.is_by_ssh:
+        if understood.uses_ssh:
             words += ["--cooldown", f"{args.blacklist_cooldown_range[0]:g}"]
         else:
             understood.notes.append("--blacklist-cooldown-range has no meaning here: it is about other hosts")
@@ -159,13 +165,13 @@ def _given(args: argparse.Namespace, name: str) -> object:
     return getattr(args, name.lstrip("-").replace("-", "_"))
 
 
-def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> Understood:
+def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> LaunchCommand:
     """Words that say how many ranks there are, and on which hosts."""
     if args.host_discovery_script is not None:
         if hosts is not None:
             raise LaunchError("--host-discovery-script names the hosts. Leave out -H and --hostfile.")
         words = ["--where", "ssh", "--host-discovery-script", args.host_discovery_script, *ssh_options(args)]
-        return Understood(["--as-horovod", *words], is_by_ssh=True, num_ranks=args.num_proc or 1)
+        return LaunchCommand(["--as-horovod", *words], uses_ssh=True, num_ranks=args.num_proc or 1)
     nproc = args.num_proc if args.num_proc is not None or hosts is None else hosts.num_slots
     if nproc is None:
         raise LaunchError("Give the number of ranks: -np 2.")
@@ -173,8 +179,8 @@ def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> Understood:
         raise LaunchError(f"-np {nproc} is more than the {hosts.num_slots} slots that the hosts have.")
     filled = None if hosts is None else hosts.filled(nproc)
     if filled is None or not filled.is_elsewhere:
-        return Understood(["--as-horovod", "--nproc", str(nproc)], num_ranks=nproc)
-    return Understood(["--as-horovod", *words_for_ssh(filled, args)], is_by_ssh=True, num_ranks=nproc)
+        return LaunchCommand(["--as-horovod", "--nproc", str(nproc)], num_ranks=nproc)
+    return LaunchCommand(["--as-horovod", *words_for_ssh(filled, args)], uses_ssh=True, num_ranks=nproc)
 
 
 def _script(command: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ _STARTS = {"Product": 1}
 _HELD_BYTES = FUSION_BYTES + 2**16
 
 
-class Exchanges:
+class HorovodCollectives:
     """Collectives between the ranks of process sets, by whatever moves tensors between these.
 
     What lies on a device travels from there between all ranks, and by way of the host between some of them.
@@ -291,7 +291,7 @@ def _scale_into(out: Tensor, source: Tensor, factor: float, divisor: int = 1) ->
             out.div_(divisor)
 
 
-def settle(tensor: Tensor) -> None:
+def wait_for_device(tensor: Tensor) -> None:
     """Wait until the device has done what this thread has asked for."""
     if tensor.device.type != "cpu":
         with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""`initialize` and what belongs to it: a config, an optimizer and a schedule by name, the ranks."""
+"""`initialize`: reads the config, joins the world, and builds optimizer, LR scheduler and engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 from shardwise.errors import ConfigError, nearest
-from shardwise.integrations.deepspeed.config import Named, Reading, read_config
+from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
@@ -22,8 +22,8 @@ from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-OptimizerOrMaker = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
-SchedulerOrMaker = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+SchedulerOrFactory = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 Config = Mapping[str, Any] | str | Path
 
 _ADAMS = ("adam", "adamw")
@@ -33,10 +33,10 @@ _IGNORED_PARAMS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_gr
 def initialize(
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
-    optimizer: OptimizerOrMaker | None = None,
+    optimizer: OptimizerOrFactory | None = None,
     model_parameters: Params | None = None,
     training_data: Dataset[Any] | None = None,
-    lr_scheduler: SchedulerOrMaker | None = None,
+    lr_scheduler: SchedulerOrFactory | None = None,
     distributed_port: int = 29500,
     mpu: object | None = None,
     dist_init_required: bool | None = None,
@@ -47,40 +47,40 @@ def initialize(
     *,
     world: sw.World | None = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Scheduler | None]:
-    """A model on shardwise's engine, as `deepspeed.initialize` returns it: engine, optimizer, loader, schedule.
+    """Shard `model`; returns engine, optimizer, data loader and LR scheduler, like `deepspeed.initialize`.
 
-    All ranks call. The config is `config`, `config_params` or `args.deepspeed_config`: a mapping or a JSON file. An
-    optimizer or a schedule that is given, or a function that makes one, goes before the config's own. `world` is for
-    ranks that have met already.
+    All ranks call. The config is `config`, `config_params` or `args.deepspeed_config`: a mapping or a JSON file.
+    `optimizer` and `lr_scheduler` may be objects or functions that create them; they override those of the config.
+    `world` is for ranks that have already joined one.
 
-    Raises `ConfigError` for a config that contradicts itself or asks for what is not there (`config.read_config`), and
-    what `shardwise.shard` raises.
+    Raises `ConfigError` for a config that is contradictory or not supported (`config.read_config`), and the errors of
+    `shardwise.shard`.
     """
     if model is None:
         raise ConfigError("initialize() needs a model.")
     if mpu is not None or mesh_param is not None:
         raise ConfigError(
-            "mpu and mesh_param describe ranks of another library's split. Say tensor_parallel or "
-            "sequence_parallel_size in the config instead."
+            "mpu and mesh_param, which describe another library's model parallelism, are not supported. Set "
+            "tensor_parallel or sequence_parallel_size in the config instead."
         )
     source = _config_of(args, config, config_params)
     joined = sw.World.join() if world is None else world
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
-        reading = read_config(source, world_size=joined.size, num_stages=stages)
-        require_monitors(reading.monitors)
-        plan = _with_experts(reading, expert_ranks_of(model))
-        made = _optimizer(optimizer, reading.optimizer, model, model_parameters)
-        schedule = _schedule(lr_scheduler, reading.scheduler, made)
+        translated = read_config(source, world_size=joined.size, num_stages=stages)
+        require_monitors(translated.monitors)
+        plan = _with_experts(translated, expert_ranks_of(model))
+        made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
+        schedule = _schedule(lr_scheduler, translated.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
         kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-        engine = kind(inner, reading, made, schedule, collate_fn)
+        engine = kind(inner, translated, made, schedule, collate_fn)
     except BaseException as error:
         if world is None:
             joined.close(error)
         raise
-    if joined.rank == 0 and (report := reading.report()):
-        print(f"shardwise: of the DeepSpeed config\n{report}")
+    if joined.rank == 0 and (report := translated.report()):
+        print(f"shardwise: notes on the DeepSpeed config\n{report}")
     loader = None if training_data is None else engine.deepspeed_io(training_data)
     if isinstance(engine, PipelineEngine) and loader is not None:
         engine.set_dataloader(loader)
@@ -88,7 +88,7 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Give `parser` the options `--deepspeed` and `--deepspeed_config`."""
+    """Add the options `--deepspeed` and `--deepspeed_config` to `parser`."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with DeepSpeed's calls")
     group.add_argument("--deepspeed_config", default=None, type=str, help="a DeepSpeed config, a JSON file")
@@ -96,37 +96,39 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def init_distributed(dist_backend: str | None = None, **_unused: object) -> None:
-    """Meet the other ranks, if the script has not: torch's default process group. All ranks call."""
+    """Initialize torch's default process group, unless the script has done so. All ranks call."""
     if not dist.is_initialized():
         dist.init_process_group(dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
 
 
-def _with_experts(reading: Reading, ranks: int) -> dict[str, Any]:
-    """The plan with an axis `ep` of so many of the ranks that read different data."""
-    if ranks == 1:
-        return reading.plan
-    mesh: dict[str, int] = reading.plan.get("mesh", {"dp": -1})
+def _with_experts(translated: TranslatedConfig, ep_size: int) -> dict[str, Any]:
+    """The plan with an axis `ep` of this size, taken from the data-parallel ranks."""
+    if ep_size == 1:
+        return translated.plan
+    mesh: dict[str, int] = translated.plan.get("mesh", {"dp": -1})
     if "local" in mesh:
         raise ConfigError(
-            f"An ep_size of {ranks} beside mics_shard_size or zero_hpz_partition_size is not supported here."
+            f"ep_size {ep_size} cannot be combined with mics_shard_size or zero_hpz_partition_size. Remove one of them."
         )
-    if reading.num_replicas % ranks:
-        raise ConfigError(f"{reading.num_replicas} data-parallel ranks do not divide by an ep_size of {ranks}.")
-    return {**reading.plan, "mesh": {**mesh, "ep": ranks}}
+    if translated.num_replicas % ep_size:
+        raise ConfigError(
+            f"The number of data-parallel ranks, {translated.num_replicas}, is not a multiple of ep_size {ep_size}."
+        )
+    return {**translated.plan, "mesh": {**mesh, "ep": ep_size}}
 
 
 def _config_of(args: argparse.Namespace | None, config: Config | None, config_params: Config | None) -> Config:
     from_args = getattr(args, "deepspeed_config", None)
     given = [one for one in (config, config_params, from_args) if one is not None]
     if not given:
-        raise ConfigError("There is no DeepSpeed config: give config=, or --deepspeed_config.")
+        raise ConfigError("There is no DeepSpeed config. Pass config=, or --deepspeed_config.")
     if config is not None and from_args is not None:
-        raise ConfigError("There are two DeepSpeed configs, config= and --deepspeed_config. Give one of them.")
+        raise ConfigError("There are two DeepSpeed configs, config= and --deepspeed_config. Pass only one.")
     return given[0]
 
 
 def _optimizer(
-    given: OptimizerOrMaker | None, named: Named | None, model: nn.Module, params: Params | None
+    given: OptimizerOrFactory | None, named: ComponentConfig | None, model: nn.Module, params: Params | None
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
         return given
@@ -134,23 +136,25 @@ def _optimizer(
     if given is not None:
         made = given(trained)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer made a {type(made).__name__}, which is not a torch.optim.Optimizer.")
+            raise ConfigError(f"optimizer returned a {type(made).__name__}, which is not a torch.optim.Optimizer.")
         return made
     return None if named is None else make_optimizer(named, trained)
 
 
-def make_optimizer(named: Named, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer that a config asks for by name, with DeepSpeed's defaults.
+def make_optimizer(named: ComponentConfig, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer that a config names, with DeepSpeed's defaults.
 
-    "Adam" is AdamW unless `adam_w_mode` is false, as there. Raises `ConfigError` for an unknown name, and for
-    parameters that it has not.
+    As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false. Raises `ConfigError` for an unknown name, and for
+    parameters that the optimizer does not have.
     """
     options = dict(named.params)
     for key in ("max_grad_norm", "cuda_aware", "comm_backend_name", "freeze_step"):
         if options.pop(key, None):
-            raise ConfigError(f"optimizer.params.{key} is not for {named.name}; clipping is gradient_clipping.")
+            raise ConfigError(
+                f"optimizer.params.{key} is not supported for {named.name}. To clip gradients, set gradient_clipping."
+            )
     if options.get("bias_correction") is False:
-        raise ConfigError("optimizer.params.bias_correction: false is not supported here; Adam corrects its moments.")
+        raise ConfigError("optimizer.params.bias_correction: false is not supported. Adam always corrects its moments.")
     kind, defaults = _kind_of(named.name, options)
     options = {key: value for key, value in options.items() if key not in _IGNORED_PARAMS}
     if isinstance(options.get("betas"), list):
@@ -158,7 +162,7 @@ def make_optimizer(named: Named, params: list[Any]) -> torch.optim.Optimizer:
     try:
         return kind(params, **{**defaults, **options})
     except TypeError as error:
-        raise ConfigError(f"optimizer.params do not fit {named.name}: {error}.") from error
+        raise ConfigError(f"optimizer.params are not valid for {named.name}: {error}.") from error
 
 
 def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
@@ -177,14 +181,14 @@ def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch
 
 
 def _schedule(
-    given: SchedulerOrMaker | None, named: Named | None, optimizer: torch.optim.Optimizer | None
+    given: SchedulerOrFactory | None, named: ComponentConfig | None, optimizer: torch.optim.Optimizer | None
 ) -> Scheduler | None:
     if given is None and named is None:
         return None
     if given is not None and hasattr(given, "step"):
         return given  # type: ignore[return-value]
     if optimizer is None:
-        raise ConfigError("There is a scheduler, but no optimizer for it.")
+        raise ConfigError("There is an LR scheduler, but no optimizer for it.")
     if callable(given):
         return given(optimizer)
     assert named is not None

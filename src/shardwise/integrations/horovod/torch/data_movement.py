@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.ops import Average
-from shardwise.integrations.horovod.torch.reducing import allreduce_async, grouped_allreduce_async
+from shardwise.integrations.horovod.torch.reductions import allreduce_async, grouped_allreduce_async
 
 Tensor = torch.Tensor
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Every rank's `tensor`, along the first dim, in which ranks may differ."""
-    return current().on_tensors("allgather", name, [tensor], process_set=process_set.number())
+    return current_session().on_tensors("allgather", name, [tensor], process_set=process_set.number())
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    return current().on_tensors("allgather", name, tensors, is_single=False, process_set=process_set.number())
+    return current_session().on_tensors("allgather", name, tensors, is_single=False, process_set=process_set.number())
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = current().name_for("allgather", name).removeprefix("allgather.")
+        ctx.name = current_session().name_for("allgather", name).removeprefix("allgather.")
         ctx.process_set = process_set
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         gathered: list[Tensor] = grouped_allgather_async(tensors, ctx.name, process_set).wait()
@@ -64,14 +64,14 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """The `tensor` that `root_rank`, a rank of the whole job, has."""
-    return current().on_tensors("broadcast", name, [tensor], root=root_rank, process_set=process_set.number())
+    return current_session().on_tensors("broadcast", name, [tensor], root=root_rank, process_set=process_set.number())
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """The same, into `tensor`."""
-    return current().on_tensors(
+    return current_session().on_tensors(
         "broadcast",
         name,
         [tensor],
@@ -85,7 +85,7 @@ def broadcast_async_(
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
-        ctx.name = current().name_for("broadcast", name).removeprefix("broadcast.")
+        ctx.name = current_session().name_for("broadcast", name).removeprefix("broadcast.")
         ctx.root_rank, ctx.process_set = root_rank, process_set
         sent: Tensor = broadcast_async(tensor, root_rank, ctx.name, process_set).wait()
         return sent
@@ -94,7 +94,7 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         handle = allreduce_async(grad, name=f"{ctx.name}.grad", op=Average, process_set=ctx.process_set)
         averaged: Tensor = handle.wait()
-        return averaged if current().rank == ctx.root_rank else averaged * 0, None, None, None
+        return averaged if current_session().rank == ctx.root_rank else averaged * 0, None, None, None
 
 
 def broadcast(
@@ -125,7 +125,7 @@ def alltoall_async(
     sent equally.
     """
     counts = None if splits is None else tuple(int(count) for count in splits)
-    return current().on_tensors(
+    return current_session().on_tensors(
         "alltoall",
         name,
         [tensor],
@@ -140,7 +140,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, splits: Tensor, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
-        ctx.name = current().name_for("alltoall", name).removeprefix("alltoall.")
+        ctx.name = current_session().name_for("alltoall", name).removeprefix("alltoall.")
         ctx.process_set = process_set
         received, counts = alltoall_async(tensor, splits, ctx.name, process_set).wait()
         ctx.counts = counts

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.integrations.horovod.current import current
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.compression import Compression
@@ -30,7 +30,7 @@ def allreduce_async(
     Averages of whole numbers are rounded towards zero, halves are summed in fp32.
     """
     scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    return current().on_tensors("allreduce", name, [tensor], process_set=process_set.number(), **scaling)
+    return current_session().on_tensors("allreduce", name, [tensor], process_set=process_set.number(), **scaling)
 
 
 def allreduce_async_(
@@ -50,7 +50,7 @@ def allreduce_async_(
 def _in_place(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, scaling: dict[str, Any], *, is_single: bool
 ) -> Handle:
-    return current().on_tensors(
+    return current_session().on_tensors(
         "allreduce",
         name,
         tensors,
@@ -66,10 +66,10 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.options = options
-        ctx.name = current().name_for("allreduce", options["name"]).removeprefix("allreduce.")
+        ctx.name = current_session().name_for("allreduce", options["name"]).removeprefix("allreduce.")
         ctx.process_set = options["process_set"]
         result: list[Tensor] = (
-            current()
+            current_session()
             .on_tensors(
                 "allreduce",
                 ctx.name,
@@ -84,7 +84,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        summed = current().on_tensors(
+        summed = current_session().on_tensors(
             "allreduce",
             f"{ctx.name}.grad",
             grads,
@@ -138,7 +138,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Several tensors, reduced together: none before all of them have been issued by all ranks."""
     scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    return current().on_tensors(
+    return current_session().on_tensors(
         "allreduce", name, tensors, is_single=False, process_set=process_set.number(), **scaling
     )
 
@@ -206,7 +206,7 @@ def sparse_allreduce_async(
         indices, values = parts
         return torch.sparse_coo_tensor(indices.t(), values / divisor, shape, check_invariants=False).coalesce()
 
-    return current().on_tensors(
+    return current_session().on_tensors(
         "allgather",
         f"{name}.sparse" if name is not None else None,
         [given.indices().t().contiguous(), given.values()],
@@ -243,7 +243,7 @@ def grouped_reducescatter_async(
     if Op(op) is Adasum:
         raise ValueError("Adasum is not an op of reducescatter. Take Average, Sum, Min, Max or Product.")
     scaling = scaling_of(op, None, prescale_factor, postscale_factor)
-    return current().on_tensors(
+    return current_session().on_tensors(
         "reducescatter", name, tensors, is_single=is_single, process_set=process_set.number(), **scaling
     )
 
@@ -252,7 +252,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.options = options
-        ctx.name = current().name_for("reducescatter", options["name"]).removeprefix("reducescatter.")
+        ctx.name = current_session().name_for("reducescatter", options["name"]).removeprefix("reducescatter.")
         handle = grouped_reducescatter_async(tensors, ctx.name, *options["rest"])
         scattered: list[Tensor] = handle.wait()
         return tuple(scattered)
@@ -262,7 +262,7 @@ class _ReduceScatter(torch.autograd.Function):
         op, process_set, prescale, postscale = ctx.options["rest"]
         factor = prescale * postscale * ((process_set.size() or 1) if Op(op) is Sum else 1)
         sent = [grad * factor if factor != 1 else grad for grad in grads]
-        gathered = current().on_tensors(
+        gathered = current_session().on_tensors(
             "allgather", f"{ctx.name}.grad", sent, is_single=False, process_set=process_set.number()
         )
         return None, *gathered.wait()

@@ -1,4 +1,4 @@
-"""What is told to ranks that contradict each other about a collective, or ask for what cannot be. Pure."""
+"""Checks the ranks' requests for one collective, and describes mismatches and invalid arguments. Pure."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from collections.abc import Callable, Iterator, Mapping
 from shardwise.integrations.horovod.messages import Request
 
 
-def contradiction(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
-    """In which way ranks contradict each other about one name, or ask for what cannot be; `""` if they do not."""
+def mismatch(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
+    """An error text if the ranks' requests under one name do not match, or are invalid; else `""`."""
     first = next(iter(requests.values()))
     same = all(request is first or request == first for request in requests.values())
     if not same:
         for what, value in _ASPECTS:
-            letter = _differing(first, what, {rank: value(request) for rank, request in requests.items()})
-            if letter:
-                return letter
-        for place in range(len(first.shapes)):
-            label = "shapes" if len(first.shapes) == 1 else f"shapes of tensor {place}"
-            letter = _differing(first, label, {rank: _fixed(request, place) for rank, request in requests.items()})
-            if letter:
-                return letter
-    return next(_impossible(first, requests, ranks), "")
+            error = _difference(first, what, {rank: value(request) for rank, request in requests.items()})
+            if error:
+                return error
+        for index in range(len(first.shapes)):
+            label = "shapes" if len(first.shapes) == 1 else f"shapes of tensor {index}"
+            shapes = {rank: _common_shape(request, index) for rank, request in requests.items()}
+            error = _difference(first, label, shapes)
+            if error:
+                return error
+    return next(_invalid(first, requests, ranks), "")
 
 
-def _differing(first: Request, what: str, values: Mapping[int, str]) -> str:
+def _difference(first: Request, what: str, values: Mapping[int, str]) -> str:
     by_value: dict[str, list[int]] = {}
     for rank in sorted(values):
         by_value.setdefault(values[rank], []).append(rank)
     if len(by_value) < 2:
         return ""
-    told = ", ".join(f"{value} on {in_words(ranks)}" for value, ranks in by_value.items())
-    return f"{call_of(first)} has different {what}: {told}. All ranks must give it the same."
+    listed = ", ".join(f"{value} on {in_words(ranks)}" for value, ranks in by_value.items())
+    return f"{call_of(first)} has different {what}: {listed}. They must be the same on all ranks."
 
 
-def _fixed(request: Request, place: int) -> str:
-    """What of a shape must be equal."""
-    shape = request.shapes[place]
+def _common_shape(request: Request, index: int) -> str:
+    """The part of a tensor's shape that must be equal on all ranks."""
+    shape = request.shapes[index]
     if request.verb in ("allgather", "alltoall") and shape:
         return f"[any, {', '.join(map(str, shape[1:]))}]" if len(shape) > 1 else "[any]"
     return str(list(shape))
@@ -55,9 +56,9 @@ _ASPECTS: tuple[tuple[str, Callable[[Request], str]], ...] = (
 )
 
 
-def _impossible(first: Request, requests: Mapping[int, Request], ranks: tuple[int, ...]) -> Iterator[str]:
+def _invalid(first: Request, requests: Mapping[int, Request], ranks: tuple[int, ...]) -> Iterator[str]:
     if first.verb in ("allgather", "alltoall", "reducescatter") and not all(first.shapes):
-        yield f"{call_of(first)} was given a tensor without dimensions. Give it one row: tensor.reshape(1)."
+        yield f"{call_of(first)} was given a tensor without dimensions. Use tensor.reshape(1)."
     if first.verb == "broadcast" and first.root not in ranks:
         yield f"{call_of(first)} has root rank {first.root}, which is not one of {list(ranks)}."
     if first.verb == "alltoall":
@@ -65,8 +66,8 @@ def _impossible(first: Request, requests: Mapping[int, Request], ranks: tuple[in
             rows = request.shapes[0][0]
             if request.splits is None and rows % len(ranks):
                 yield (
-                    f"{call_of(first)} on rank {rank} has {rows} rows, which cannot be split equally over {len(ranks)} "
-                    f"ranks. Give splits."
+                    f"{call_of(first)} on rank {rank} has {rows} rows, which cannot be split equally among "
+                    f"{len(ranks)} ranks. Pass splits."
                 )
             splits = request.splits
             if splits is not None and (len(splits) != len(ranks) or sum(splits) != rows or min(splits) < 0):
