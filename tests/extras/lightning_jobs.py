@@ -269,7 +269,7 @@ def shared(kind: str, plan: Any, folder: str) -> Any:
         try:
             trainer.strategy.release()
         except ValueError as error:
-            found["letter"] = str(error)
+            found["error"] = str(error)
     return found
 
 

@@ -71,7 +71,7 @@ def test_a_script_without_either_is_left_alone(tmp_path: Path) -> None:
     ]
     done = command(*words)
     assert done.stdout == "pathlib ['-x', '1'] __main__\n"
-    assert "made no Trainer of transformers and no Accelerator" in done.stderr
+    assert "created no Trainer of transformers or Lightning, and no Accelerator" in done.stderr
     assert done.returncode == 0
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from shardwise.cli import launch
 from shardwise.errors import LaunchError
-from shardwise.integrations.accelerate_launch import add_options, understood
+from shardwise.integrations.accelerate_launch import add_options, read_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     options = argparse.ArgumentParser(prog="shardwise accelerate launch", allow_abbrev=False)
     add_options(options)
     asked = options.parse_args(args.rest)
-    config, words = understood(asked)
+    config, words = read_options(asked)
     parser = argparse.ArgumentParser(prog="shardwise launch", allow_abbrev=False)
     launch.add_arguments(parser)
     dry = ["--dry-run"] if args.dry_run else []
