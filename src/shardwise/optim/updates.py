@@ -33,16 +33,21 @@ class Updates:
         member = self._stepping
         pieces = [piece for piece in self._groups[member].updated if piece.flat is flat]
         with self._groups[member].listed():
-            if _offer(pieces):
-                flat.land()
-                if host_step.takes(member, pieces):
-                    host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
-                elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
-                    self._rows.step_one_by_one(pieces, self._by_units[member].step)
-                else:
-                    self._by_units[member].step()
-            for piece in pieces:
-                piece.tensor.grad = None
+            try:
+                if _offer(pieces):
+                    flat.land()
+                    self._update(member, flat, pieces)
+            finally:
+                for piece in pieces:
+                    piece.tensor.grad = None
+
+    def _update(self, member: torch.optim.Optimizer, flat: Flat, pieces: Sequence[Piece]) -> None:
+        if host_step.takes(member, pieces):
+            host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
+        elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
+            self._rows.step_one_by_one(pieces, self._by_units[member].step)
+        else:
+            self._by_units[member].step()
 
     def offer_gradients(self, member: torch.optim.Optimizer) -> None:
         """Give each piece its gradient, or `None` if no rank has one or it was updated already, so that the optimizer
@@ -59,8 +64,8 @@ class Updates:
     def withdraw_gradients(self) -> None:
         """The step is over, or has raised: pieces have no gradients any more, and groups list parameters."""
         for member, groups in self._groups.items():
+            self._by_units[member].end()
             if groups.lists_pieces:
-                self._by_units[member].end()
                 for piece in groups.updated:
                     piece.tensor.grad = None
                 groups.list_params()
