@@ -170,20 +170,10 @@ class Design:
         def runs_beside(axis: str) -> bool:
             return collectives.runs_beside(world.group(self.mesh, axis))
 
-        every = [
-            make_unit(
-                replace(choice, boxes=self.boxes),
-                self.rows,
-                self.mesh,
-                coordinate,
-                meter,
-                device,
-                updates,
-                on_host=collectives.is_host,
-                runs_beside=runs_beside,
-            )
-            for choice in self.choices
-        ]
+        every = []
+        for choice in (replace(choice, boxes=self.boxes) for choice in self.choices):
+            spec = unit_spec(choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, runs_beside=runs_beside)
+            every.append(make_unit(choice, spec, self.rows, coordinate, meter, device))
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
