@@ -317,17 +317,18 @@ def log_fitted(fitted: Fitted, world: World) -> None:
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that looks at several units together, where units are updated one by one."""
+    """Raise `ModelError` for an optimizer that needs whole parameters, where states are read unit by unit from a
+    disk."""
     for name, param in model.named_parameters():
         row = designed.rows.get(param)
-        if row is None or row.table.step == "device":
+        if row is None or row.table.optim.tier != "disk":
             continue
         if param in updates and (updates[param].matrix or updates[param].needs_norm):
             what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
             raise ModelError(
-                f"The optimizer needs {what} of {name}, whose states the plan has on the {row.table.optim.tier}, where "
-                f"each unit is updated by itself. Take an elementwise optimizer such as AdamW, or leave "
-                f"rows.optim.tier out for it."
+                f"The optimizer needs {what} of {name}, whose states the plan has on a disk, where each unit is "
+                f"updated by itself. Put them on the host (rows: {{optim: {{tier: host}}}}), or take an elementwise "
+                f"optimizer such as AdamW."
             )
 
 

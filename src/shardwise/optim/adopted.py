@@ -57,7 +57,7 @@ class AdoptedOptimizer:
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
         self.rows = PiecesInRows(self.pieces, self._member_of)
-        self.updates = Updates(self._groups, self.rows)
+        self.updates = Updates(self._groups, self.rows, peers)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._handles: list[RemovableHandle] = []
         peers.meet(self.pieces)
