@@ -14,7 +14,13 @@ from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Budget, Plan, flatten
-from shardwise.cuts import (
+from shardwise.errors import ConfigError, ModelError
+from shardwise.experts import AXIS as EXPERTS
+from shardwise.experts import ExpertSplit, check_routers, expert_split
+from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
+from shardwise.machine import Cgroups, host_memory
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.model_axes import (
     Boxes,
     boxes_after,
     boxes_for,
@@ -24,12 +30,6 @@ from shardwise.cuts import (
     sequence_parts,
     split_of,
 )
-from shardwise.errors import ConfigError, ModelError
-from shardwise.experts import AXIS as EXPERTS
-from shardwise.experts import ExpertSplit, check_routers, expert_split
-from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.machine import Cgroups, host_memory
-from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
@@ -50,7 +50,7 @@ from shardwise.storage import (
     unit_spec,
 )
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Split, Verifier, ViewCheck
+from shardwise.tensor import AXIS, ModelSplit, Verifier, ViewCheck
 
 _log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
@@ -113,7 +113,7 @@ class Design:
     choices: list[UnitChoice] = field(repr=False)
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
     boxes: Boxes = field(repr=False)
-    split: Split | None = field(repr=False, default=None)
+    split: ModelSplit | None = field(repr=False, default=None)
     """How the model itself is to be cut."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None

@@ -29,11 +29,11 @@ from shardwise.checkpoint import (
 )
 from shardwise.comm import World
 from shardwise.config import Budget, Plan
-from shardwise.cuts import agree_on_generators, carry_out_experts
 from shardwise.errors import ConfigError, StateError
 from shardwise.experts import ExpertSplit
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
+from shardwise.model_axes import carry_out_experts, synchronize_generators
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
@@ -141,7 +141,7 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
         sharded.runner.step.restore_params()
-        agree_on_generators(sharded.model, sharded.mesh, sharded.world)
+        synchronize_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
             if name in extra:

@@ -21,12 +21,12 @@ from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
-from shardwise.cuts import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ModelError, nearest
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.model_axes import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.optim import hidden_matrices
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table

@@ -15,12 +15,12 @@ from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan
-from shardwise.cuts import rows_for
 from shardwise.elastic.meshes import plan_on
 from shardwise.elastic.rebuild import rebuilt
 from shardwise.elastic.reports import IMAGES, RECOVERY
 from shardwise.errors import StateError
 from shardwise.mesh import Mesh
+from shardwise.model_axes import rows_for
 from shardwise.optim import vet
 from shardwise.placement import table_for
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
