@@ -170,20 +170,10 @@ class Design:
         def runs_beside(axis: str) -> bool:
             return collectives.runs_beside(world.group(self.mesh, axis))
 
-        every = [
-            make_unit(
-                replace(choice, boxes=self.boxes),
-                self.rows,
-                self.mesh,
-                coordinate,
-                meter,
-                device,
-                updates,
-                on_host=collectives.is_host,
-                runs_beside=runs_beside,
-            )
-            for choice in self.choices
-        ]
+        every = []
+        for choice in (replace(choice, boxes=self.boxes) for choice in self.choices):
+            spec = unit_spec(choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, runs_beside=runs_beside)
+            every.append(make_unit(choice, spec, self.rows, coordinate, meter, device))
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
@@ -327,17 +317,18 @@ def log_fitted(fitted: Fitted, world: World) -> None:
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that looks at several units together, where units are updated one by one."""
+    """Raise `ModelError` for an optimizer that needs whole parameters, where states are read unit by unit from a
+    disk."""
     for name, param in model.named_parameters():
         row = designed.rows.get(param)
-        if row is None or row.table.step == "device":
+        if row is None or row.table.optim.tier != "disk":
             continue
         if param in updates and (updates[param].matrix or updates[param].needs_norm):
             what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
             raise ModelError(
-                f"The optimizer needs {what} of {name}, whose states the plan has on the {row.table.optim.tier}, where "
-                f"each unit is updated by itself. Take an elementwise optimizer such as AdamW, or leave "
-                f"rows.optim.tier out for it."
+                f"The optimizer needs {what} of {name}, whose states the plan has on a disk, where each unit is "
+                f"updated by itself. Put them on the host (rows: {{optim: {{tier: host}}}}), or take an elementwise "
+                f"optimizer such as AdamW."
             )
 
 

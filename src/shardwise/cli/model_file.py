@@ -177,14 +177,15 @@ class _Parts:
         experts = expert_split(model, plan, mesh, 0)
         split = split_of(model, plan, mesh, 0, experts)
         boxes = boxes_for(model, mesh, 0, split, experts)
-        rows, first, on_host = (
-            rows_for(model, plan, mesh, experts),
-            dict.fromkeys(mesh.axes, 0),
-            self.device.type == "cpu",
-        )
+        rows, first = rows_for(model, plan, mesh, experts), dict.fromkeys(mesh.axes, 0)
         choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
         choices = choices if params is None else of_params(choices, params)
-        units = [make_unit(one, rows, mesh, first, ByteMeter(), self.device, on_host=on_host) for one in choices]
+        on_cpu = self.device.type == "cpu"
+        specs = [unit_spec(choice, rows, mesh, on_cpu=on_cpu) for choice in choices]
+        units = [
+            make_unit(choice, spec, rows, first, ByteMeter(), self.device)
+            for choice, spec in zip(choices, specs, strict=True)
+        ]
         if experts is not None:
             experts.carry_out(self._line(EXPERTS))  # tokens are counted separately
         if split is not None:
