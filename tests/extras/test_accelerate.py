@@ -1,4 +1,4 @@
-"""Loops of Accelerate over our engine, beside Accelerate's own; its files of settings."""
+"""Accelerate on our engine, compared with Accelerate's own DDP; its config files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
 
 
 def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
-    """Ranks along tp are given the same batches, schedulers count batches, and metrics have each sample once."""
+    """Ranks along tp get the same batches, schedulers count batches, and metrics have each sample once."""
     plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}}
     ours, expected = on_ranks(4, jobs.looped, plan, str(tmp_path / "ours"))[0], plain()[0]
@@ -61,7 +61,7 @@ def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
     ],
 )
 def test_a_loop_over_split_sequences(tmp_path: Path, ranks: int, peers: int, plan: dict[str, Any]) -> None:
-    """The loop gathers losses, and logits for metrics, as those of whole batches."""
+    """The loop gathers losses and logits of whole batches."""
     plain = begin(peers, jobs.looped, None, str(tmp_path / "plain"))
     ours, expected = on_ranks(ranks, jobs.looped, plan, str(tmp_path / "ours")), plain()[0]
     for run in ours:
@@ -89,7 +89,7 @@ def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("accumulates", "ranks"), [(True, 2), (False, 2), (False, 1)])
 def test_what_is_logged_stands_in_the_record(tmp_path: Path, accumulates: bool, ranks: int) -> None:
-    """By all ranks or by the main one alone; Accelerate's own trackers are told too."""
+    """Called by all ranks or by the main one alone; Accelerate's own trackers get the values too."""
     run = tmp_path / "run"
     plan = {"preset": "zero3", "run": str(run), "trackers": ["jsonl", "csv"]}
     first = on_ranks(ranks, jobs.logged, plan, str(tmp_path / "board"), accumulates=accumulates)[0]

@@ -1,4 +1,4 @@
-"""Loops of Lightning's Fabric over our engine, beside its own DDP strategy."""
+"""Lightning's Fabric on our engine, compared with its own DDP strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_loop_and_its_checkpoints(tmp_path: Path) -> None:
-    """By plans and on split models as by DDP, from checkpoints of each other too."""
+    """Under several plans and with split models, compared with DDP, also from each other's checkpoints."""
     folder = str(tmp_path)
     plain = on_ranks(2, jobs.by_ddp, folder)
     ours = on_ranks(2, jobs.by_plans, folder)

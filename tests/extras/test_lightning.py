@@ -1,4 +1,4 @@
-"""Lightning's Trainer over our engine, beside its own DDP strategy."""
+"""Lightning's Trainer on our engine, compared with its own DDP strategy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_everything_that_a_trainer_does(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_in_a_model(tmp_path: Path) -> None:
-    """Ranks along tp are given the same batches, and all is as on half as many ranks with whole models."""
+    """Ranks along tp get the same batches, and everything equals a run on half as many ranks with whole models."""
     folder, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     plain = on_ranks(2, jobs.by_ddp, theirs)
     ours = on_ranks(4, jobs.split, folder, theirs)
@@ -177,7 +177,7 @@ def test_names() -> None:
 
 
 def script(*words: str) -> None:
-    """The script as it stands, on the ranks that run this."""
+    """The unmodified script, on the ranks that run this."""
     sys.argv = [str(SCRIPT), *words]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

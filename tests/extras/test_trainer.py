@@ -1,4 +1,4 @@
-"""Transformers' Trainer over our engine, beside its own: same losses, norms, evaluations, parameters, files."""
+"""Transformers' Trainer on our engine, compared with plain Trainer: losses, norms, evaluations, parameters, files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_same(ours: Run, plain: Run, **bounds: float) -> None:
 
 
 def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
-    """Tens of steps, with accumulation over rows of which different numbers of tokens count, and clipping."""
+    """Tens of steps, with clipping, and accumulation over rows with different numbers of counted tokens."""
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "max_steps": 20, "eval_strategy": "steps"}
     settings |= {"eval_steps": 7, "lr_scheduler_type": "cosine", "warmup_steps": 3}
     alone = begin(1, jobs.race, ["zero3", None], "gpt2", **settings, per_device_train_batch_size=4)
@@ -77,7 +77,7 @@ SEQUENCES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
 def test_split_sequences_are_trained_and_evaluated_as_whole_ones(
     ranks: int, peers: int, plan: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """With accumulation, padding, tokens that do not divide, smoothed labels, and metrics of whole sequences."""
+    """With accumulation, padding, tokens that do not divide, label smoothing, and metrics of whole sequences."""
     settings = {"max_grad_norm": 0.5, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, **settings}
     begun = begin(peers, jobs.over_split_sequences, None, **settings)
     ours = on_ranks(ranks, jobs.over_split_sequences, plan, **settings)
