@@ -69,7 +69,7 @@ class Sharding:
     shared_buffers: list[SharedBuffers]
     meter: ByteMeter
     boxes: Boxes = field(default_factory=dict)
-    """This rank's parts of parameters, if an axis cuts or copies them."""
+    """This rank's parts of parameters, if an axis splits or replicates them."""
     staged: StagedModel | None = None
     """The pipeline stages of this rank, if there is a pipeline."""
     experts: ExpertSplit | None = None
@@ -114,7 +114,7 @@ class Design:
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
     boxes: Boxes = field(repr=False)
     split: ModelSplit | None = field(repr=False, default=None)
-    """How the model itself is to be cut."""
+    """How the model itself is split."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
     treatments: Treatments = field(default_factory=Treatments)
@@ -289,14 +289,14 @@ def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that needs whole matrices of which ranks have parts."""
+    """Raise `ModelError` for an optimizer that needs whole matrices if ranks have only parts of them."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
             axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
-                f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
-                f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+                f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
+                f"Put split parameters into a group that is updated element by element (Muon: use_muon=False)."
             )
 
 

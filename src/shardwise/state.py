@@ -176,7 +176,7 @@ def _of_stages(content: Content, staged: StagedModel) -> Content:
 
 
 def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
-    """A change of plan moves values along data axes, including `ep`, but not along axes that cut layers."""
+    """A change of plan moves values along data axes, including `ep`, but not along axes that split layers."""
     before, after = sharded.mesh, mesh_for(plan, sharded.world.size, sharded.world.local_size)
 
     def places(mesh: Mesh) -> list[dict[str, int]]:
@@ -206,7 +206,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     """
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
-            "reshard() cannot cut a live model into pipeline stages. Save, make an engine with this plan, and resume."
+            "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
+            "resume."
         )
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)

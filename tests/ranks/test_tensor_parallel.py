@@ -529,7 +529,7 @@ def test_optimizers_of_whole_matrices_are_refused_for_split_ones() -> None:
         hidden = [block.up.weight for block in models[world.rank].blocks]
         sw.shard(models[world.rank], plan, optimizer=sw.optim.Muon(hidden), world=world)
 
-    with pytest.raises(ModelError, match=r"blocks.0.up.weight is cut along tp: this rank has \[\d+:\d+, :\] of it"):
+    with pytest.raises(ModelError, match=r"blocks.0.up.weight is split along tp: this rank has \[\d+:\d+, :\] of it"):
         run_ranks(2, rank)
 
 

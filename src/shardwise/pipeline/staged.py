@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 PLAIN_LOOP = (
-    "This engine's plan cuts the model into pipeline stages, of which each rank has its own, so the model cannot be "
-    "called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
+    "This engine's plan splits the model into pipeline stages, of which each rank has its own, so the model cannot "
+    "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
 )
 
 
