@@ -190,7 +190,7 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
         )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
-            f"compile goes over units whose modules send nothing; with {after.model_axes[0]} leave it out."
+            f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
         )
     if plan.budget.device is not None and sharded.sharding.experts is not None:
         raise ConfigError(
