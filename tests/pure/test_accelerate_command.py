@@ -148,4 +148,4 @@ def test_one_of_several_machines_is_torchruns(folder: Path, capsys: pytest.Captu
 
 def test_other_commands_of_accelerate_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accelerate", "config"]) == 2
-    assert "accelerate config is Accelerate's own" in capsys.readouterr().err
+    assert "accelerate config is a command of Accelerate itself" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     option("config_file", type=Path, metavar="FILE", help="a file written by `accelerate config`")
     for name in (*_PLAIN, *_DYNAMO, *_DEEPSPEED, *(f"fsdp_{name}" for name in _FSDP)):
-        option(name, metavar="X", help="as of accelerate launch" if name in _PLAIN[:6] else argparse.SUPPRESS)
+        option(name, metavar="X", help="as in accelerate launch" if name in _PLAIN[:6] else argparse.SUPPRESS)
     for name in (*_FLAGS, *_REFUSED, "multi_gpu", "enable_cpu_affinity"):
         option(name, action="store_true", help=argparse.SUPPRESS)
     option("use_deepspeed", action="store_true", help="ZeRO, set by --zero_stage or --deepspeed_config_file")
