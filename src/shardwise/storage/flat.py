@@ -221,6 +221,12 @@ class Flat(Updated):
         table = self.spec.table
         return torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
 
+    def let_go(self) -> None:
+        """Free all memory, when its content has moved to another layout. The description is left."""
+        self.full = self.param = torch.empty(0, dtype=self.param.dtype, device=self.device)
+        self.master = self.held = self.outgoing = self.shared = self._bytes_of_full = None
+        self.grads.let_go()
+
     # -- the whole buffer -------------------------------------------------------------------------------
 
     def allocate_full(self) -> None:
