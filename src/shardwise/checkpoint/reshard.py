@@ -26,7 +26,7 @@ from shardwise.comm import Collectives, World
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec
-from shardwise.storage import DiskRows, Flat, torch_dtype
+from shardwise.storage import DiskRows, Flat, let_go, torch_dtype
 
 Tensor = torch.Tensor
 PARAM = "param"
@@ -181,7 +181,7 @@ class TrainingState:
         if old is not None:
             self._num_left[old] -= 1
             if not self._num_left[old]:
-                old.let_go()
+                let_go(old)
 
     def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]) -> dict[str, _Home]:
         homes = {slot.name: _Home(spec, slot) for spec, slots in flats for slot in slots}

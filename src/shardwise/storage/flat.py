@@ -221,12 +221,6 @@ class Flat(Updated):
         table = self.spec.table
         return torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
 
-    def let_go(self) -> None:
-        """Free all memory, when its content has moved to another layout. The description is left."""
-        self.full = self.param = torch.empty(0, dtype=self.param.dtype, device=self.device)
-        self.master = self.held = self.outgoing = self.shared = self._bytes_of_full = None
-        self.grads.let_go()
-
     # -- the whole buffer -------------------------------------------------------------------------------
 
     def allocate_full(self) -> None:
@@ -356,6 +350,15 @@ class Flat(Updated):
         self.land()
         mine = self.slots[index].span.overlap(self.param_span)
         return _part(self.param, mine.within(self.param_span))
+
+
+def let_go(flat: Flat) -> None:
+    """Free all memory of `flat`, when its content has moved to another layout. The description is left."""
+    if flat.shared is not None:
+        flat.shared.let_go()
+    flat.full = flat.param = torch.empty(0, dtype=flat.param.dtype, device=flat.device)
+    flat.master = flat.held = flat.outgoing = flat.shared = flat._bytes_of_full = None
+    flat.grads.let_go()
 
 
 def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:
