@@ -261,6 +261,8 @@ def _moved(
     former = Former(sharded.model, optimizers, sharded.sharding, progress, sharded.before_change)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
+    for flat in (flat for unit in former.sharding.units for flat in unit.flats):
+        flat.grads.let_go()
     return move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
 
 
