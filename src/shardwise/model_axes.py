@@ -6,12 +6,12 @@ apply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from shardwise.comm import Line, World
+from shardwise.comm import Line, World, require_same_batch
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
@@ -19,8 +19,9 @@ from shardwise.experts import ExpertSplit, RankTotal, share_totals
 from shardwise.mesh import Mesh
 from shardwise.pipeline import StageLayout
 from shardwise.placement import Box
+from shardwise.runtime import named_tensors
 from shardwise.storage import LabelledTable, tables_for
-from shardwise.tensor import AXIS, FirstBatchCheck, Generators, ModelSplit, Regions, begin_stages, draws, split_for
+from shardwise.tensor import AXIS, Generators, ModelSplit, Regions, begin_stages, draws, split_for
 
 Boxes = Mapping[nn.Parameter, Box]
 
@@ -114,7 +115,7 @@ def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: Worl
     split.carry_out(line, regions)
     model.register_forward_pre_hook(lambda *_: regions.reset())
     model.register_forward_hook(lambda *_: regions.end())
-    model.register_forward_pre_hook(FirstBatchCheck(line), with_kwargs=True)
+    model.register_forward_pre_hook(_FirstBatchCheck(line), with_kwargs=True)
 
 
 def carry_out_experts(
@@ -136,3 +137,16 @@ def synchronize_generators(model: nn.Module, mesh: Mesh, world: World) -> Genera
     generators = Generators(world.rank_device, group.index)
     generators.synchronize(world, group)
     return generators
+
+
+class _FirstBatchCheck:
+    """A forward pre-hook that compares, once, the batches of the ranks of a line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._is_done = False
+
+    def __call__(self, _: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if not self._is_done:
+            self._is_done = True
+            require_same_batch(named_tensors(args, kwargs), self._line)

@@ -1,6 +1,5 @@
 """Tensor parallelism: modules are split along one dimension over ranks that share each sample (arXiv:1909.08053)."""
 
-from shardwise.tensor.first_batch import FirstBatchCheck
 from shardwise.tensor.functions import (
     copy_to,
     gather_from,
@@ -20,7 +19,6 @@ from shardwise.tensor.views import ViewCheck
 
 __all__ = [
     "AXIS",
-    "FirstBatchCheck",
     "Generators",
     "ModelSplit",
     "Regions",
