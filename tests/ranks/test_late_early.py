@@ -475,8 +475,12 @@ def test_an_update_behind_the_step_that_never_comes_fails_for_every_reader(monke
         for _ in range(2):
             with pytest.raises(CommError):
                 mine.head.weight.data.clone()
+            with pytest.raises(CommError):
+                mine(*share_of(engine, batches(1)[0]))
         with pytest.raises(CommError):
             engine.close()
+        with pytest.raises(StateError, match="engine was closed"):
+            mine.head.weight.data.clone()
 
     Devices("late").run(2, rank)
 

@@ -125,7 +125,8 @@ class Gathering:
             for flat in unit.flats:
                 flat.guard.rest()
                 flat.lasts = False
-                self._executor.movers[flat.name].params.wait_full()
+                if flat.failed_update is None:  # its readers get the error, and nothing else of it is on its way
+                    self._executor.movers[flat.name].params.wait_full()
                 flat.free_full()
                 flat.free_held()
 

@@ -22,6 +22,8 @@ class Updated:
         self._full = torch.empty(0)
         self._param = torch.empty(0)
         self._await_update: Callable[[], None] | None = None
+        self.failed_update: Exception | None = None
+        """Why the last update will never be complete. Every reader gets it, and none gets a part of the update."""
 
     @property
     def is_updating(self) -> bool:
@@ -55,4 +57,7 @@ class Updated:
         self._await_update = wait
 
     def end_update(self) -> None:
+        """The parameters are up to date. Raises the error of an update that has failed."""
+        if self.failed_update is not None:
+            raise self.failed_update
         self._await_update = None
