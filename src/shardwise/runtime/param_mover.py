@@ -158,7 +158,7 @@ class ParamMover:
                     self._arriving.wait()
         except CommError as error:
             if self.flat.is_updating:
-                self.flat.failed_update = error
+                self.flat.fail_update(error)
             raise
         self._arriving = None
 

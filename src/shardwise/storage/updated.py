@@ -56,6 +56,11 @@ class Updated:
         """Note that the parameters are being gathered; `wait` blocks until they are, and calls `end_update`."""
         self._await_update = wait
 
+    def fail_update(self, error: Exception) -> None:
+        """The update will never be complete."""
+        self.failed_update = error
+        self._await_update = self.end_update
+
     def end_update(self) -> None:
         """The parameters are up to date. Raises the error of an update that has failed."""
         if self.failed_update is not None:
