@@ -338,7 +338,7 @@ class Engine(EngineTraining):
         try:
             self._state.saver.close()
             if error is None and not self._sharded.is_taken_down:
-                self._sharded.runner.gathering.await_updates()
+                self._sharded.runner.gathering.finish_updates()
         finally:
             if self._run_log is not None:
                 self._run_log.close(error)

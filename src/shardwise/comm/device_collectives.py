@@ -251,6 +251,11 @@ class DeviceCollectives:
     def reclaim(self, tensor: Tensor) -> None:
         """What comes next on the stream comes after what was sent."""
 
+    def settle(self) -> None:
+        """See [Note: garbage after a fault]: the host waits here, because it cannot check after a read of others."""
+        self._marker.synchronize()
+        self.journal.check(when_closed=False)
+
     def rest(self, *, keeps_some: bool) -> None:
         """Torch's allocator has its own cache."""
 
@@ -434,6 +439,12 @@ class _Marker:
         if self._accelerator is not None and self._event is not None:
             self._event.record(self._accelerator.current_stream())
             self._entry = entry
+
+    def synchronize(self) -> None:
+        """Block the host until the device has come there."""
+        if self._event is not None and self._entry is not None:
+            with self._device.here():
+                self._event.synchronize()
 
     def awaited(self) -> Entry | None:
         """Called by the watchdog from its own thread, whose current device is a different one: see `devices.py`."""

@@ -356,7 +356,7 @@ def let_go(flat: Flat) -> None:
     """Free all memory of `flat`, when its content has moved to another layout. The description is left."""
     if flat.shared is not None:
         flat.shared.let_go()
-    flat.full = flat.param = torch.empty(0, dtype=flat.param.dtype, device=flat.device)
+    flat.full = flat.param = torch.empty(0, dtype=torch_dtype(flat.spec.table.compute), device=flat.device)
     flat.master = flat.held = flat.outgoing = flat.shared = flat._bytes_of_full = None
     flat.grads.let_go()
 
