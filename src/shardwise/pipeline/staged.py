@@ -319,6 +319,8 @@ class StagedModel:
                 self._refuse_order(name, now)
             return now.stand_ins.of_module(name)
         self._check_entered(now)
+        if now.arrived is not None:
+            args, kwargs = now.arrived.within(args, kwargs) or (args, kwargs)
         raise EndOfForward(_handed_over(now, name, args, kwargs))
 
     def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:

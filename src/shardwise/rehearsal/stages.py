@@ -56,9 +56,8 @@ class StageRehearsal:
 
         All ranks of the pipeline must call; if one cannot rehearse a stage, all raise `ModelError`.
         """
-        num_stages = len(self.staged.layout.stages)
         arrived: ParcelLayout | None = None
-        for stage in range(num_stages):
+        for stage in range(len(self.staged.layout.stages)):
             handed_over: ParcelLayout | None = None
             error: ModelError | None = None
             if stage in self.staged.stages:
@@ -66,10 +65,7 @@ class StageRehearsal:
                     handed_over = self.rehearse(stage, arrived)
                 except ModelError as raised:
                     error = raised
-            if stage + 1 < num_stages:
-                arrived = self._layout_from(exchange, stage, handed_over, error)
-            elif error is not None:
-                raise error
+            arrived = self._layout_from(exchange, stage, handed_over, error)
         return self.together()
 
     def rehearse(self, stage: int, arrived: ParcelLayout | None) -> ParcelLayout | None:
@@ -129,8 +125,8 @@ class StageRehearsal:
 
     def _layout_from(
         self, exchange: Exchange, stage: int, handed_over: ParcelLayout | None, error: ModelError | None
-    ) -> ParcelLayout:
-        """The layout of the output of `stage`, from the rank that has it."""
+    ) -> ParcelLayout | None:
+        """The layout of the output of `stage`, from the rank that has it; `None` for the last stage's."""
         message: dict[str, Any] = {}
         if error is not None:
             message = {"error": str(error)}
@@ -141,7 +137,7 @@ class StageRehearsal:
             raise error
         if "error" in answer:
             raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
-        return ParcelLayout.of_encoded(answer["layout"].encode())
+        return ParcelLayout.of_encoded(answer["layout"].encode()) if "layout" in answer else None
 
 
 @dataclass
