@@ -34,7 +34,7 @@ def rules_inside(path: str, module: nn.Module, rule: TensorRule) -> dict[str, Te
             f"parallelism cuts them. Use plain LoRA, or leave {path} out by tensor.plan."
         )
     inside = {f"{path}.{BASE}": rule}
-    cut = {"column": UP, "row": DOWN}.get(rule.style)  # the other styles have whole inputs and outputs
+    cut = {"column": UP, "row": DOWN, "mla_kv_a_proj": UP}.get(rule.style)  # others have whole inputs and outputs
     if cut is not None:
         inside |= {f"{path}.{cut}.{name}": rule for name, _ in getattr(module, cut).named_children()}
     return inside

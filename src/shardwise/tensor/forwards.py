@@ -158,6 +158,21 @@ class Summed(Forward):
             return self.original(*args, **kwargs)
 
 
+class LatentAndRotary(Forward):
+    """A projection that is whole on every rank, as in multi-head latent attention: the last `num_rotary` features are
+    the keys' rotary part, which every rank's heads read, so their gradients are summands. The others are a latent,
+    which a column module reads."""
+
+    def __init__(self, *given: Any, num_rotary: int) -> None:
+        super().__init__(*given)
+        self.num_rotary = num_rotary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = self.original(*args, **kwargs)
+        latent, rotary = made.split([made.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
+        return torch.cat([latent, copy_to(rotary, self.line)], dim=-1)
+
+
 class OwnHeads(Forward):
     """An attention module that is given `argument`, `[batch * heads, ...]`: it gets the part of its own heads."""
 

@@ -12,7 +12,17 @@ from torch import nn
 from shardwise.config import StyleName, TensorParallel
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.tensor.adapters import is_adapted, rules_inside, trained_copies
-from shardwise.tensor.tables import EXPERTS_STYLE, READY, STYLES, TensorRule, config_of, groups_of, heads_of, ready_for
+from shardwise.tensor.tables import (
+    EXPERTS_STYLE,
+    LEFT_OUT,
+    READY,
+    STYLES,
+    TensorRule,
+    config_of,
+    groups_of,
+    heads_of,
+    ready_for,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ def cuts_for(model: nn.Module, wishes: TensorParallel, apart: Collection[str] = 
         _cut(path, modules[path], chosen[path], config, wrapper_of.get(path, "")) for path in modules if path in chosen
     ]
     cuts = [cut for cut in cuts if cut.style != "replicated"]
-    if not any(cut.style not in ("summed",) for cut in cuts):
+    if not any(cut.style not in ("summed", "mla_kv_a_proj") for cut in cuts):
         raise ModelError(
             f"The plan's tensor.plan cuts no module of {type(model).__name__}; give it patterns of modules."
         )
@@ -172,6 +182,8 @@ def _own_rules(model: nn.Module, apart: Collection[str]) -> Mapping[str, TensorR
 def brought_rules(model: nn.Module, apart: Collection[str]) -> dict[str, str]:
     """The tensor-parallel plan that the model brings, without modules `apart` and their parameters."""
     brought: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    if brought:
+        brought |= LEFT_OUT.get(str(getattr(config_of(model), "model_type", "")), {})
     for pattern in list(brought):
         around = (pattern, pattern.rpartition(".")[0])
         if any(fits(path, one) for path in apart for one in around):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.placement import Box
-from shardwise.tensor.forwards import Column, EmbeddingColumn, Row, Shared, Summed, Vocabulary
+from shardwise.tensor.forwards import Column, EmbeddingColumn, LatentAndRotary, Row, Shared, Summed, Vocabulary
 from shardwise.tensor.rules import Cut
 from shardwise.tensor.shares import AXIS, Shares, deal
 from shardwise.tensor.split import Split
@@ -19,6 +20,8 @@ LIKE_LINEAR = ("FalconLinear",)
 """Classes of transformers that are nn.Linear with a forward of their own that computes the same."""
 GROUPS = "num_key_value_groups"
 """Queries for each key and value head, in attention modules of transformers."""
+ROTARY = "qk_rope_head_dim"
+"""Rotary features of a head, in modules of multi-head latent attention of transformers."""
 
 
 def _column(split: Split, cut: Cut) -> None:
@@ -124,6 +127,23 @@ def _summed(split: Split, cut: Cut) -> None:
     split.forwards.append((module, lambda line, regions: Summed(module, line, regions)))
 
 
+def _latent_and_rotary(split: Split, cut: Cut) -> None:
+    _linear(cut)
+    parent = split.modules[cut.parent]
+    num_rotary = getattr(parent, ROTARY, None)
+    if type(num_rotary) is not int:
+        raise ModelError(
+            f"{cut.path} has the style {cut.style}, but {type(parent).__name__} has no attribute {ROTARY}, which says "
+            f"how many of its last features are the keys' rotary part. Set it there."
+        )
+    if split.blocks:
+        raise ModelError(
+            f"{cut.path} has the style {cut.style}, of which tensor.sequence does not know the input. Leave "
+            f"tensor.sequence out of the plan."
+        )
+    split.forwards.append((cut.module, partial(LatentAndRotary, cut.module, num_rotary=num_rotary)))
+
+
 STYLES: dict[str, Callable[[Split, Cut], None]] = {
     "column": _column,
     "column_gathered": _column,
@@ -133,6 +153,7 @@ STYLES: dict[str, Callable[[Split, Cut], None]] = {
     "vocabulary_cut": _vocabulary,
     "embedding_column": _embedding_column,
     "embedding_heads": _embedding_column,
+    "mla_kv_a_proj": _latent_and_rotary,
     "summed": _summed,
 }
 

@@ -24,6 +24,7 @@ STYLES: dict[str, StyleName] = {
     "embedding_rowwise": "vocabulary",
     "embedding_colwise": "embedding_column",
     "replicated_with_grad_allreduce": "summed",
+    "mla_kv_a_proj": "mla_kv_a_proj",
     "replicate": "replicated",
 }
 """The library's names for styles that we have too."""
@@ -31,6 +32,12 @@ EXPERTS_STYLE = "moe_tp_experts"
 """The library's name for a module of stacked experts that is cut by features."""
 STACKED_STYLES = {"packed_colwise": (1, 2), "colwise": (1, 1), "packed_rowwise": (2, 2), "rowwise": (2, 1)}
 """Its names for parameters of such modules: the dimension that is cut, and how many matrices are fused along it."""
+
+
+LEFT_OUT: dict[str, dict[str, str]] = {
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # its parameters act on what is cut
+}
+"""By `config.model_type`, what the plans of models in the library lack."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,9 @@ def ready_for(model: nn.Module) -> Ready | None:
     return _BY_CONFIG[kind](config) if kind in _BY_CONFIG else _TABLES.get(kind)
 
 
-QUERIES = ("q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
+LATENT = ("q_b_proj", "kv_b_proj")
+"""Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what makes heads of what all heads share."""
+QUERIES = (*LATENT, "q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
 KEYS = ("k_proj", "v_proj", "key", "value", "k", "v")
 
 

@@ -63,11 +63,6 @@ class ViewCheck:
         self._uncut: nn.Module | None = _without_bytes(model)
         self._parts = frozenset(parts)
 
-    @staticmethod
-    def can_watch(model: nn.Module) -> bool:
-        """Whether a model has plain parameters, of which copies can be made."""
-        return all(type(param) is nn.Parameter and param.device.type != "meta" for param in model.parameters())
-
     def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> None:
         """Once the model is cut, unless it cannot be copied. The first forward raises `ModelError` on all ranks of
         `line` if they differ."""
@@ -216,7 +211,9 @@ def _is_called_by_us() -> bool:
 def _without_bytes(model: nn.Module) -> nn.Module | None:
     """A copy whose parameters are on the meta device; `None` of a model that keeps what cannot be copied."""
     memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        id(param): nn.Parameter(
+            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+        )
         for param in model.parameters()
     }
     try:
