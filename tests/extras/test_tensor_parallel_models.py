@@ -88,11 +88,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "num_experts": 4, "decoder_sparse_step": 1}, 2),
     "apertus": ("apertus", {}, 2),
     "deepseek-v2": ("deepseek_v2", EXPERTS | DEEPSEEK, 2),
-    "deepseek-v2, uneven": (
-        "deepseek_v2",
-        EXPERTS | DEEPSEEK | {"num_attention_heads": 3, "num_key_value_heads": 3},
-        2,
-    ),
+    "deepseek-v2, uneven": ("deepseek_v2", EXPERTS | DEEPSEEK | THREE_HEADS, 2),
     "deepseek-v3": ("deepseek_v3", EXPERTS | DEEPSEEK, 2),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, 2),
 }
