@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 
 from rich.console import Console
 from rich.live import Live
 
 from shardwise.cli.print_run import page
-from shardwise.monitor.run_view import as_json, read_run
+from shardwise.monitor.run_view import RunReader, as_json, read_run
+
+_FILE_WIDTH = 160
+"""Columns for a reader that is not a terminal, unless COLUMNS says otherwise: tables should not be wrapped for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
         print(as_json(view))
         return _status(view.status)
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_FILE_WIDTH)
     if args.once or not console.is_terminal:
         console.print(page(view))
         return _status(view.status)
@@ -36,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
 
 def follow(run: str, every_seconds: float, console: Console) -> str:
     """Show the run repeatedly until it is over; returns its final status."""
+    reader = RunReader(run)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            view = read_run(run)
-            live.update(page(view), refresh=True)
+            view = reader.read()
+            live.update(page(view, console.height), refresh=True)
             if view.status != "running":
                 return view.status
             time.sleep(every_seconds)
