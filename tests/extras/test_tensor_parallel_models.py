@@ -47,6 +47,7 @@ FALCON = {"alibi": False, "bias": True}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 DEEPSEEK |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+THREE_HEADS = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
 SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
 MODELS: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", {}, 2),
@@ -85,6 +86,9 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "mixtral, uneven": ("mixtral", EXPERTS | {"num_local_experts": 4, "intermediate_size": 104}, 2),
     "mixtral, four ranks": ("mixtral", EXPERTS | {"num_local_experts": 4, "num_key_value_heads": 4}, 4),
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "num_experts": 4, "decoder_sparse_step": 1}, 2),
+    "apertus": ("apertus", {}, 2),
+    "deepseek-v2": ("deepseek_v2", EXPERTS | DEEPSEEK, 2),
+    "deepseek-v2, uneven": ("deepseek_v2", EXPERTS | DEEPSEEK | THREE_HEADS, 2),
     "deepseek-v3": ("deepseek_v3", EXPERTS | DEEPSEEK, 2),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, 2),
 }

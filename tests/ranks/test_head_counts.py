@@ -121,6 +121,25 @@ def test_a_hard_coded_number_of_heads_is_refused_at_the_first_batch(
         run(heads, tensor)
 
 
+@pytest.mark.parametrize("is_on_meta", [False, True], ids=["deferred", "meta"])
+@pytest.mark.parametrize("is_right", [False, True], ids=["literal", "width"])
+def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_right: bool) -> None:
+    heads = fused_by_width if is_right else fused_by_literal
+
+    def rank(world: sw.World) -> float:
+        with torch.device("meta") if is_on_meta else sw.deferred_init():
+            mine = model(heads)
+        with sw.shard(mine, {"preset": "zero3", "mesh": {"tp": 2}, "tensor": UNDIVIDED}, world=world) as engine:
+            return engine(tokens(0)).item()
+
+    if is_right:
+        losses = run_ranks(2, rank)
+        assert losses == [losses[0]] * 2
+    else:
+        with pytest.raises(ModelError, match=r"blocks.0.attn views .*as \[4, 12, 3, 4, 3\]"):
+            run_ranks(2, rank)
+
+
 @one_in(4)
 @pytest.mark.parametrize(
     ("heads", "tensor", "num_ranks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,6 +59,35 @@ def gemma2() -> nn.Module:
 
 def mixtral(**settings: Any) -> nn.Module:
     return library().MixtralForCausalLM(library().MixtralConfig(**SIZES, **HEADS, num_local_experts=4, **settings))
+
+
+def deepseek(version: str) -> nn.Module:
+    """Compressed queries, keys and values; values are narrower than keys."""
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+    config = getattr(library(), f"Deepseek{version}Config")(**sizes, **heads, **experts)
+    return getattr(library(), f"Deepseek{version}ForCausalLM")(config)
+
+
+def deepseek_v2() -> nn.Module:
+    return deepseek("V2")
+
+
+def deepseek_v3() -> nn.Module:
+    return deepseek("V3")
+
+
+def moe(kind: str) -> nn.Module:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    if kind.startswith("Qwen"):
+        experts["moe_intermediate_size"] = 8
+    if kind == "Qwen2Moe":
+        experts["shared_expert_intermediate_size"] = 8
+    if kind == "GraniteMoe":
+        experts["num_local_experts"] = experts.pop("num_experts")
+    config = getattr(library(), f"{kind}Config")(**SIZES, **HEADS, **experts)
+    return getattr(library(), f"{kind}ForCausalLM")(config)
 
 
 def batches(num_steps: int, *, tokens: int = TOKENS) -> list[Batch]:
@@ -145,7 +175,10 @@ def test_eager_attention_has_its_own_result_for_padding_that_sees_nothing() -> N
     assert_same(split_run(model, data, "zero2", {"sp": 2}, **plan), whole_run(model, data, loss_of=own_loss))
 
 
-@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral])
+MIXTURES = [partial(moe, kind) for kind in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe")]
+
+
+@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral, deepseek_v2, deepseek_v3, *MIXTURES])
 def test_other_models(build: Any) -> None:
     """Heads normalised by themselves, fused projections, learned positions, capped scores, experts."""
     model, data = built(build), batches(1)
@@ -163,7 +196,10 @@ def test_a_model_that_looks_both_ways(kind: str) -> None:
     def build() -> nn.Module:
         sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1}
         config = getattr(library(), f"{kind}Config")(**sizes, num_attention_heads=4)
-        return getattr(library(), f"{kind}ForMaskedLM")(config)
+        model = getattr(library(), f"{kind}ForMaskedLM")(config)
+        if kind == "Esm":
+            model.esm.contact_head.requires_grad_(False)  # it takes no part in the loss
+        return model
 
     def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         inputs = {name: value for name, value in batch.items() if name != "targets"}
@@ -274,10 +310,45 @@ def test_a_model_around_one_of_transformers_that_passes_no_positions_is_refused(
         run_ranks(2, rank)
 
 
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("token_type_ids", "HrmTextForCausalLM is given token_type_ids, by which tokens of a prefix see each other"),
+        ("pixel_values", "HrmTextForCausalLM is given pixel_values, which it places among its tokens"),
+    ],
+)
+def test_batches_with_prefixes_and_images_are_refused(extra: str, said: str) -> None:
+    def prefix_lm() -> nn.Module:
+        sizes = {**SIZES, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1}
+        return library().HrmTextForCausalLM(library().HrmTextConfig(**sizes))
+
+    replicas = [built(prefix_lm) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+            tokens = batches(1)[0]["input_ids"]
+            engine.split_sequence({"input_ids": tokens, extra: torch.ones_like(tokens)})
+
+    with pytest.raises(ModelError, match=said):
+        run_ranks(2, rank)
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     def bert() -> nn.Module:
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
         return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+
+    def gpt_oss() -> nn.Module:
+        sizes = {**SIZES, **HEADS, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+        return library().GptOssForCausalLM(library().GptOssConfig(**sizes))
+
+    def jamba() -> nn.Module:
+        sizes = {**SIZES, **HEADS, "num_experts": 2, "use_mamba_kernels": False, "mamba_dt_rank": 4, "pad_token_id": 0}
+        return library().JambaForCausalLM(library().JambaConfig(**sizes))
+
+    def llama4() -> nn.Module:
+        sizes = {**SIZES, **HEADS, "num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 32}
+        return library().Llama4ForCausalLM(library().Llama4TextConfig(**sizes, pad_token_id=0))
 
     def esm() -> nn.Module:
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 1}
@@ -289,6 +360,9 @@ def test_what_cannot_be_split_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: mixtral(output_router_logits=True), "MixtralForCausalLM adds a loss that balances its experts"),
         (bert, "BertForMaskedLM is not a causal language model that takes shift_labels"),
+        (gpt_oss, "GptOssAttention asks for s_aux in its attention"),
+        (jamba, "layers.0.mamba.conv1d is a Conv1d"),
+        (llama4, "Llama4ForCausalLM has layers of kind chunked_attention"),
         (esm, "EsmForMaskedLM scales its embeddings by how many tokens of a sequence are masked"),
         (t5, "T5ForConditionalGeneration .* Leave sp out of the mesh"),
     ]

@@ -18,6 +18,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
+from shardwise.tensor import draws
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -572,3 +573,18 @@ def test_the_preset_changes_during_training() -> None:
     for state in run_ranks(4, rank):
         for name, value in twin["params"].items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Jittered(nn.Linear):
+    """Draws in training, as Mixtral's router does, without any dropout."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__(4, 4)
+        self.jitter_noise = noise
+
+
+def test_models_that_draw_numbers_are_recognized() -> None:
+    """Ranks along tp then draw the same ones for what they have in common."""
+    assert draws(nn.Sequential(Jittered(0.1)))
+    assert draws(nn.Sequential(nn.Dropout(0.1)))
+    assert not draws(nn.Sequential(Jittered(0.0), nn.Dropout(0.0)))

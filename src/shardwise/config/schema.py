@@ -64,6 +64,7 @@ StyleName = Literal[
     "vocabulary_cut",
     "embedding_column",
     "embedding_heads",
+    "mla_kv_a_proj",
     "summed",
     "replicated",
 ]

@@ -95,6 +95,7 @@ class Splitter:
     def _split_mapping(self, batch: dict[str, Any], documents: Tensor | None) -> tuple[dict[str, Any], Sample]:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         require_same_batch({**tensors, **_maybe(documents=documents)}, self._line)
+        hugging_face.check_batch(self._model, tensors)
         num_tokens = _num_tokens(tensors)
         first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
         mask = batch.pop("attention_mask", None)

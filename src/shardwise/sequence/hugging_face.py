@@ -10,10 +10,11 @@ of attention, and ours, give zeros. The output for such a token matters only if 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 _UNKNOWN = ("s_aux", "position_bias")
 _COUNT_KEPT = ("opt",)
 """Values of `config.model_type` whose models number the tokens of a mask that are kept, with -1 for others."""
+_BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+_BLOCKS = "block_sequence_ids"
+"""The library's argument for tokens that see each other both ways, in the source of models that pass it."""
 
 _ATTENTIONS: weakref.WeakKeyDictionary[nn.Module, Attention] = weakref.WeakKeyDictionary()
 """The attention of each module, because transformers calls one function for all models of the process."""
@@ -110,6 +114,34 @@ def _counts_from_padding(module: nn.Module) -> bool:
     name = "create_position_ids_from_input_ids"
     is_of_file = hasattr(sys.modules[type(module).__module__], name) and hasattr(module, "position_embeddings")
     return hasattr(module, name) or is_of_file
+
+
+def check_batch(model: nn.Module, names: Collection[str]) -> None:
+    """Raise `ModelError` for a batch with inputs `names` by which more than the order of tokens decides what each sees,
+    or which belong to tokens of any rank."""
+    models = pretrained_in(model)
+    if not models:
+        return
+    name = type(models[0]).__name__
+    beside = [one for one in _BESIDE_TOKENS if one in names]
+    if beside:
+        raise ModelError(
+            f"{name} is given {' and '.join(beside)}, which it places among its tokens; over sp a rank has only some "
+            f"of those. Leave sp out of the mesh."
+        )
+    if "token_type_ids" in names and any(_BLOCKS in _source_of(type(module)) for module in models):
+        raise ModelError(
+            f"{name} is given token_type_ids, by which tokens of a prefix see each other both ways. That cannot be "
+            f"split over the sequence yet. Leave token_type_ids out of the batch, or sp out of the mesh."
+        )
+
+
+@functools.cache
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except OSError:
+        return ""
 
 
 def is_eager(model: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def rules_inside(path: str, module: nn.Module, rule: TensorRule) -> dict[str, Te
             f"them. Use plain LoRA, or leave {path} out of tensor.plan."
         )
     inside = {f"{path}.{BASE}": rule}
-    matrix = {"column": UP, "row": DOWN}.get(rule.style)  # the other styles have whole inputs and outputs
+    matrix = {"column": UP, "row": DOWN, "mla_kv_a_proj": UP}.get(rule.style)  # others have whole inputs and outputs
     if matrix is not None:
         inside |= {f"{path}.{matrix}.{name}": rule for name, _ in getattr(module, matrix).named_children()}
     return inside

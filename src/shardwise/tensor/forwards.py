@@ -161,6 +161,21 @@ class SummedGrads(Forward):
             return self.original(*args, **kwargs)
 
 
+class LatentAndRotary(Forward):
+    """The projection of multi-head latent attention that is replicated. Its last `num_rotary` features are the keys'
+    rotary part, which the heads of all ranks read, so their gradients are summed over the ranks. The others are the
+    latent, which only a column module reads."""
+
+    def __init__(self, *given: Any, num_rotary: int) -> None:
+        super().__init__(*given)
+        self.num_rotary = num_rotary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = self.original(*args, **kwargs)
+        latent, rotary = made.split([made.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
+        return torch.cat([latent, copy_to(rotary, self.line)], dim=-1)
+
+
 class OwnHeads(Forward):
     """An attention module whose `argument`, of shape `[batch * heads, ...]`, is narrowed to this rank's heads."""
 

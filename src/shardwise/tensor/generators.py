@@ -78,10 +78,11 @@ class Generators:
 
 def draws(model: nn.Module) -> bool:
     """Whether a training forward of `model` draws random numbers, judging by its dropout modules and by attributes such
-    as `attention_dropout`."""
+    as `attention_dropout` and a router's `jitter_noise`."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
-        if any("drop" in name and type(value) is float and value > 0 for name, value in vars(module).items()):
+        numbers = {name: value for name, value in vars(module).items() if type(value) is float and value > 0}
+        if any("drop" in name or "jitter" in name for name in numbers):
             return True
     return False

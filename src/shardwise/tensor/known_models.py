@@ -24,6 +24,7 @@ STYLES: dict[str, StyleName] = {
     "embedding_rowwise": "vocabulary",
     "embedding_colwise": "embedding_column",
     "replicated_with_grad_allreduce": "summed",
+    "mla_kv_a_proj": "mla_kv_a_proj",
     "replicate": "replicated",
 }
 """Transformers' names of our styles."""
@@ -32,6 +33,10 @@ EXPERTS_STYLE = "moe_tp_experts"
 STACKED_STYLES = {"packed_colwise": (1, 2), "colwise": (1, 1), "packed_rowwise": (2, 2), "rowwise": (2, 1)}
 """Transformers' styles for parameters of such modules: the split dimension, and the number of matrices fused along
 it."""
+LEFT_OUT: dict[str, dict[str, str]] = {
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # has parameters of its own
+}
+"""By `config.model_type`, styles that are missing in transformers' own plans."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,9 @@ def known_model(model: nn.Module) -> KnownModel | None:
     return _BY_CONFIG[kind](config) if kind in _BY_CONFIG else _TABLES.get(kind)
 
 
-QUERIES = ("q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
+LATENT = ("q_b_proj", "kv_b_proj")
+"""Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what makes heads of what all heads share."""
+QUERIES = (*LATENT, "q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
 KEYS = ("k_proj", "v_proj", "key", "value", "k", "v")
 
 

@@ -15,6 +15,7 @@ from shardwise.tensor.adapters import is_adapted, rules_inside, trained_copies
 from shardwise.tensor.known_models import (
     EXPERTS_STYLE,
     KNOWN_TYPES,
+    LEFT_OUT,
     STYLES,
     TensorRule,
     config_of,
@@ -72,7 +73,7 @@ def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[
         if path in chosen
     ]
     targets = [target for target in targets if target.style != "replicated"]
-    if not any(target.style not in ("summed",) for target in targets):
+    if not any(target.style not in ("summed", "mla_kv_a_proj") for target in targets):
         raise ModelError(
             f"The plan's tensor.plan splits no module of {type(model).__name__}; give it patterns of modules."
         )
@@ -190,6 +191,8 @@ def _model_rules(model: nn.Module, excluded: Collection[str]) -> Mapping[str, Te
 def plan_of_model(model: nn.Module, excluded: Collection[str]) -> dict[str, str]:
     """The model's own tensor-parallel plan, without modules `excluded` and their parameters."""
     own_plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    if own_plan:
+        own_plan |= LEFT_OUT.get(str(getattr(config_of(model), "model_type", "")), {})
     for pattern in list(own_plan):
         around = (pattern, pattern.rpartition(".")[0])
         if any(matches(path, one) for path in excluded for one in around):

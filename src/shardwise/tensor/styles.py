@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.placement import Box
-from shardwise.tensor.forwards import Column, EmbeddingColumn, Row, SharedHeads, SummedGrads, VocabularyEmbedding
+from shardwise.tensor.forwards import (
+    Column,
+    EmbeddingColumn,
+    LatentAndRotary,
+    Row,
+    SharedHeads,
+    SummedGrads,
+    VocabularyEmbedding,
+)
 from shardwise.tensor.model_split import ModelSplit
 from shardwise.tensor.partition import AXIS, Partition, partition
 from shardwise.tensor.rules import SplitModule
@@ -19,6 +28,8 @@ LIKE_LINEAR = ("FalconLinear",)
 """Classes of transformers derived from nn.Linear with their own, equivalent forward."""
 GROUPS = "num_key_value_groups"
 """The attribute of attention modules of transformers with the number of query heads per key and value head."""
+ROTARY = "qk_rope_head_dim"
+"""The attribute of modules of multi-head latent attention with the number of rotary features of a head."""
 
 
 def _column(split: ModelSplit, target: SplitModule) -> None:
@@ -126,6 +137,23 @@ def _summed(split: ModelSplit, target: SplitModule) -> None:
     split.forwards.append((module, lambda line, regions: SummedGrads(module, line, regions)))
 
 
+def _latent_and_rotary(split: ModelSplit, target: SplitModule) -> None:
+    _linear(target)
+    parent = split.modules[target.parent]
+    num_rotary = getattr(parent, ROTARY, None)
+    if type(num_rotary) is not int:
+        raise ModelError(
+            f"{target.path} has the style {target.style}, but {type(parent).__name__} has no attribute {ROTARY} with "
+            f"the number of its last features that are the keys' rotary part. Set it there."
+        )
+    if split.blocks:
+        raise ModelError(
+            f"{target.path} has the style {target.style}, which tensor.sequence does not support. Leave "
+            f"tensor.sequence out of the plan."
+        )
+    split.forwards.append((target.module, partial(LatentAndRotary, target.module, num_rotary=num_rotary)))
+
+
 STYLES: dict[str, Callable[[ModelSplit, SplitModule], None]] = {
     "column": _column,
     "column_gathered": _column,
@@ -135,6 +163,7 @@ STYLES: dict[str, Callable[[ModelSplit, SplitModule], None]] = {
     "vocabulary_cut": _vocabulary,
     "embedding_column": _embedding_column,
     "embedding_heads": _embedding_column,
+    "mla_kv_a_proj": _latent_and_rotary,
     "summed": _summed,
 }
 

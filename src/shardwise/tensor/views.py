@@ -63,11 +63,6 @@ class ViewCheck:
         self._unsplit: nn.Module | None = _on_meta_device(model)
         self._parts = frozenset(parts)
 
-    @staticmethod
-    def can_watch(model: nn.Module) -> bool:
-        """Whether all parameters of a model are plain and have values, so that it can be copied."""
-        return all(type(param) is nn.Parameter and param.device.type != "meta" for param in model.parameters())
-
     def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> None:
         """Call it after the model is split. The first forward raises `ModelError` on all ranks of `line` if the views
         differ. Does nothing if the model could not be copied."""
@@ -218,7 +213,9 @@ def _is_called_by_us() -> bool:
 def _on_meta_device(model: nn.Module) -> nn.Module | None:
     """A copy whose parameters are on the meta device; `None` for a model that cannot be copied."""
     memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        id(param): nn.Parameter(
+            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+        )
         for param in model.parameters()
     }
     try:
