@@ -1,4 +1,4 @@
-"""Models of transformers, cut by their own tensor-parallel plan or by ours, against themselves unsplit."""
+"""Models of transformers, split by their own tensor-parallel plan or by ours, against the unsplit models."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def trained_adapters(models: list[nn.Module], preset: str, tp: int) -> list[tupl
     + [(what, preset, 2) for what in ADAPTED if what != "llama" for preset in ("zero1", "zero3")],
 )
 def test_adapters_of_peft_are_cut_with_what_they_adapt(what: str, preset: str, tp: int) -> None:
-    """Four ranks share two heads of keys, and so two of them share a half of the matrix behind an adapter."""
+    """Four ranks share two key heads, and so two of them share one half of the second matrix of an adapter."""
     twin = adapted(what)
     models = [copy.deepcopy(twin) for _ in range(tp)]
     trainable = {name: param for name, param in twin.named_parameters() if param.requires_grad}
@@ -250,7 +250,7 @@ def test_adapters_that_look_at_whole_weights_are_refused() -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     models = [get_peft_model(built("llama", {}), config) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* whole weights"):
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* needs whole weights"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
@@ -258,7 +258,7 @@ def test_adapters_that_look_at_whole_weights_are_refused() -> None:
 def test_a_falcon_that_cannot_be_cut_is_refused(sizes: dict[str, Any]) -> None:
     models = [built("falcon", sizes) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one head of keys)"):
+    with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one key and value head)"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
@@ -267,7 +267,7 @@ def test_experts_with_parameters_that_the_plan_does_not_name_are_refused() -> No
     for model in models:
         model.get_submodule("model.layers.1.mlp.experts").register_parameter("bias", nn.Parameter(torch.zeros(4, 8)))
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"does not cut model.layers.1.mlp.experts.bias .* Add an axis ep"):
+    with pytest.raises(ModelError, match=r"does not split model.layers.1.mlp.experts.bias .* Add an axis ep"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
@@ -282,6 +282,6 @@ def test_key_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
     models = [built("llama", THREE_GROUPS) for _ in range(4)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 4}}
     with pytest.raises(
-        ModelError, match=r"layers.0.self_attn.q_proj has 6 heads with 3 of keys and values for 4 ranks"
+        ModelError, match=r"layers.0.self_attn.q_proj has 6 query heads and 3 key and value heads for 4 ranks"
     ):
         run_ranks(4, lambda world: sw.shard(models[world.rank], plan, world=world))

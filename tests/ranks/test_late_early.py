@@ -319,6 +319,36 @@ def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_pa
     assert devices.num_works == devices.num_waited
 
 
+def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that trains waits for it too: nobody waits again for what has been waited for once."""
+    devices, waits = Devices("late"), []
+    accelerator, wait = devices.accelerator, FakeWork.wait
+
+    def noting(self: FakeWork) -> None:
+        waits.append((self.key[-1], accelerator.current_stream()))
+        wait(self)
+
+    def rank(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sw.shard(model, "zero1", optimizer=optimizer, world=world) as engine:
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+            first, other = accelerator.current_stream(), accelerator.new_stream()
+            assert any(flat.is_updating for flat in engine._sharded.flats)
+            before = len(accelerator.noted)
+            with accelerator.on(other):
+                assert not model.weight.detach().clone().isnan().any()
+            noted = [one.about for one in accelerator.noted[before:] if one.what == "wait_stream"]
+            assert (other, first) in noted
+            assert not any(flat.is_updating for flat in engine._sharded.flats)
+
+    monkeypatch.setattr(FakeWork, "wait", noting)
+    devices.run(2, rank)
+    assert any(verb == "gather" for verb, _ in waits)
+    assert all(stream is accelerator._defaults[stream.index] for _, stream in waits)
+
+
 @pytest.mark.parametrize("when", WHENS)
 @one_in(3)
 def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: When) -> None:

@@ -174,7 +174,7 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
         optimizer = adamw(model)
         with sw.shard(model, plan(), optimizer=optimizer, world=world) as engine:
             for call in (lambda: model(x, y), lambda: engine(x, y), lambda: engine.backward(x.sum())):
-                with pytest.raises(StateError, match=r"cuts the model into pipeline stages.*engine\.train_step"):
+                with pytest.raises(StateError, match=r"splits the model into pipeline stages.*engine\.train_step"):
                     call()
             refused = {
                 "reshard()": lambda: engine.reshard("zero1"),
@@ -212,7 +212,7 @@ def test_a_live_model_cannot_be_cut_into_stages() -> None:
     def rank(world: sw.World) -> None:
         with (
             sw.shard(Decoder(), {"preset": "zero1", "mesh": {"dp": 2}, "accumulate": 2}, world=world) as engine,
-            pytest.raises(ConfigError, match="cannot cut a live model into pipeline stages"),
+            pytest.raises(ConfigError, match="cannot split a live model into pipeline stages"),
         ):
             engine.reshard({"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2})
 
@@ -351,7 +351,7 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     def rank(world: sw.World) -> dict[str, Tensor]:
         mine = models[world.rank]
         with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            with pytest.raises(ConfigError, match="cannot be cut into 4"):
+            with pytest.raises(ConfigError, match="cannot be split into 4"):
                 engine.train_step(x[:3], y[:3], loss_fn=F.mse_loss)
             engine.train_step(x, y, loss_fn=F.mse_loss)
             return engine.state_dict()

@@ -99,6 +99,52 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
     assert_same(run, whole_run(model, data, loss_of=own_loss))
 
 
+def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
+    """A label counts wherever a token is kept, so padding before it predicts it."""
+    data = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()} for batch in batches(2)]
+    for batch in data:
+        kept = torch.ones_like(batch["input_ids"])
+        holes = {"left": [(1, 0, 5), (2, 0, 9)], "right": [(1, 11, tokens)], "middle": [(1, 4, 7), (3, 8, 14)]}
+        for row, start, stop in holes[where]:
+            kept[row, start:stop] = 0
+        batch["attention_mask"] = kept
+        if where != "right":
+            batch["labels"][kept == 0] = IGNORED
+    return data
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("where", ["left", "right", "middle"])
+@pytest.mark.parametrize("build", [llama, gpt2, opt, mistral])
+def test_padding_anywhere(build: Any, where: str, attention: str) -> None:
+    """Padding sees what is kept before it, and not itself; OPT numbers only what is kept."""
+    model, data = built(build), padded(where)
+    run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
+    assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+def test_left_padding_with_positions_over_four_ranks() -> None:
+    model, data = built(llama), padded("left")
+    for batch in data:
+        kept = batch["attention_mask"]
+        batch["position_ids"] = (kept.cumsum(1) - 1).masked_fill(kept == 0, 1)
+    run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": "ring"}, loss_of=own_loss)
+    assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+def test_eager_attention_has_its_own_result_for_padding_that_sees_nothing() -> None:
+    model, data = built(lambda: llama(attn_implementation="eager")), padded("left")
+    plan = {"sequence": {"attention": "ring"}, "loss_of": own_loss}
+    with pytest.raises(
+        sw.ShardwiseError, match=r"A label counts for padding that sees no token.* LlamaForCausalLM has"
+    ):
+        split_run(model, data, "zero2", {"sp": 2}, **plan)
+    for batch in data:
+        kept = batch["attention_mask"]
+        batch["labels"][(kept.cumsum(1) == 1) & (kept == 1)] = IGNORED
+    assert_same(split_run(model, data, "zero2", {"sp": 2}, **plan), whole_run(model, data, loss_of=own_loss))
+
+
 @pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral])
 def test_other_models(build: Any) -> None:
     """Heads normalised by themselves, fused projections, learned positions, capped scores, experts."""
@@ -109,12 +155,15 @@ def test_other_models(build: Any) -> None:
         assert_same(run, twin)
 
 
-def test_a_model_that_looks_both_ways() -> None:
-    """Of BERT the loss over masked tokens is worked out from the logits."""
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "Esm"])
+def test_a_model_that_looks_both_ways(kind: str) -> None:
+    """The loss over masked tokens is worked out from the logits. RoBERTa counts its tokens from after the padding's
+    number, and ESM too."""
 
-    def bert() -> nn.Module:
-        sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+    def build() -> nn.Module:
+        sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1}
+        config = getattr(library(), f"{kind}Config")(**sizes, num_attention_heads=4)
+        return getattr(library(), f"{kind}ForMaskedLM")(config)
 
     def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         inputs = {name: value for name, value in batch.items() if name != "targets"}
@@ -123,9 +172,10 @@ def test_a_model_that_looks_both_ways() -> None:
         counted = targets != IGNORED
         return model.mean_over_tokens(losses, counted) if isinstance(model, sw.Engine) else losses[counted].mean()
 
-    model = built(bert)
+    model = built(build)
     data = [{"input_ids": one["input_ids"], "targets": one["labels"]} for one in batches(2)]
     for batch in data:
+        batch["input_ids"][1, 12:] = 1
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 12:] = 0
     for attention in ("ulysses", "ring"):
@@ -205,10 +255,33 @@ def test_generates_and_is_left_as_it_was() -> None:
     assert run_ranks(2, rank) == ["sdpa", "sdpa"]
 
 
+def test_a_model_around_one_of_transformers_that_passes_no_positions_is_refused() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids=input_ids, use_cache=False).logits
+
+    replicas = [built(Around) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+            engine(engine.split_sequence(batches(1)[0]["input_ids"]))
+
+    with pytest.raises(sw.ShardwiseError, match="The model numbers its tokens by itself"):
+        run_ranks(2, rank)
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     def bert() -> nn.Module:
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
         return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+
+    def esm() -> nn.Module:
+        sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 1}
+        return library().EsmForMaskedLM(library().EsmConfig(**sizes, num_attention_heads=4, token_dropout=True))
 
     def t5() -> nn.Module:
         return library().T5ForConditionalGeneration(library().T5Config(vocab_size=VOCAB, d_model=32, num_layers=1))
@@ -216,6 +289,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: mixtral(output_router_logits=True), "MixtralForCausalLM adds a loss that balances its experts"),
         (bert, "BertForMaskedLM is not a causal language model that takes shift_labels"),
+        (esm, "EsmForMaskedLM scales its embeddings by how many tokens of a sequence are masked"),
         (t5, "T5ForConditionalGeneration .* Leave sp out of the mesh"),
     ]
     for build, message in cases:

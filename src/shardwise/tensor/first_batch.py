@@ -1,4 +1,4 @@
-"""Ranks that share a sample are compared at the first forward."""
+"""Checks at the first forward that ranks which share samples were given the same batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardwise.comm import Line, require_same_batch
 from shardwise.runtime import named_tensors
 
 
-class FirstBatch:
-    """A forward pre-hook of the model, on all ranks of the line."""
+class FirstBatchCheck:
+    """A forward pre-hook of the model, installed on all ranks of the line."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
