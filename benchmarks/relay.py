@@ -98,7 +98,7 @@ def carry(tunnels: Mapping[int, bytes], paths: Paths, control: int) -> None:
 
 
 def _read(tunnel: int) -> list[bytes]:
-    packets = []
+    packets: list[bytes] = []
     try:
         while len(packets) < _MOST_AT_ONCE:
             packets.append(os.read(tunnel, 2**16))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 from rich.console import Console
 from rich.live import Live
 
+from shardwise.cli.console import console_for_output
 from shardwise.cli.print_run import page
 from shardwise.monitor.run_view import RunReader, as_json, read_run
-
-_FILE_WIDTH = 160
-"""Columns for a reader that is not a terminal, unless COLUMNS says otherwise: tables should not be wrapped for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(view))
         return _status(view.status)
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_FILE_WIDTH)
+    console = console_for_output()
     if args.once or not console.is_terminal:
         console.print(page(view))
         return _status(view.status)
