@@ -340,7 +340,7 @@ class Engine(EngineTraining):
             return
         self._is_open = False
         try:
-            self._state.close()
+            self._state.close(self.world.rank)
             if error is None and not self._sharded.is_taken_down:
                 # in a job that can lose ranks, one that is lost here has the others end: this rank needs nothing more
                 with suppress(*(() if self._session is None else (CommError,))):

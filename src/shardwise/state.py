@@ -143,10 +143,11 @@ class State:
             self.save(sharded, folder, begun.number, user, wait=True, keep=begun.keep, metrics=begun.metrics)
         self.begun = None
 
-    def close(self) -> None:
-        """Wait for a checkpoint in the background, and raise what this rank knows of it."""
+    def close(self, rank: int) -> None:
+        """Wait for a checkpoint in the background, and raise what this rank knows of it. If ranks were lost, `rank` 0
+        knows whether it is complete."""
         self.saver.close()
-        if self.begun is not None and self.begun.is_incomplete():
+        if rank == 0 and self.begun is not None and self.begun.is_incomplete():
             raise self.begun.error("Call engine.wait_for_save() before close(): it writes it again.")
 
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:

@@ -23,8 +23,8 @@ Reads = Callable[[sw.Engine], dict[str, Tensor]]
 
 
 class DiesSending:
-    """A member dies before its message number `left` from `arm` on. Some of the others may have got what it sent before:
-    a rank that needs nothing more from it goes on, one that does is interrupted."""
+    """A member dies before its message number `left` from `arm` on. Some of the others may have got what it sent until
+    then: a rank that needs nothing more from it goes on, one that does is interrupted."""
 
     def __init__(self, engine: sw.Engine, left: int) -> None:
         self._engine, self._left = engine, left
