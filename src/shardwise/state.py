@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardwise import checkpoint
 from shardwise.access import with_extra_state
 from shardwise.budget import within_budget
 from shardwise.checkpoint import (
+    Begun,
     Content,
     Entry,
     Held,
@@ -65,6 +67,14 @@ class State:
         """On a rank that has joined others: the states of objects that it has not remembered yet."""
         self.user_state: Mapping[str, Any] | None = None
         """The caller's own state, as saved or resumed last."""
+        self.begun: Begun | None = None
+        """The last checkpoint begun with `wait=False`, until it is known to be complete."""
+
+    def renew(self, world: World) -> None:
+        """Continue in another world, after ranks were lost or have joined."""
+        self.saver = self.saver.renewed(world)
+        if self.begun is not None:
+            self.begun.is_at_risk = True
 
     def save(
         self,
@@ -113,7 +123,32 @@ class State:
             return request, content(sharded)
 
         target = folder / (step_name(number) if isinstance(number, int) else str(number))
-        return self.saver.save(target, make, wait=wait)
+        before, self.begun = self.begun, None
+        path = self.saver.save(target, make, wait=wait)
+        if before is not None and before.target != target and sharded.world.rank == 0 and before.is_incomplete():
+            logging.getLogger("shardwise").warning("%s", before.error(f"{target} takes its place."))
+        if not wait:
+            self.begun = Begun(target, number, progress.num_steps, keep, numbers_of(metrics))
+        return path
+
+    def settle(self, sharded: ShardedModel) -> None:
+        """Wait for a checkpoint in the background. If a rank was lost while it was being written, write it again. All
+        ranks call."""
+        self.saver.settle()
+        begun, rank = self.begun, sharded.world.rank
+        if begun is not None and begun.is_at_risk and sharded.world.any_rank(rank == 0 and begun.is_incomplete()):
+            if sharded.progress.num_steps != begun.num_steps:
+                raise begun.error("Save again.")
+            folder, user = begun.target.parent, self.user_state or {}
+            self.save(sharded, folder, begun.number, user, wait=True, keep=begun.keep, metrics=begun.metrics)
+        self.begun = None
+
+    def close(self, rank: int) -> None:
+        """Wait for a checkpoint in the background, and raise what this rank knows of it. If ranks were lost, `rank` 0
+        knows whether it is complete."""
+        self.saver.close()
+        if rank == 0 and self.begun is not None and self.begun.is_incomplete():
+            raise self.begun.error("Call engine.wait_for_save() before close(): it writes it again.")
 
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
