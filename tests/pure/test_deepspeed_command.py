@@ -164,7 +164,7 @@ def test_one_host_of_a_file_only_by_force(hosts: Path, capsys: pytest.CaptureFix
             "--launcher slurm is not supported for the hosts of a file. Take `shardwise launch --where slurm`",
         ),
         ("--launcher mvapich", "Take impi, mpich, openmpi, pdsh, ssh."),
-        ("--num_gpus 1 --include gpu1", "--num_gpus and --include or --exclude both"),
+        ("--num_gpus 1 --include gpu1", "Give one or the other"),
         ("--include gpu4", "which is none of the hosts"),
         ("--num_nodes 4", "--nodes is 4, and 3 hosts are named"),
         ("--node_rank 1", "starts one of several hosts by hand"),
