@@ -155,11 +155,11 @@ def test_one_that_comes_reads_what_the_others_have_and_cannot_change_it(
             expected = params[engine.num_steps - 1]
             assert all((state[key].double() == whole).all() for key, whole in expected.items())
             assert (single.double() == expected["blocks.1.more"]).all()
-            with pytest.raises(StateError, match="has just joined .* optimizer_state_dict"):
+            with pytest.raises(StateError, match=r"has just joined .* optimizer_state_dict"):
                 engine.optimizer_state_dict()
-            with pytest.raises(StateError, match="has just joined .* a change of values"):
+            with pytest.raises(StateError, match=r"has just joined .* a change of values"):
                 engine.load_state_dict(state)
-            with pytest.raises(StateError, match="has just joined .* the momentum_buffer of"):
+            with pytest.raises(StateError, match=r"has just joined .* the momentum_buffer of"):
                 engine.get("blocks.1.more", "momentum_buffer")
         with loader(engine.data_ranks, 1) as batches:
             for batch in batches:
