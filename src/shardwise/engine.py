@@ -344,7 +344,7 @@ class Engine(EngineTraining):
             if error is None and not self._sharded.is_taken_down:
                 # in a job that can lose ranks, one that is lost here has the others end: this rank needs nothing more
                 with suppress(*(() if self._session is None else (CommError,))):
-                    self._sharded.runner.gathering.await_updates()
+                    self._sharded.runner.gathering.finish_updates()
         finally:
             if self._run_log is not None:
                 self._run_log.close(error)

@@ -31,11 +31,11 @@ from shardwise.checkpoint import (
 )
 from shardwise.comm import World
 from shardwise.config import Budget, Plan
-from shardwise.cuts import agree_on_generators, carry_out_experts
 from shardwise.errors import ConfigError, StateError
 from shardwise.experts import ExpertSplit
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
+from shardwise.model_axes import carry_out_experts, synchronize_generators
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
@@ -176,7 +176,7 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
         sharded.runner.step.restore_params()
-        agree_on_generators(sharded.model, sharded.mesh, sharded.world)
+        synchronize_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
             if name in extra:
@@ -211,7 +211,7 @@ def _of_stages(content: Content, staged: StagedModel) -> Content:
 
 
 def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
-    """A change of plan moves values along data axes, including `ep`, but not along axes that cut layers."""
+    """A change of plan moves values along data axes, including `ep`, but not along axes that split layers."""
     before, after = sharded.mesh, mesh_for(plan, sharded.world.size, sharded.world.local_size)
 
     def places(mesh: Mesh) -> list[dict[str, int]]:
@@ -225,7 +225,7 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
         )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
-            f"compile goes over units whose modules send nothing; with {after.model_axes[0]} leave it out."
+            f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
         )
     if plan.budget.device is not None and sharded.sharding.experts is not None:
         raise ConfigError(
@@ -241,7 +241,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     """
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
-            "reshard() cannot cut a live model into pipeline stages. Save, make an engine with this plan, and resume."
+            "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
+            "resume."
         )
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
@@ -295,6 +296,8 @@ def _moved(
     former = Former(sharded.model, optimizers, sharded.sharding, progress, sharded.before_change)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
+    for flat in (flat for unit in former.sharding.units for flat in unit.flats):
+        flat.grads.let_go()
     return move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
 
 

@@ -63,10 +63,11 @@ class Owner:
             flat.guard.begin(flat.params, self._resting_type)
 
     def close(self) -> None:
-        """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise."""
+        """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise, and
+        to those whose last update has failed."""
         self.is_closed = True
         for flat in self._flats:
-            if flat.spec.resident:
+            if flat.spec.resident and flat.failed_update is None:
                 flat.guard.end()
             else:
                 flat.guard.rest()
