@@ -24,6 +24,14 @@ Tensor = torch.Tensor
 PARAM, GRAD = "param", "grad"
 
 
+def arriving_error(what: str) -> StateError:
+    """What a rank cannot do between joining others and its first forward of a step."""
+    return StateError(
+        f"This rank has just joined others that are training, and {what} is out of its reach before its first step, in "
+        f"which they take part. Do that after the first step, or only `if not engine.world.is_newcomer`."
+    )
+
+
 class Access:
     """Reads and writes whole parameters, gradients and optimizer states by name."""
 
@@ -77,15 +85,25 @@ class Access:
         if what == PARAM:
             self._runner.step.restore_params()
 
-    def state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
+    def read_here(self, name: str, what: str = PARAM) -> Tensor:
+        """`read` without the other ranks, on one that has just joined them and has all parameters whole, in the dtype
+        of the forward."""
+        flat, index = self._home(name)
+        param = flat.params[index]
+        if what != PARAM or self._dtype(flat, PARAM) != param.dtype:
+            raise arriving_error(f"the {what} of {name}" if what != PARAM else f"{name} in the optimizer's precision")
+        return param.detach().clone()
+
+    def state_dict(self, *, on_rank: bool = True, is_alone: bool = False) -> dict[str, Any]:
         """Every parameter and persistent buffer, whole, on the CPU, under the plain model's names; and copies of what
         modules return from `get_extra_state`.
 
         Parameters have the precision in which the optimizer keeps them. A rank that passes `on_rank=False` takes part
-        and keeps nothing.
+        and keeps nothing. `is_alone`: see `read_here`.
         """
         params: dict[str, Tensor] = {}
-        for name, param in self.whole_params():
+        here = ((name, self.read_here(name)) for name in self.kept_params())
+        for name, param in here if is_alone else self.whole_params():
             if on_rank:
                 params[name] = param.cpu().clone()
         if not on_rank:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise import formats
+from shardwise.access import arriving_error
 from shardwise.checkpoint import Keep, encode
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
@@ -92,7 +93,14 @@ class EngineState:
         if self._run_log is not None:
             self._run_log.leave()
 
+    @property
+    def _is_arriving(self) -> bool:
+        """Whether this rank has joined others and not begun a step: it has their values, and nobody answers it."""
+        return self._session is not None and self._session.is_arriving
+
     def _before_change(self) -> None:
+        if self._is_arriving:
+            raise arriving_error("a change of values")
         self.wait_for_copy()
         if self._session is not None:
             self._session.note_edit()
@@ -253,6 +261,8 @@ class EngineState:
         unknown name.
         """
         self._require_open()
+        if self._is_arriving:
+            return self._sharded.access.read_here(name, what)
         if what == "grad":
             self._sharded.gradients.prepare()
         if self._sharded.pipeline is not None:
@@ -275,6 +285,8 @@ class EngineState:
         """
         self._require_open()
         on_rank = not rank_0_only or self.world.rank == 0
+        if self._is_arriving:
+            return self._sharded.access.state_dict(on_rank=on_rank, is_alone=True)
         if self._sharded.pipeline is not None:
             whole = self._sharded.pipeline.across.merged(self._sharded.access.state_dict())
             return whole if on_rank else {}
@@ -293,6 +305,8 @@ class EngineState:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
         self._sharded.refuse_stages("optimizer_state_dict()", "Checkpoints have the states: engine.save(folder).")
+        if self._is_arriving:
+            raise arriving_error("optimizer_state_dict()")
         return self._asking(
             lambda: self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0),
             is_small=False,

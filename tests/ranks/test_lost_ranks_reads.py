@@ -12,6 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.errors import StateError
 from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.threads_that_die import Killed, run_mortals
@@ -135,3 +136,43 @@ def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: 
 def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:
     """No commit has waited for what is read, since nobody had read anything before."""
     check(name, tmp_path, 2, lambda num_sent: range(0, min(num_sent, drawn(8, 40)), drawn(3, 1)), read_plainly)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("name", ["zero3", "zero1"])
+def test_one_that_comes_reads_what_the_others_have_and_cannot_change_it(
+    name: str, shares_memory: bool, tmp_path: Path
+) -> None:
+    """Before its loop, where the others are not: such a read took all ranks with it."""
+    params = [params for _, params in alone(NUM_STEPS)]
+
+    def work(world: World, member: int) -> int:
+        model = Model()
+        engine = sw.shard(model, PLANS[name], optimizer=optimizer_of(model), world=world)
+        if member == NUM_RANKS:
+            state, single = engine.state_dict(), engine.get("blocks.1.more")
+            assert single is not None
+            expected = params[engine.num_steps - 1]
+            assert all((state[key].double() == whole).all() for key, whole in expected.items())
+            assert (single.double() == expected["blocks.1.more"]).all()
+            with pytest.raises(StateError, match=r"has just joined .* optimizer_state_dict"):
+                engine.optimizer_state_dict()
+            with pytest.raises(StateError, match=r"has just joined .* a change of values"):
+                engine.load_state_dict(state)
+            with pytest.raises(StateError, match=r"has just joined .* the momentum_buffer of"):
+                engine.get("blocks.1.more", "momentum_buffer")
+        with loader(engine.data_ranks, 1) as batches:
+            for batch in batches:
+                if engine.num_steps == 1 and member == 1:
+                    raise Killed
+                engine.backward(loss_of(model(batch["index"], batch["x"]), batch["weight"]))
+                engine.step()
+                if engine.num_steps == NUM_STEPS:
+                    break
+        state = engine.state_dict()
+        assert all((state[key].double() == whole).all() for key, whole in params[-1].items())
+        engine.close()
+        return member
+
+    found = run_mortals(NUM_RANKS, work, tmp_path, shares_memory=shares_memory, num_newcomers=1)
+    assert set(found) >= {0, 2}

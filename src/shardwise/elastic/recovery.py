@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import Held
-from shardwise.checkpoint.codec import decode, encode
+from shardwise.checkpoint.codec import encode
 from shardwise.comm import World
 from shardwise.comm.generation import LEFT_OUT, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
+from shardwise.elastic.outside import Outside
 from shardwise.elastic.rebuild import rebuilt, take_down
 from shardwise.elastic.reports import RECOVERY, Report
 from shardwise.elastic.survival import Survival
@@ -90,12 +91,7 @@ class Recovery(ABC):
         """Iterations after the first and up to the second are void."""
         self._quiet_mode = ExitStack()
         self._is_quiet = False
-        self._results: list[tuple[int, int, Any]] = []
-        """Results of calls outside a step: iteration, number, encoded value."""
-        self._known: dict[tuple[int, int], Any] = {}
-        """Such results as reported by other ranks."""
-        self._returned: set[tuple[int, int]] = set()
-        """Such calls that any rank has returned from."""
+        self._outside = Outside()
         self._num_layouts = 0
         self._changes_wanted = False
         self._num_left_out = len(self._left_out())
@@ -227,9 +223,7 @@ class Recovery(ABC):
         self._void_after = next(one.iterations[version] for one in reports)
         begun = max(one.begun for one in reports)
         self._void_until = begun if begun > self._void_after else 0
-        results = [one for each in reports for one in each.results]
-        self._known = {(one[0], one[1]): decode(one[2]["is"]) for one in results if one[2]}
-        self._returned = {(one[0], one[1]) for one in results}
+        self._outside.hear(reports)
 
     def _undo_ended_iteration(self) -> None:
         """If an iteration that has ended here is void now, restore what it began with. This happens when a host dies
@@ -266,7 +260,7 @@ class Recovery(ABC):
             for one in layouts
             if one.survival is not None
         }
-        report = Report(self._begun, self._iterations, self._complete_label, steps, self._results)
+        report = Report(self._begun, self._iterations, self._complete_label, steps, self._outside.results)
         regrouped = self._membership.regroup(self._world, report.message(), lets_in=lets_in)
         self._world = regrouped.world
         self._num_layouts += 1

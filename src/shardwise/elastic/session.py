@@ -8,12 +8,7 @@ take the next one together.
 
 In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*): parameters are whole as in
 `engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
-restored afterwards. Exchanges outside a step (`engine.mean`, `save`) are numbered within their iteration; a rank that
-has the result reports it to those that were interrupted.
-
-[Note: large results] Whole tensors (`state_dict()`, `get()`) are not reported. After such a call ranks exchange one
-more message, so no rank returns before all have the result. A rank that is interrupted in that message keeps its result
-if another one reports to have returned; if none has, all repeat the call.
+restored afterwards. For exchanges outside a step (`engine.mean`, `save`) see `outside.py`.
 
 [Note: where ranks join] The last commit, or regrouping after a fault, tells all ranks whether any wants to join or
 leave. They do so at the beginning of the next iteration, which becomes void. Every loop reaches the forward of a
@@ -47,7 +42,7 @@ import torch
 from torch.utils import _pytree
 
 from shardwise.checkpoint import Loaded
-from shardwise.checkpoint.codec import decode, encode
+from shardwise.checkpoint.codec import decode
 from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.layouts import Layout
@@ -63,7 +58,6 @@ from shardwise.sharded_model import ShardedModel
 from shardwise.training import require_whole_step
 
 Result = TypeVar("Result")
-_NUM_REMEMBERED = 8
 _log = logging.getLogger("shardwise")
 
 
@@ -76,7 +70,7 @@ class Session(Recovery):
         """`arrival` is what a rank that joins has received from the others. They are in a recovery then, whose last
         exchange this call takes part in."""
         super().__init__(host, sharded, membership, arrival)
-        self._num_outside = self._num_micro_batches = 0
+        self._num_micro_batches = 0
         self._must_follow = self.plan.bad_batch == "skip"
         if self._must_follow and membership.folder is not None:
             (membership.folder / BAD_BATCH).write_text("skip")
@@ -169,8 +163,7 @@ class Session(Recovery):
         raise: what it has computed so far would be of another."""
         if self._is_open or self._is_left:
             return False
-        self._recover(error)
-        self._whole_steps.take_again()
+        self._recover_outside(error)
         return True
 
     # -- what a loop calls ------------------------------------------------------------------------------
@@ -269,29 +262,15 @@ class Session(Recovery):
 
     def outside(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
         """Call `work`, in which ranks communicate outside a step. A result that `is_small` is kept for ranks that a
-        fault keeps from getting theirs; others: see [Note: large results]."""
+        fault keeps from getting theirs; others: see [Note: large results] in `outside.py`."""
         self._handle_noted_fault()
-        key = (self._begun, self._num_outside)
-        while True:
-            found: list[Result] = []
-            try:
-                found.append(work())
-                if not is_small:
-                    self._world.exchange(b"", "read")
-                break
-            except CommError as error:
-                self._recover(error)
-                if not self._is_open:
-                    self._whole_steps.take_again()
-                if key in self._known:
-                    found = [self._known[key]]
-                    break
-                if found and key in self._returned:
-                    break
-        result = found[0]
-        self._num_outside += 1
-        self._results = [*self._results[1 - _NUM_REMEMBERED :], (*key, _encoded(result) if is_small else None)]
-        return result
+        confirm = None if is_small else lambda: self._world.exchange(b"", "read")
+        return self._outside.call(self._begun, work, confirm, self._recover_outside)
+
+    def _recover_outside(self, error: CommError) -> None:
+        self._recover(error)
+        if not self._is_open:
+            self._whole_steps.take_again()
 
     # -- iterations -------------------------------------------------------------------------------------
 
@@ -309,7 +288,8 @@ class Session(Recovery):
         if self._arrival is not None:
             self.loop_state.load(self._arrival.groups, self._arrival.schedules)
             self._arrival = None
-        self._num_outside = self._num_micro_batches = 0
+        self._num_micro_batches = 0
+        self._outside.begin()
         self._take_edits()
         while self._changes_wanted:  # the batch was read for the former world: the iteration is void
             self._recover(None)
@@ -387,11 +367,3 @@ def _with_grads(output: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.is_leaf:
             leaf.requires_grad_()
     return output
-
-
-def _encoded(result: Any) -> Any:
-    """`None` if `result` cannot be encoded."""
-    try:
-        return {"is": encode(result)}
-    except ConfigError:
-        return None
