@@ -84,6 +84,11 @@ class Collectives(Protocol):
         """Fill `tensor` with what the first rank of `link` sends. Messages of a link arrive in the order of sending."""
         ...
 
+    def settle(self) -> None:
+        """Before code outside of the library reads what has come: block until what has been waited for is there, and
+        raise after a fault."""
+        ...
+
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         """Every rank's message, by place in the group. Blocks. For small things: checks and agreements."""
         ...
@@ -108,11 +113,6 @@ class Buffers(Protocol):
 
     def reclaim(self, tensor: Tensor) -> None:
         """Block until no other rank reads `tensor`, a buffer that was given to a collective and waited for."""
-        ...
-
-    def settle(self) -> None:
-        """Before code outside of the library reads what has come: block until what has been waited for is there, and
-        raise after a fault."""
         ...
 
     def rest(self, *, keeps_some: bool) -> None:

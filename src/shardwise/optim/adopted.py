@@ -21,7 +21,7 @@ from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
-from shardwise.optim.step_method import StepGuard
+from shardwise.optim.step_method import StepGuard, is_inside_step
 from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
 from shardwise.storage import Flat, part_of
@@ -99,7 +99,7 @@ class AdoptedOptimizer:
         """Make ours the last hook before the step and the first after it, so that other hooks see the model's
         parameters."""
         first = member.register_step_pre_hook(partial(_before_step, partial(before, member)))
-        last = member.register_step_post_hook(lambda member, *_: after(member))
+        last = member.register_step_post_hook(lambda member, *_: None if is_inside_step(member) else after(member))
         hooks_after = member._optimizer_step_post_hooks
         for other in [number for number in hooks_after if number != last.id]:
             hooks_after[other] = hooks_after.pop(other)
@@ -290,6 +290,8 @@ def _before_step(
     before: Callable[[], None], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call a closure here, before gradients are offered, because it computes them. The step gets its loss again."""
+    if is_inside_step(optimizer):
+        return None
     bound = dict(zip(("self", "closure"), args, strict=False)) | kwargs
     closure = bound.get("closure")
     if closure is None:

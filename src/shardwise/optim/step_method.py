@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +14,22 @@ import torch
 Take = Callable[[Callable[[], Any]], Any]
 """Takes a step: is given the call that the loop made, and returns its result."""
 _GUARD = "_shardwise_guard"
+_OPTIMIZER: Any = torch.optim.Optimizer
+_HOOKING = _OPTIMIZER.profile_hook_step(lambda: None).__code__
+"""The code of the wrapper by which torch calls hooks."""
+
+
+def is_inside_step(member: torch.optim.Optimizer) -> bool:
+    """Called by a step hook: whether it is called for a base class's step, within the step of `member`.
+
+    Torch wraps the `step` of every class of which there is an instance, and each wrapper calls all hooks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    num_steps = 0
+    while frame is not None:
+        num_steps += frame.f_code is _HOOKING and frame.f_locals["args"][0] is member
+        frame = frame.f_back
+    return num_steps > 1
 
 
 def replaced_step(member: torch.optim.Optimizer, take: Take) -> types.MethodType:
