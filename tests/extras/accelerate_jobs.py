@@ -8,6 +8,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.local_sgd import LocalSGD
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_jobs import llama, rows
@@ -185,6 +186,10 @@ def refused(what: str) -> None:
         accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
     elif what == "alone":
         accelerator.backward(accelerator.prepare(first)(torch.ones(2)).sum())
+    elif what == "local":
+        model, _ = accelerator.prepare(first, torch.optim.SGD(first.parameters()))
+        with LocalSGD(accelerator, model, local_sgd_steps=2):
+            pass
     elif what == "uneven":
         model, _ = accelerator.prepare(first, torch.optim.SGD(first.parameters()))
         with accelerator.join_uneven_inputs([model]):

@@ -171,6 +171,11 @@ def test_uneven_inputs_are_refused() -> None:
         on_ranks(2, jobs.refused, "uneven")
 
 
+def test_local_sgd_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*use accelerator.no_sync\(model\).*leave LocalSGD out"):
+        on_ranks(2, jobs.refused, "local")
+
+
 ON_HOST = {"optim": {"tier": "host"}, "grad": {"tier": "host"}}
 FILES = {
     "ddp": ({"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}, {"preset": "ddp"}),

@@ -27,6 +27,7 @@ from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.model_patches import (
     param_ids,
     patch_zero_grad,
+    refuse_no_sync,
     refuse_other_engines,
     synchronize_generation,
     unpatch_zero_grad,
@@ -196,6 +197,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             self._engines[model].give_whole_outputs()
             patch_zero_grad(model, self._engines[model])
+            refuse_no_sync(model)
             records = plan.run is not None and not self.keeps_engines
             self._coordination.register(model, main_process_reads_alone=self.main_process_reads_alone, records=records)
             if self.num_processes > 1:

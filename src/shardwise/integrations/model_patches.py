@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 
 _ZERO_GRAD = "zero_grad"
+_NO_SYNC = "no_sync"
 _FSDP_MARK = "_is_fsdp_managed_module"
 """The attribute by which transformers recognizes FSDP:
 https://github.com/huggingface/transformers/blob/main/src/transformers/distributed/fsdp.py"""
@@ -74,6 +75,21 @@ def patch_zero_grad(model: nn.Module, engine: sw.Engine) -> None:
     model.__dict__[_ZERO_GRAD] = zero_grad
 
 
+def refuse_no_sync(model: nn.Module) -> None:
+    """Let `model.no_sync()`, which only DDP's wrapper has, say what is there in its place."""
+
+    def no_sync() -> NoReturn:
+        raise ConfigError(
+            "model.no_sync() is DistributedDataParallel's, and a sharded model is not wrapped: use accelerator.no_sync("
+            "model), or accelerate's accumulate(). LocalSGD, which calls it, lets each rank train a copy of its own, "
+            "and here ranks share one: leave LocalSGD out, or give it enabled=False."
+        )
+
+    if not hasattr(model, _NO_SYNC):
+        model.__dict__[_NO_SYNC] = no_sync
+
+
 def unpatch_zero_grad(model: nn.Module) -> None:
-    """Undo `patch_zero_grad`."""
-    model.__dict__.pop(_ZERO_GRAD, None)
+    """Undo `patch_zero_grad` and `refuse_no_sync`."""
+    for name in (_ZERO_GRAD, _NO_SYNC):
+        model.__dict__.pop(name, None)
