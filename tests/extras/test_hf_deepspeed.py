@@ -96,8 +96,8 @@ def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, spl
         in done.stdout
     )
     assert (
-        "csv_monitor.enabled: available elsewhere; accelerator.log writes to the trackers set by log_with of Accelerator"
-        in done.stdout
+        "csv_monitor.enabled: available elsewhere; accelerator.log writes to the trackers set by "
+        "log_with of Accelerator" in done.stdout
     )
     assert not Path("nowhere").exists()
 
