@@ -1,4 +1,4 @@
-"""Horovod's collectives on tensors of any shape, made of those of `sw.World`. One thread calls."""
+"""Horovod's collectives on tensors of any shape, built from those of `sw.World`. Called by one thread."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _HELD_BYTES = FUSION_BYTES + 2**16
 
 
 class HorovodCollectives:
-    """Collectives between the ranks of process sets, by whatever moves tensors between these.
+    """Collectives of process sets, over the world's backends.
 
-    What lies on a device travels from there between all ranks, and by way of the host between some of them.
+    Device tensors are sent directly in collectives over all ranks, and through the host in other process sets.
     """
 
     def __init__(self, world: sw.World) -> None:

@@ -1,4 +1,4 @@
-"""The session of whoever asks."""
+"""The session of the calling thread or process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Process:
         self.is_registered = False
 
     @property
-    def current_session(self) -> Session | None:
+    def current(self) -> Session | None:
         return self.own.own or self.session
 
 

@@ -1,4 +1,4 @@
-"""The thread of each rank that carries out what the coordinator says, in its order."""
+"""The executor: a thread of each rank that executes the coordinator's responses in their order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class Executor:
-    """Starts at once, and ends when the link does. What then is still pending raises `HorovodInternalError`."""
+    """Runs until the link is closed. Collectives that are still pending then raise `HorovodInternalError`."""
 
     def __init__(
         self,

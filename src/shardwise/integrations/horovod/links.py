@@ -88,9 +88,9 @@ class Link:
 
 
 class SendQueue:
-    """What is to be sent on a link, by a thread that sends together what has come meanwhile, or at once by `flush`.
+    """Messages to send on a link: by a thread, which batches them, or at once by `flush`.
 
-    To send releases the interpreter, and to get it back from busy threads takes long: so whoever puts does not send.
+    Sending releases the GIL, and getting it back from busy threads takes long, so `put` does not send.
     """
 
     def __init__(self, link: Link) -> None:
@@ -135,7 +135,8 @@ class SendQueue:
 
 
 class Listener:
-    """Where ranks come to the coordinator, and show by a word of the job's token that they are ranks of the job."""
+    """Accepts the ranks' connections to the coordinator. Each rank proves with the job token that it belongs to the
+    job."""
 
     def __init__(self, host: str) -> None:
         """`host` is where others reach this one."""
@@ -149,9 +150,9 @@ class Listener:
         return f"{self._listener.getsockname()[1]} {self._name}"
 
     def admit(self, size: int, seconds: float, is_over: Callable[[], bool] = bool) -> dict[int, Link]:
-        """The link to every rank. Whoever does not know the word is sent away.
+        """Accept a link to every rank. Connections without the proof are closed.
 
-        Raises `CommError` after `seconds`, or soon after `is_over`: then some rank will not come any more.
+        Raises `CommError` after `seconds`, or soon after `is_over` returns true: then some rank is lost.
         """
         links: dict[int, Link] = {}
         deadline = time.monotonic() + seconds
@@ -196,7 +197,7 @@ class Listener:
 
 
 def connect(host: str, address: str, rank: int, seconds: float) -> Link:
-    """Connect this rank to the coordinator. Raises `CommError` if nobody is there."""
+    """Connect this rank to the coordinator. Raises `CommError` if it cannot be reached."""
     port, name = address.split()
     try:
         connection = socket.create_connection((host, int(port)), timeout=seconds)

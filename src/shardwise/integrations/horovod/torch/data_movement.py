@@ -162,7 +162,7 @@ def alltoall(
     """As `alltoall_async`, waited for. Gradients go back the way that rows came."""
     if splits is None:
         num_ranks, rows = process_set.size() or 1, tensor.shape[0] if tensor.dim() else 0
-        if rows % num_ranks:  # the letter is the coordinator's, and every rank's
+        if rows % num_ranks:  # the coordinator raises the error on all ranks
             return alltoall_async(tensor, None, name, process_set).wait()
         return _AllToAll.apply(tensor, [rows // num_ranks] * num_ranks, name, process_set)[0]  # type: ignore[no-untyped-call]
     return _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
 """Collectives on torch tensors, with their gradients.
 
-Each has a `name`, by which it is matched over the ranks: with names, every rank may issue in an order of its own.
-`..._async` returns a handle for `poll` and `synchronize`; a trailing `_` writes to the tensor it was given.
-`process_set` is who takes part. All raise `HorovodInternalError` where ranks contradict each other, and the letter
-names the tensor and the ranks.
+Each has a `name`, by which ranks are matched: with names, each rank may issue collectives in its own order.
+`..._async` returns a handle for `poll` and `synchronize`; a trailing `_` means in place. `process_set` has the ranks
+that take part. If the ranks' arguments do not match, all raise `HorovodInternalError`, which names tensor and ranks.
 """
 
 from shardwise.integrations.horovod.context import (
