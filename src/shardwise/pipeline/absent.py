@@ -56,7 +56,7 @@ class Absent(nn.Module):
             for key, value in original.__dict__.items()
             if not key.startswith("_") and not isinstance(value, nn.Module | Tensor) and not callable(value)
         }
-        own = [(key, one, True) for key, one in original._parameters.items()]
+        own: list[tuple[str, Tensor | None, bool]] = [(key, one, True) for key, one in original._parameters.items()]
         own += [(key, one, False) for key, one in original._buffers.items()]
         self._facts = {
             key: TensorFacts(f"{name}.{key}", tuple(one.shape), one.dtype, one.device, one.requires_grad, is_param)
@@ -80,8 +80,8 @@ class Absent(nn.Module):
         if original.state_dict(keep_vars=True):
             refuse_states(self)
 
-    @property  # type: ignore[override]
-    def __class__(self) -> type[nn.Module]:
+    @property  # type: ignore[misc]  # typeshed's can be set
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]  # what isinstance() asks
         return self._original_class if self._is_in_forward() else type(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,8 @@ class _Inner(Absent):
         return True
 
     def __getitem__(self, key: int | str) -> nn.Module:
-        return list(self._inner.values())[key] if isinstance(key, int) else self._inner[key]
+        inner: dict[str, Absent] = self._inner
+        return list(inner.values())[key] if isinstance(key, int) else inner[key]
 
 
 class _InForward(dict[str, Any]):

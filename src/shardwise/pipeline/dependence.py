@@ -94,7 +94,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._names.pop(address, None)
 
 
-class FinitenessChecks(TorchFunctionMode):  # type: ignore[no-untyped-call]  # likewise
+class FinitenessChecks(TorchFunctionMode):
     """Tells a `Dependence` which tensors only say whether values are finite."""
 
     def __init__(self, dependence: Dependence) -> None:

@@ -87,7 +87,7 @@ class StandIns:
         else:
             value = value.expand(facts.shape)
         if facts.is_param:
-            value._is_param = True  # type: ignore[attr-defined]  # what isinstance(..., nn.Parameter) asks
+            value._is_param = True  # what isinstance(..., nn.Parameter) asks
         if self.dependence is not None:
             self.dependence.mark(value, facts.name)
         self._params[facts.name] = value
