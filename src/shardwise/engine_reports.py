@@ -5,15 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.engine_state import EngineState
 from shardwise.errors import ConfigError, StateError
 from shardwise.experts import EXPERT_LOAD
 from shardwise.fitting import Limits, fit_activations
 from shardwise.program import Footprint, render
-from shardwise.rehearsal import Loss
 from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
 from shardwise.units import parse_bytes
+
+if TYPE_CHECKING:
+    from shardwise.rehearsal import Loss
 
 
 class EngineReports(EngineState):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,11 +24,13 @@ from shardwise.activations import Treatments, treatments_for
 from shardwise.calibration import Calibration, read_calibration
 from shardwise.config import Activations, Plan, PolicyName
 from shardwise.errors import ConfigError, ModelError
-from shardwise.rehearsal import Loss
 from shardwise.report import promise_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.storage import UnitChoice, choose_units, torch_dtype
 from shardwise.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shardwise.rehearsal import Loss
 
 POLICIES: tuple[PolicyName, ...] = ("keep", "selective", "recompute", "offload", "disk")
 PRODUCT = 512

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,10 +18,12 @@ from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
-from shardwise.rehearsal import Loss, StageRehearsal, rehearse
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import write_trace
 from shardwise.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shardwise.rehearsal import Loss
 
 SAVED = "activations"
 
@@ -136,6 +139,7 @@ def promise_of(
 ) -> tuple[Footprint, Activations, tuple[int, int]]:
     """As `rehearsed`, with the given `treatments` of activations; and the bytes of a micro-batch that go to the host
     and to a disk. The model's copy computes inside `within`, if given, entered anew each time."""
+    from shardwise.rehearsal import StageRehearsal, rehearse  # only jobs that ask for it load it
 
     @contextmanager
     def around(twin: nn.Module) -> Iterator[None]:

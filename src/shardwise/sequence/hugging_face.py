@@ -136,10 +136,14 @@ def check_batch(model: nn.Module, names: Collection[str]) -> None:
         )
 
 
-@functools.cache
 def _source_of(kind: type) -> str:
+    return _source_of_module(kind.__module__)
+
+
+@functools.cache
+def _source_of_module(name: str) -> str:
     try:
-        return inspect.getsource(sys.modules[kind.__module__])
+        return inspect.getsource(sys.modules[name])
     except OSError:
         return ""
 

@@ -172,7 +172,7 @@ class LatentAndRotary(Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = self.original(*args, **kwargs)
-        latent, rotary = made.split([made.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
+        latent, rotary = torch.split(made, [made.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
         return torch.cat([latent, copy_to(rotary, self.line)], dim=-1)
 
 

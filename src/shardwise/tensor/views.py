@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,9 +27,11 @@ import shardwise.errors
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Dtype
-from shardwise.rehearsal import Take, Twin, Work, rehearse_work
 from shardwise.storage import Unit
 from shardwise.tensor.partition import AXIS
+
+if TYPE_CHECKING:
+    from shardwise.rehearsal import Take, Twin, Work
 
 Shape = tuple[int, ...]
 _VIEWS = frozenset(
@@ -151,6 +153,8 @@ def _views(
     compute: Dtype,
 ) -> list[View]:
     """The views that a forward of `model` takes. Raises `ModelError` if it reads values."""
+    from shardwise.rehearsal import rehearse_work  # only jobs with a plan of their own for tp load it
+
     found: list[View] = []
     num_args, names = len(args), list(kwargs)
 
