@@ -18,6 +18,7 @@ from shardwise.comm import World
 from shardwise.elastic.survival import Survival
 from shardwise.errors import FaultError
 from shardwise.monitor.run_view import read_run
+from shardwise.runtime.step import Step
 from shardwise.sharded_model import ShardedModel
 from tests.ranks.threads_that_die import Killed, run_mortals
 from tests.thorough import drawn, one_in
@@ -263,6 +264,28 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
     void = race({**PLANS, **TIERS}[name], lambda engine, member: None, tmp_path)
     assert set(void.values()) == {1}
+
+
+@one_in(3)
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("name", ["zero3", "zero1", "ddp"])
+def test_a_rank_dies_while_the_others_get_their_parameters_back(
+    name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is sharded for a world that is over already, and has to be plain again for the next one."""
+    restore_params = Step.restore_params
+    lost: list[int] = []
+
+    def or_die(self: Step) -> None:
+        journal = self._executor.journal
+        if journal.rank == 1 and not lost:
+            lost.append(journal.rank)
+            raise Killed
+        restore_params(self)
+
+    monkeypatch.setattr(Step, "restore_params", or_die)
+    race(PLANS[name], DiesAt({0: 40}), tmp_path, loop="plain", shares_memory=shares_memory)
+    assert lost
 
 
 @one_in(4)

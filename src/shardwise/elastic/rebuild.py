@@ -31,5 +31,9 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
     belongings = TrainingState(held, world)
     fitted = (former.sharding.fitted, former.sharding.budget)
     renewed = move(former, designed, belongings, world, fitted=fitted)
-    renewed.runner.step.restore_params()
+    try:
+        renewed.runner.step.restore_params()
+    except BaseException:  # another rank was lost: the next attempt begins with the model in its plain form again
+        take_down(renewed)
+        raise
     return renewed
