@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from typing import Any
 
@@ -471,3 +472,29 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     for state in run_ranks(2, rank):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_on_modules_of_earlier_stages_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """What they collect on other ranks cannot be known, and it would be missing in a loss."""
+    models = [Decoder() for _ in range(2)]
+
+    def warnings(*names: str) -> list[str]:
+        caplog.clear()
+        replicas = [copy.deepcopy(model) for model in models]
+        for replica in replicas:
+            for name in names:
+                replica.get_submodule(name).register_forward_hook(lambda *_: None)
+
+        def rank(world: sw.World) -> None:
+            sw.shard(replicas[world.rank], plan(), optimizer=adamw(replicas[world.rank]), world=world).close()
+
+        with caplog.at_level(logging.WARNING, logger="shardwise"):
+            run_ranks(2, rank)
+        return [message for message in caplog.messages if message.startswith("Forward hooks on ")]
+
+    blocks = [name for name, module in models[0].named_modules() if isinstance(module, Block)]
+    assert not warnings()
+    assert not warnings(blocks[-1])  # the loss is on its stage
+    [found] = warnings(blocks[0], blocks[-1])
+    assert blocks[0] in found
+    assert blocks[-1] in found

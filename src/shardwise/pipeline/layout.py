@@ -18,6 +18,8 @@ from shardwise.program.schedule import Schedule, schedule_of
 
 AXIS = "pp"
 _ROUTERS = "output_router_logits"
+_LIBRARIES = frozenset({"shardwise", "torch", "transformers", "accelerate", "peft"})
+"""Their hooks on modules are right in stages, or refused by name."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,32 @@ class StageLayout:
             held = (f"stage {stage} ({_short(self.stages[stage])})" for stage in self.at(place))
             lines.append(f"{AXIS} {place}: {', '.join(held)}")
         return "\n".join(lines) + "\n"
+
+
+def hooks_in_stages(model: nn.Module, layout: StageLayout) -> str:
+    """A warning about forward hooks of the user's own on modules of earlier stages than the last, which computes the
+    loss: each runs only on the ranks that have its module. "" if there are none."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooked = [
+        [
+            inner
+            for name in stage
+            for inner, module in modules.items()
+            if (inner == name or inner.startswith(f"{name}.")) and any(map(_is_users, module._forward_hooks.values()))
+        ]
+        for stage in layout.stages
+    ]
+    if not any(hooked[:-1]):
+        return ""
+    return (
+        f"Forward hooks on {_short(list(chain(*hooked)))} run only on the ranks that have these modules' pipeline "
+        f"stages. If they collect activations for the loss, those of earlier stages are missing there: let the "
+        f"blocks take and return them instead."
+    )
+
+
+def _is_users(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def has_pipeline(mesh: Mesh) -> bool:
