@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
-from shardwise.storage import Copied, Copy, choose_units, make_unit, tables_for
+from shardwise.storage import Copied, Copy, choose_units, make_unit, tables_for, unit_spec
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
@@ -154,7 +154,10 @@ def rehearsed(model: nn.Module, batch: object, plan: sw.Plan) -> Activations:
     mesh = mesh_for(plan, 2)
     rows, coordinate = tables_for(model, plan, mesh), dict.fromkeys(mesh.axes, 0)
     choices, cpu = choose_units(model, plan), torch.device("cpu")
-    units = [make_unit(each, rows, mesh, coordinate, ByteMeter(), cpu) for each in choices]
+    specs = [unit_spec(each, rows, mesh, on_cpu=True) for each in choices]
+    units = [
+        make_unit(each, spec, rows, coordinate, ByteMeter(), cpu) for each, spec in zip(choices, specs, strict=True)
+    ]
     compute = table_for(plan, mesh).compute
     return rehearse(model, units, batch, device=cpu, compute=compute, treatments=treatments_for(model, choices, plan))
 

@@ -56,8 +56,8 @@ REFUSED: dict[str, tuple[dict[str, Any], MakeOptimizer, str]] = {
     ),
     "bf16": ({}, bf16_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as bfloat16"),
     "int8": ({}, int8_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as uint8"),
-    "lamb": ({}, lamb, "norms of whole parameters of tokens.weight, whose states the plan has on the disk"),
-    "muon": ({}, muon, "whose states the plan has on the disk"),
+    "lamb": ({}, lamb, "norms of whole parameters of tokens.weight, whose states the plan has on a disk"),
+    "muon": ({}, muon, "whose states the plan has on a disk"),
     "offload": ({"offload": {"optim": 0.5}}, adamw, "the plan's rows have the states of all units on the disk"),
 }
 

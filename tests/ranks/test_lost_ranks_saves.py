@@ -16,6 +16,9 @@ from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.threads_that_die import Killed, run_mortals
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""The thread that writes ends by `SystemExit`, as if with its rank."""
+
 Tensor = torch.Tensor
 NUM_RANKS, NUM_STEPS = 3, 3
 
