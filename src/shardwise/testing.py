@@ -20,10 +20,13 @@ fault = skip_at(rank=1, step=3, point="backward")
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+import torch
 
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 
@@ -63,6 +66,24 @@ def skip_at(rank: int, step: int, point: str = "step") -> Fault:
     return lambda *at: at == (rank, step, point)
 
 
+@functools.cache
+def prepare_operators() -> None:
+    """Look up all of torch's operators in Python, once. Call it before threads compute under a `TorchDispatchMode`;
+    `run_ranks` does.
+
+    [Note: operators looked up by threads] A mode is given an operator's Python object, which torch makes at its first
+    use and keeps a borrowed pointer to. If two threads make it at once, the second object replaces the first in
+    `torch.ops`, and the pointer to the first dangles: the process crashed in the middle of an operation, once in some
+    ten thousand tests. Operators that are looked up already are found without running any Python code, so that no
+    other thread can come between. Seen with torch 2.13 (`maybe_get_registered_torch_dispatch_rule`).
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        if namespace == "aten":
+            getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
 def run_ranks(
     num_ranks: int,
     work: Callable[[World], Result],
@@ -81,6 +102,7 @@ def run_ranks(
     share no memory, and `local_size` follows from it. Threads share random number generators: build models before, or
     seed under a lock.
     """
+    prepare_operators()
     office = PostOffice()
     results: dict[int, Result] = {}
     failures: list[tuple[int, BaseException]] = []

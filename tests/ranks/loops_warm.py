@@ -6,5 +6,7 @@ import loops_cells  # noqa: F401
 import torch._dynamo  # noqa: F401  # a first backward under hooks imports it, which takes seconds
 
 import shardwise as sw
+from shardwise.testing import prepare_operators
 
 sw.shard  # noqa: B018  # imports the engine, which takes as long as five actions
+prepare_operators()

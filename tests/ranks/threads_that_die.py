@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 from shardwise.comm.generation import Regrouped
+from shardwise.testing import prepare_operators
 
 Result = TypeVar("Result")
 
@@ -211,6 +212,7 @@ def run_mortals(
 
     With each death one of `num_newcomers` waits to be let in. Fewer than `least` wait for one.
     """
+    prepare_operators()
     crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
