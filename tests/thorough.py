@@ -13,8 +13,6 @@ import pytest
 THOROUGH = bool(os.environ.get("THOROUGH"))
 _SHARE = {"": "test", "1": "thorough", "all": "exhaustive"}[os.environ.get("THOROUGH", "")]
 EXHAUSTIVE = _SHARE == "exhaustive"
-_MOST_TURNS = 2
-"""Of the turns that `make test` leaves out, `make thorough` has at most so many."""
 
 
 def drawn(usually: int, thoroughly: int) -> int:
@@ -24,7 +22,7 @@ def drawn(usually: int, thoroughly: int) -> int:
 
 def one_in(number: int) -> pytest.MarkDecorator:
     """For modules or tests that have many cases: `make test` runs one in `number` of each test's, and at least one;
-    `make thorough` up to twice as many others. A test's own mark goes before its module's."""
+    `make thorough` as many others. A test's own mark goes before its module's."""
     return pytest.mark.one_in(number)
 
 
@@ -51,7 +49,7 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
         # One of each `every` that follow each other, another one each time: or cases of two parameters, of which the
         # inner one has as many values, were all of one value.
         turn = (place + place // every + zlib.crc32(test.encode())) % every
-        share = first if turn == 0 else "thorough" if turn <= _MOST_TURNS else "exhaustive"
+        share = first if turn == 0 else "thorough" if turn == 1 else "exhaustive"
         (now if share == _SHARE else later).append(item)
     return now, later
 
