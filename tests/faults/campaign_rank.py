@@ -60,6 +60,7 @@ class Trained:
                         if engine.num_steps >= self.num_steps:
                             break
                 found = engine.state_dict()
+                engine.wait_for_save()  # a rank that is lost now may not have finished its file
                 state = found if engine.num_steps >= self.num_steps else {}
         torch.save(state, self.out / f"state-{self.member}")
         engine.close()

@@ -106,3 +106,8 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`: pieces may be on the host, and messages on the device. Most of the time it is there."""
+    return tensor if tensor.device == device else tensor.to(device)

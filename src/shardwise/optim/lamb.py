@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.optim.cooperative import Cooperative, Params, evaluated
+from shardwise.optim.cooperative import Cooperative, Params, evaluated, on_device
 from shardwise.program import States, Update
 
 Tensor = torch.Tensor
@@ -53,7 +53,7 @@ class Lamb(Cooperative):
         ratios = trust_ratios(self.peers.sum_squares(params, squares))
         for number, param, group in members:
             if param.grad is not None:
-                ratio = ratios[number].to(param.device) if group["adapt"] else 1.0
+                ratio = on_device(ratios[number], param.device) if group["adapt"] else 1.0
                 param.sub_(self._direction(param, group).mul_(group["lr"] * ratio))
         return loss
 

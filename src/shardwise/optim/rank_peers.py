@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import Collectives, Group, Work, sum_small
 from shardwise.mesh import Mesh
-from shardwise.optim.cooperative import Apply, Compute, Make
+from shardwise.optim.cooperative import Apply, Compute, Make, on_device
 from shardwise.optim.piece import Piece
 from shardwise.placement import Axes
 from shardwise.program import Action, Matrix, MatrixExchange, matrix_exchanges, norms_axes
@@ -79,10 +79,10 @@ class RankPeers:
         if self._rows is None:
             self._rows = self._rows_of(params, squares)
         trained, copies = self._rows
-        self._norms = (squares[trained] / copies).flatten().to(self._device)
+        self._norms = on_device((squares[trained] / copies).flatten(), self._device)
         self._during()
         summed = torch.zeros_like(squares)
-        summed[trained] = self._norms.view(-1, 2).to(squares.device)
+        summed[trained] = on_device(self._norms.view(-1, 2), squares.device)
         self._norms = None
         return summed
 
@@ -262,11 +262,11 @@ class _MatrixTransfer:
 
     def _made(self, matrix: Matrix) -> Tensor:
         """This rank's piece; brought to the device, if its momentum is on the host."""
-        return self._make(self._pieces[matrix.index].tensor).to(self._flat.device)
+        return on_device(self._make(self._pieces[matrix.index].tensor), self._flat.device)
 
     def _applied(self, matrix: Matrix, part: Tensor) -> None:
         piece = self._pieces[matrix.index].tensor
-        self._apply(piece, part.to(piece.device))
+        self._apply(piece, on_device(part, piece.device))
 
     def _owned(self) -> list[Matrix]:
         return self._for(self._group.index)
