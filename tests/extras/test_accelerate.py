@@ -273,7 +273,7 @@ def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> Non
         ("distributed_type: MEGATRON_LM", "is not supported here"),
         ("distributed_type: FSDP\nnum_machines: 2", "machine_rank is missing"),
         ("distributed_type: [", "cannot be read"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "there are 0, 1, 2 and 3"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "it must be 0, 1, 2 or 3"),
     ],
 )
 def test_an_invalid_config_file(text: str, sentence: str, tmp_path: Path) -> None:
