@@ -134,7 +134,7 @@ def test_a_job_that_somebody_deletes(cluster: Cluster, capsys: pytest.CaptureFix
 
 
 def test_ctrl_c_says_how_to_end_it(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    interrupt_soon(0.7)
+    interrupt_soon(3)
     assert run_k8s(saying(plan("job"), "exec sleep 60"), 0.05) == 130
     command = "kubectl delete job,service -n default -l app.kubernetes.io/instance=train"
     assert f"the job goes on; `{command}` ends it." in capsys.readouterr().err
