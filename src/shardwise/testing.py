@@ -73,8 +73,8 @@ def prepare_operators() -> None:
 
     [Note: operators looked up by threads] A mode is given an operator's Python object, which torch makes at its first
     use and keeps a borrowed pointer to. If two threads make it at once, the second object replaces the first in
-    `torch.ops`, and the pointer to the first dangles: the process crashed in the middle of an operation, once in some
-    ten thousand tests. Operators that are looked up already are found without running any Python code, so that no
+    `torch.ops`, and the pointer to the first dangles: rarely, the process crashed in the middle of an operation.
+    Operators that are looked up already are found without running any Python code, so that no
     other thread can come between. Seen with torch 2.13 (`maybe_get_registered_torch_dispatch_rule`).
     """
     for name in torch._C._dispatch_get_all_op_names():
