@@ -85,7 +85,7 @@ class Trained:
         if self.generation != engine.world.generation:
             self.generation = engine.world.generation
             self.publish("rank", f"{engine.world.rank} {self.generation}")
-        self.note({"step": before, "mean": engine.mean(loss * len(samples))})
+        self.note({"step": before, "mean": engine.mean(loss)})
         if engine.num_steps % READ_EVERY == 0:
             self.note({"step": before, "read": self.read(is_whole=engine.num_steps % 2 == 0)})
         if engine.num_steps % SAVE_EVERY == 0:

@@ -80,32 +80,42 @@ def check(campaign: Campaign, said: str, num_steps: int) -> None:
 
 def check_steps(oracle: Oracle, notes: dict[int, list[dict[str, object]]], campaign: Campaign) -> None:
     """What each member had in each step, of the dead ones too."""
-    had: dict[int, list[tuple[int, set[int]]]] = {}
-    num_wrong_means = 0
+    had: dict[int, dict[int, set[int]]] = {}
+    num_ranks: dict[int, int] = {}
+    wrong_means: set[int] = set()
     for member, lines in notes.items():
         for line in lines:
-            step = line["step"]
+            step, samples = line["step"], line.get("samples")
             assert isinstance(step, int)
-            if "samples" in line:
-                samples, found = line["samples"], line["loss"]
-                assert isinstance(samples, list)
-                assert isinstance(found, float)
-                loss, size = oracle.loss(step, samples) if samples else (0.0, 1.0)
-                assert not samples or abs(found - loss) <= 1e-6 * max(size, 1.0), (member, line, loss)
-                had.setdefault(step, []).append((member, set(samples)))
-            elif "read" in line:
+            if "read" in line:
                 assert line["read"] == oracle.params[step + 1]["seen.weight"].sum().item(), (member, line)
+            elif "mean" in line:
+                if not is_mean_of(line["mean"], oracle, step, sorted(oracle.batches[step])):
+                    wrong_means.add(step)
+            else:
+                ranks = line["ranks"]
+                assert isinstance(samples, list)
+                assert isinstance(ranks, int)
+                assert not samples or is_mean_of(line["loss"], oracle, step, samples), (member, line)
+                had.setdefault(step, {})[member] = set(samples)
+                assert num_ranks.setdefault(step, ranks) == ranks, f"step {step} in two worlds"
     for step, shares in had.items():
-        for (one, some), (other, others) in combinations(shares, 2):
+        for (one, some), (other, others) in combinations(shares.items(), 2):
             assert not some & others, f"members {one} and {other} both had some samples in step {step}"
-        together = set().union(*(samples for _, samples in shares))
+        together = set().union(*shares.values())
         assert together <= oracle.batches[step], f"samples of another step in step {step}"
-        living = {member for member, _ in shares} - campaign.dead
-        if living == {member for member, _ in shares}:
-            assert together == oracle.batches[step], f"samples are missing in step {step}"
-    assert sorted(had) == list(range(len(oracle.batches[: len(had)])))
-    assert num_wrong_means <= campaign.num_kills
+        if together != oracle.batches[step]:
+            silent = num_ranks[step] - len(shares)
+            assert 0 < silent <= len(campaign.dead - set(shares)), f"samples are missing in step {step}"
+    assert sorted(had) == list(range(len(oracle.batches)))
+    assert len(wrong_means) <= campaign.num_kills, f"a mean is short only of a rank that was lost in it: {wrong_means}"
     assert any("read" in line for lines in notes.values() for line in lines) or max(had) < READ_EVERY
+
+
+def is_mean_of(found: object, oracle: Oracle, step: int, samples: list[int]) -> bool:
+    assert isinstance(found, float)
+    loss, size = oracle.loss(step, samples)
+    return abs(found - loss) <= 1e-6 * max(size, 1.0)
 
 
 def check_checkpoints(oracle: Oracle, folder: Path) -> None:
