@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.comm import World
-from shardwise.comm.generation import RECORD_PATH
+from shardwise.comm.generation import RECORD_PATH, Membership
 from shardwise.config import Plan
 from shardwise.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.monitor import process_memory
@@ -205,10 +205,13 @@ class RunLog:
             axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
             self._slow = SlowWindow(plan.factor, plan.seconds, axes)
         rows = [{**vars(one.lap), "computing": one.lap.computing} for one in messages]
+        num_spare = self._world.size - membership.least if membership is not None else 0
         for found in self._slow.add(rows, [one.weight for one in messages], max(1, step - self._last_step)):
-            leaves = plan.leave and membership is not None and found.rank is not None
+            should_leave = plan.leave and membership is not None and found.rank is not None
+            leaves = should_leave and num_spare > 0
+            num_spare -= leaves
             if self._world.rank == 0:
-                _log.warning("%s%s", found.words, "; it is left out" if leaves else "")
+                _log.warning("%s%s", found.words, _consequence(membership, should_leave=should_leave, leaves=leaves))
                 if self._record is not None:
                     self._record.write("slow", step=step, rank=found.rank, words=found.words, leaves=leaves)
             if leaves and membership is not None and found.rank == self._world.rank:
@@ -377,6 +380,15 @@ def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, flo
     check_names(messages)
     weights = [one.weight for one in messages]
     return {name: mean_of([one.values[name] for one in messages], weights) for name in names}
+
+
+def _consequence(membership: Membership | None, *, should_leave: bool, leaves: bool) -> str:
+    """What follows for a slow rank, for the log."""
+    if membership is None or not should_leave:
+        return ""
+    if leaves:
+        return "; it is left out"
+    return f"; it stays, because the job needs {membership.least} ranks (--elastic)"
 
 
 def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:

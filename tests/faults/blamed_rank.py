@@ -1,7 +1,8 @@
 """Run by `test_departure.py` on real processes: ranks of an elastic job that are asked to leave, or that raise.
 
-blamed_rank.py WHAT: `leave`, `leave-plain` (without a StopRequest), `end` (the launcher is asked), `code` (all raise at
-one step), `data` (whoever has the last place raises at one step)
+blamed_rank.py WHAT: `leave`, `leave-plain` (without a StopRequest), `leave-two`, `leave-all` (so many ranks at once
+that the job cannot go on), `end` (the launcher is asked), `code` (all raise at one step), `data` (whoever has the last
+place raises at one step)
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from shardwise.errors import CommError, TurnedAwayError
 from shardwise.launch import StopRequest
 
 STEPS = 12
+LEAVING = {"leave-two": (1, 2), "leave-all": (0, 1, 2)}
 
 
 def befall(what: str, world: sw.World, member: int, step: int) -> None:
-    if what.startswith("leave") and (member, step) == (1, 3):
+    if what.startswith("leave") and member in LEAVING.get(what, (1,)) and step == 3:
         os.kill(os.getpid(), signal.SIGTERM)
     if what == "end" and (world.rank, step) == (0, 3):
         os.kill(os.getppid(), signal.SIGTERM)

@@ -17,10 +17,11 @@ SCRIPT = Path(__file__).with_name("blamed_rank.py")
 
 
 class Membership:
-    def __init__(self, folder: Path | None, size: int) -> None:
-        self.folder, self.size, self.num_asked = folder, size, 0
+    def __init__(self, folder: Path | None, size: int, least: int) -> None:
+        self.folder, self.size, self.least, self.num_asked = folder, size, least, 0
 
-    def leave(self) -> None:
+    def leave(self, *, must_go: bool = False) -> None:
+        assert must_go
         self.num_asked += 1
 
 
@@ -28,20 +29,20 @@ def test_it_leaves_once_and_only_where_the_others_can_go_on(tmp_path: Path) -> N
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         assert not Departure().ask()  # not elastic
-        for folder, size, limits, leaves in (
-            (tmp_path, 3, "2:4", True),
-            (tmp_path, 0, "2:4", True),  # between two generations
-            (tmp_path, 2, "2:4", False),
-            (None, 3, "2:4", False),
+        for folder, size, leaves in (
+            (tmp_path, 3, True),
+            (tmp_path, 0, True),  # between two generations
+            (tmp_path, 2, False),
+            (None, 3, False),
         ):
-            membership, departure = Membership(folder, size), Departure()
-            departure.follow(membership, limits)
+            membership, departure = Membership(folder, size, 2), Departure()
+            departure.follow(membership)
             assert departure.ask() == leaves
             assert not departure.ask()
             assert membership.num_asked == leaves
         (tmp_path / ENDING).touch()
-        membership, departure = Membership(tmp_path, 4), Departure()
-        departure.follow(membership, "1:4")
+        membership, departure = Membership(tmp_path, 4, 1), Departure()
+        departure.follow(membership)
         assert not departure.ask()
         assert signal.getsignal(signal.SIGTERM) is not departure._receive  # somebody else handles it
     finally:
@@ -51,18 +52,21 @@ def test_it_leaves_once_and_only_where_the_others_can_go_on(tmp_path: Path) -> N
 CASES = {
     "leave": (0, "1 rank left, as asked. 2 ranks go on after step", 2),
     "leave-plain": (0, "1 rank left, as asked. 2 ranks go on after step", 2),
+    "leave-two": (143, "so all are asked to end and can save", 3),
+    "leave-all": (143, "so all are asked to end and can save", 3),
     "end": (143, "ended by SIGTERM; 3 of 3 ranks ended by themselves", 3),
     "code": (1, "blame: code: The same happened everywhere: it raised KeyError: 'labels' on all ranks", 0),
     "data": (1, "Blame: data: Rank 1 raised ValueError: no number, as rank 2 had at the same step", 0),
 }
 
 
-@thorough_only("five jobs of three processes")
+@thorough_only("seven jobs of three processes")
 @pytest.mark.parametrize("what", CASES)
 def test_in_real_jobs(what: str) -> None:
     status, words, num_done = CASES[what]
     forks = {} if what == "end" else warm.RANKS_TOO  # there a rank ends its parent
-    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", "--elastic", "1:3", "--retries", "0"]
+    limits = "2:3" if what == "leave-two" else "1:3"
+    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", "--elastic", limits, "--retries", "0"]
     run = subprocess.run(
         [*command, "--max-restarts", "1", str(SCRIPT), what],
         capture_output=True,
@@ -74,4 +78,4 @@ def test_in_real_jobs(what: str) -> None:
     assert run.returncode == status, run.stderr
     assert words in run.stderr
     assert run.stdout.count("done after") == num_done
-    assert run.stdout.count("saved after") == (3 if what == "end" else 0)
+    assert run.stdout.count("saved after") == (3 if status == 143 else 0)

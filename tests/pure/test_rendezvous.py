@@ -392,3 +392,41 @@ def test_one_letter_says_who_died_of_what_and_who_goes_on() -> None:
     assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
         "1 rank left, as asked. 1 rank came. 1 rank goes on after step 7."
     )
+
+
+@pytest.mark.parametrize("leaving", [(1, 2), (0, 1, 2)])
+def test_too_many_that_must_go_at_once_mean_the_end_of_all_together(leaving: tuple[int, ...]) -> None:
+    job = Job(3, 2, 3)
+    job.begin()
+    for number in leaving:
+        job.say(number, "leaving", 0, "must go")
+    assert job.rendezvous.needs_end
+    job.rendezvous.stop_together()  # what the launcher does before it asks all ranks to end
+    for number in range(3):  # the first of them had been told that it may leave, so all come to the boundary
+        job.say(number, "ready", 0)
+    job.settle()
+    assert job.rendezvous.state == "formed"
+    assert job.rendezvous.members == (0, 1, 2)  # all of them are there to save
+    assert not job.away
+
+
+def test_one_that_only_asks_stays_until_it_can_be_spared() -> None:
+    job = Job(3, 3, 4)
+    job.begin()
+    job.say(1, "leaving", 0)
+    assert not job.rendezvous.needs_end
+    assert job.announcements[-1].kind == "formed"
+    job.start(3)  # room for one more: now it can go
+    for number in range(3):
+        job.say(number, "ready", 0)
+    job.settle()
+    assert job.rendezvous.members == (0, 2, 3)
+    assert job.away == {1}
+
+
+def test_two_hosts_are_not_drained_of_more_than_the_job_can_spare() -> None:
+    job = Job(4, 2, 4)
+    job.begin()
+    assert job.rendezvous.can_spare({2, 3})
+    job.rendezvous.send_away({2, 3})
+    assert not job.rendezvous.can_spare({0, 1})  # though no member has answered yet

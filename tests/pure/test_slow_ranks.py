@@ -67,10 +67,11 @@ class Left:
 
     folder = None
 
-    def __init__(self) -> None:
-        self.num_asked = 0
+    def __init__(self, least: int) -> None:
+        self.num_asked, self.least = 0, least
 
-    def leave(self) -> None:
+    def leave(self, *, must_go: bool = False) -> None:
+        assert not must_go
         self.num_asked += 1
 
     def needs_all(self) -> None: ...
@@ -78,11 +79,12 @@ class Left:
     def end(self, error: BaseException | None) -> None: ...
 
 
-@pytest.mark.parametrize("leave", [False, True])
-def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("leave", "least"), [(False, 1), (True, 2), (True, 3)])
+def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, least: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It stays where the job needs every rank."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4) for _ in range(3)]
-    members = [Left() for _ in range(3)]
+    members = [Left(least) for _ in range(3)]
     plan = {"preset": "ddp", "survive": "checkpoint", "slow": {"factor": 3.0, "seconds": 0.2, "leave": leave}}
 
     def rank(world: sw.World) -> None:
@@ -102,5 +104,6 @@ def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, caplog: pytest
     said = [record.getMessage() for record in caplog.records]
     assert said
     assert all("rank 1 is slow: is between steps (data, logging, saving)" in one for one in said)
-    assert said[0].endswith("; it is left out") == leave
-    assert [member.num_asked > 0 for member in members] == [False, leave, False]
+    assert said[0].endswith("; it is left out") == (leave and least < 3)
+    assert said[0].endswith("; it stays, because the job needs 3 ranks (--elastic)") == (least == 3)
+    assert [member.num_asked > 0 for member in members] == [False, leave and least < 3, False]

@@ -249,7 +249,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
     for kind, num_bytes in on_host.items():
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     if explained.images is not None:
-        note = f"a copy of what is its own; with what is updated there {format_bytes(explained.images.total)}"
+        total = explained.images.total
+        note = f"a copy of what is its own; with what is updated there {format_bytes(total)}"
+        note += f", and {format_bytes(2 * total)} while ranks recover"
         grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
     if explained.copies is not None:
         note = f"{format_bytes(explained.copies.sent)} to another host, behind each next step"

@@ -54,6 +54,11 @@ class Membership(Protocol):
         """For a newcomer: the generation that `World.join` entered; `None` for a member of the first generation."""
         ...
 
+    @property
+    def least(self) -> int:
+        """The fewest ranks that the job continues with."""
+        ...
+
     step: int
     """Steps committed so far, for the launcher's reports. Set by the engine."""
 
@@ -62,9 +67,12 @@ class Membership(Protocol):
         moment: ranks must agree on it, in a step's verdict, so that all call `regroup` at the same step boundary."""
         ...
 
-    def leave(self) -> None:
-        """Ask to leave at the next step boundary: `changes_wanted` becomes true on all, and the `regroup` that follows
-        raises `TurnedAwayError` here, with `has_asked`. From any thread."""
+    def leave(self, *, must_go: bool = False) -> None:
+        """Ask to leave at the next step boundary at which enough others remain: `changes_wanted` becomes true on all,
+        and the `regroup` that follows raises `TurnedAwayError` here, with `has_asked`. From any thread.
+
+        With `must_go` this process ends soon in any case: if the job cannot spare it, all ranks are asked to end.
+        """
         ...
 
     def needs_all(self) -> None:

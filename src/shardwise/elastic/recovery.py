@@ -28,6 +28,7 @@ from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.outside import Outside
 from shardwise.elastic.rebuild import rebuilt, take_down
 from shardwise.elastic.reports import RECOVERY, Report
+from shardwise.elastic.room import agree, together
 from shardwise.elastic.survival import Survival
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
 from shardwise.sharded_model import Progress, ShardedModel
@@ -113,7 +114,7 @@ class Recovery(ABC):
         self._former_model: Former | None = None
         """The model, while it is taken down."""
         self.copy_meter = CopyMeter()
-        self._layout = Layout.of(sharded, self._num_layouts, membership.folder, self.copy_meter)
+        self._layout = self._layout_of(sharded)
         self._complete_label = self._num_layouts
         self._survival.begin(self._version)
 
@@ -322,7 +323,7 @@ class Recovery(ABC):
         self._sharded = sharded = rebuilt(former, self.plan, held, self._world)
         self._wrap()
         self._former_model = None
-        self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
+        self._layout = self._layout_of(sharded)
         self._survival.begin(version)
         self._complete_label = self._layout.label
         self._host.take_over(self._world, sharded)
@@ -332,10 +333,18 @@ class Recovery(ABC):
         self._former = None
         self._enter_quiet_mode()
 
-    def _share_change_wishes(self, subject: str) -> None:
-        """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point."""
+    def _layout_of(self, sharded: ShardedModel) -> Layout:
+        """The layout of `sharded`, with images. All ranks call."""
+        folder = self._membership.folder
+        return together(self._world, lambda: Layout.of(sharded, self._num_layouts, folder, self.copy_meter))
+
+    def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
+        """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,
+        and that none has a `refusal`, which all raise."""
         wish = b"1" if self._membership.changes_wanted() else b""
-        self._changes_wanted = b"1" in self._world.exchange(wish, subject)
+        received = self._world.exchange(wish + refusal.encode(), subject)
+        agree([one.removeprefix(b"1") for one in received])
+        self._changes_wanted = any(one.startswith(b"1") for one in received)
 
     def _abandon_quiet_mode(self, error: CommError | None) -> None:
         """Leave quiet mode; after a fault, without the steps that need other ranks."""

@@ -49,6 +49,7 @@ from shardwise.elastic.layouts import Layout
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
+from shardwise.elastic.room import NoRoomError, warn_if_scarce
 from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
 from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
@@ -104,7 +105,7 @@ class Session(Recovery):
         former = self._layout
         self._num_layouts += 1
         self._sharded, self.plan = sharded, sharded.plan
-        self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
+        self._layout = self._layout_of(sharded)
         self._survival.begin(self._version)
         self.loop_state.follow(sharded)
         self._wrap()
@@ -349,8 +350,15 @@ class Session(Recovery):
         self._is_first_commit = False
         self._survival.await_copies()
         self._next_version(self._begun)
-        self._survival.complete(self._version)
-        self._share_change_wishes("commit")
+        refusal, images = "", self._survival.image
+        try:
+            self._survival.complete(self._version)
+        except NoRoomError as error:
+            refusal = str(error)
+        self._share_change_wishes("commit", refusal)
+        if self._survival.image is not images and self._layout.folder is not None:
+            if self._world.rank == min(self._world.ranks_of_host):
+                warn_if_scarce(self._layout.folder)
         self._survival.follow(self._version)
         self._membership.step = self._sharded.progress.num_steps
 

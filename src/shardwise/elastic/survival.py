@@ -3,6 +3,7 @@ host too where needed."""
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -16,12 +17,14 @@ from shardwise.checkpoint import encode
 from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.images import BLOCK, PARAM, TORN, Cell, Image, Plot
+from shardwise.elastic.room import NoRoomError
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
 NUMBERS = "#numbers"
 """The cell of states that are not tensors, as JSON: `{name: {key: value}}`."""
+_NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 _NUMBERS_GROWTH = 2
 """Their cell has this many times their present size."""
 
@@ -143,7 +146,13 @@ class Survival:
         directory = plot.directory()
         path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
-        image = Image.create(path, directory)
+        try:
+            image = Image.create(path, directory)
+        except OSError as error:
+            if path is None or error.errno not in _NO_SPACE:
+                raise
+            path.unlink(missing_ok=True)
+            raise NoRoomError(path.parent, directory.num_bytes) from error
         self._move_in(image, states)
         return image
 

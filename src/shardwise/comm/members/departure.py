@@ -26,7 +26,12 @@ class CanLeave(Protocol):
         """Ranks of the current generation; 0 between two generations."""
         ...
 
-    def leave(self) -> None: ...
+    @property
+    def least(self) -> int:
+        """The fewest ranks that the job continues with."""
+        ...
+
+    def leave(self, *, must_go: bool = False) -> None: ...
 
 
 class Departure:
@@ -34,28 +39,26 @@ class Departure:
 
     def __init__(self) -> None:
         self._membership: CanLeave | None = None
-        self._least = 1
         self._has_asked = False
 
-    def follow(self, membership: CanLeave, limits: str) -> None:
-        """Set this process's `membership`; `limits` are the fewest and the most ranks, such as `2:8`. From here on a
-        SIGTERM that has no handler yet calls `ask`."""
+    def follow(self, membership: CanLeave) -> None:
+        """Set this process's `membership`. From here on a SIGTERM that has no handler yet calls `ask`."""
         self._membership, self._has_asked = membership, False
-        self._least = int(limits.partition(":")[0] or 1)
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._receive)
 
     def ask(self) -> bool:
         """Ask to leave at the next step boundary. Returns false, without asking, if the job is not elastic, ends as a
-        whole, or needs this rank, or if this rank has asked before."""
+        whole, or needs this rank, or if this rank has asked before. Several ranks may ask at once: the launcher, which
+        sees all of them, asks all ranks to end if too few would remain."""
         membership = self._membership
         if membership is None or self._has_asked or self._is_ending(membership):
             return False
-        if 0 < membership.size <= self._least:
+        if 0 < membership.size <= membership.least:
             return False
         self._has_asked = True
-        membership.leave()
+        membership.leave(must_go=True)
         return True
 
     def _is_ending(self, membership: CanLeave) -> bool:

@@ -74,11 +74,12 @@ def join_members(
         folder=Path(images) if images else None,
         first_announcement=first_announcement,
         timeout_seconds=timeout_seconds,
+        least=int(env.get("SHARDWISE_ELASTIC", "").partition(":")[0] or 1),
     )
     if first_announcement:
         importlib.import_module(_PREPARING).prepare()
     entered = membership.enter()
-    DEPARTURE.follow(membership, env.get("SHARDWISE_ELASTIC", ""))
+    DEPARTURE.follow(membership)
     return entered
 
 

@@ -64,14 +64,16 @@ class StoreMembership:
         folder: Path | None = None,
         first_announcement: int = 0,
         timeout_seconds: float = 600,
+        least: int = 1,
     ) -> None:
         """`open_world` opens torch's groups and the world of a generation. `first_announcement` is the number of the
-        first announcement to read.
+        first announcement to read, `least` the fewest ranks that the job continues with.
 
         Raises `ConfigError` if a process with this number has sent a message before.
         """
         self.step = 0
         self.folder = folder
+        self.least = least
         self.arrival: Regrouped | None = None
         self._channel = channel
         self._open_world = open_world
@@ -109,11 +111,12 @@ class StoreMembership:
     def changes_wanted(self) -> bool:
         return self._wanted == self._generation
 
-    def leave(self) -> None:
+    def leave(self, *, must_go: bool = False) -> None:
         """See `Membership`. May be called by a signal handler, because a separate thread sends the message."""
-        if not self._has_asked:
+        if must_go or not self._has_asked:
             self._has_asked = True
-            threading.Thread(target=self._send, args=("leaving",), name="shardwise-leave", daemon=True).start()
+            message = ("leaving", "must go" if must_go else "")
+            threading.Thread(target=self._send, args=message, name="shardwise-leave", daemon=True).start()
 
     def needs_all(self) -> None:
         """See `Membership`."""

@@ -44,7 +44,7 @@ class MemberMessage:
     - `opened`: has entered `generation`.
     - `ready`: has left `generation` and waits for the next. `text` is the fault, if that is the reason; `blames` are
       members that it has waited for in vain. Without `lets_in` it is at a point where newcomers cannot join.
-    - `leaving`: asks to leave.
+    - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
 

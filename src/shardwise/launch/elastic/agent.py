@@ -154,6 +154,12 @@ class ElasticAgent:
         self._act()
         self._draining.go_on()
         self._act()
+        if self._rendezvous.needs_end and not self._context.signals.received:
+            least = self._context.elastic.least
+            self._context.say(
+                f"ranks were asked to end, and the job needs {least} (--elastic), so all are asked to end and can save."
+            )
+            self._context.signals.received.append(signal.SIGTERM)
         self._replace_dead(now)
 
     def _take(self, event: Event, now: float) -> None:
@@ -228,18 +234,24 @@ class ElasticAgent:
     def _act(self) -> None:
         """Carry out the decisions of the rendezvous."""
         rendezvous = self._rendezvous
-        for announcement in rendezvous.announcements:
-            if announcement.kind == "entering":
-                self._judge()
-                self._channel.share_reports(announcement.generation, announcement.members, announcement.before)
-            self._channel.publish(announcement)
-        has_formed = any(announcement.kind == "formed" for announcement in rendezvous.announcements)
-        rendezvous.announcements.clear()
+        has_formed = self._publish()
         for number, why in rendezvous.kills:
             self._end_one(number, why)
         rendezvous.kills.clear()
         if has_formed:
             self._report_change()
+
+    def _publish(self) -> bool:
+        """Publish the rendezvous' announcements. Returns whether one says that a generation was formed."""
+        announcements = self._rendezvous.announcements
+        for announcement in announcements:
+            if announcement.kind == "entering":
+                self._judge()
+                self._channel.share_reports(announcement.generation, announcement.members, announcement.before)
+            self._channel.publish(announcement)
+        has_formed = any(announcement.kind == "formed" for announcement in announcements)
+        announcements.clear()
+        return has_formed
 
     def _judge(self) -> None:
         """Judge the losses before the next generation is entered, so that its members know of a batch to skip, and
@@ -296,12 +308,22 @@ class ElasticAgent:
             self._context.say(
                 f"{number.name}: passed on to the ranks, which have {grace:g} s to end; once more kills them."
             )
+            self._rendezvous.stop_together()
         already = len(signals)
         self._workers.end_job()
         self._workers.send(passed_on)
-        self._workers.wait_for_end(grace, lambda: len(signals) > already)
+        self._workers.wait_for_end(grace, lambda: self._answer_last() or len(signals) > already)
         self.num_killed = self._workers.kill()
         self._conclude()
+
+    def _answer_last(self) -> bool:
+        """Let ranks that regroup while the job ends come to an agreement, so that they can save. Returns false."""
+        if self._rendezvous.is_stopping:
+            for message in self._channel.read(list(self._workers.living)):
+                if message.kind not in ("leaving", "raised"):
+                    self._rendezvous.receive(message, time.monotonic())
+            self._publish()
+        return False
 
     def _conclude(self) -> None:
         """Collect the outcomes of the last ranks."""

@@ -21,7 +21,10 @@ class Process:
     """Whether it has connected to the store."""
     is_member: bool = False
     """Whether it is a member of the generation announced last."""
+    asks_to_leave: bool = False
+    """Whether it leaves as soon as the job can spare it."""
     is_leaving: bool = False
+    """Whether it leaves at the next step boundary."""
     is_dying_since: float | None = None
     """Since when it has raised without having ended; until its end it may still write to files that outlive it."""
     is_done: bool = False

@@ -68,6 +68,10 @@ class Rendezvous:
     why_lost: str = ""
     needs_all: bool = False
     """Whether members have said that if one is lost, all are to start again."""
+    needs_end: bool = False
+    """Whether members that must leave cannot be spared, so that the whole job should be asked to end."""
+    is_stopping: bool = False
+    """Whether the whole job was asked to end: nobody joins or leaves any more."""
     _since: float = 0.0
     _num_vain: int = 0
     _wanted: int = -1
@@ -135,7 +139,7 @@ class Rendezvous:
             case "ready":
                 self._note_ready(process, message, now)
             case "leaving":
-                process.is_leaving = True
+                self._note_leaving(process, must_go=bool(message.text))
             case "needs_all":
                 self.needs_all = True
             case "done":
@@ -173,6 +177,12 @@ class Rendezvous:
         """End the job."""
         self._end(why)
 
+    def stop_together(self) -> None:
+        """The whole job was asked to end. Members that have asked to leave stay until it does, so that all can save."""
+        self.is_stopping = True
+        for process in self.processes.values():
+            process.asks_to_leave = process.is_leaving = False
+
     def can_spare(self, numbers: Collection[int]) -> bool:
         """Whether enough would remain without these members: other members, and processes that wait to join."""
         staying = [one for one in self._living() if one.number not in numbers and not one.is_leaving]
@@ -181,6 +191,8 @@ class Rendezvous:
     def send_away(self, numbers: Iterable[int]) -> None:
         """Make these members leave at the next step boundary."""
         if staying := tuple(n for n in numbers if self.processes[n].is_alive and not self.processes[n].is_leaving):
+            for number in staying:  # counted at once, so that several hosts cannot be drained of too many together
+                self.processes[number].is_leaving = True
             self._publish(Announcement("leave", self.generation, staying))
 
     # -- what follows -----------------------------------------------------------------------------------
@@ -205,6 +217,19 @@ class Rendezvous:
         """Members of the generation announced last that are alive and not done, by rank."""
         members = [self.processes[number] for number in self.members]
         return [process for process in members if process.is_alive and not process.is_done]
+
+    def _note_leaving(self, process: Process, *, must_go: bool) -> None:
+        """A member asks to leave. One that `must_go`, and cannot be spared, means the end of the job: alone, it could
+        not hand its state over."""
+        if self.is_stopping or process.is_leaving:
+            return
+        process.asks_to_leave = True
+        if must_go and process.is_member and not self._lets_go(process):
+            self.needs_end = True
+
+    def _lets_go(self, process: Process) -> bool:
+        """Whether this member may leave at the next step boundary."""
+        return self.is_ending or self.can_spare((process.number,))
 
     def _note_ready(self, process: Process, message: MemberMessage, now: float) -> None:
         if message.generation != self.generation or not process.is_member:
@@ -232,6 +257,9 @@ class Rendezvous:
             self._publish(Announcement("over", self.generation, gone, text=text))
 
     def _decide(self, now: float) -> None:
+        for process in self._living():  # one by one: each may be the last that can be spared
+            if process.asks_to_leave and not process.is_leaving and not self.needs_end and self._lets_go(process):
+                process.is_leaving = True
         if self.state == "entering":
             self._form()
         if self.state == "formed":
@@ -252,7 +280,7 @@ class Rendezvous:
         waits = any(process.waits for process in self.processes.values()) or is_too_few
         comes = room > 0 and not self.is_ending and waits
         leaves = any(process.is_leaving for process in self._living())
-        if (comes or leaves) and self._wanted != self.generation:
+        if (comes or leaves) and not self.is_stopping and self._wanted != self.generation:
             self._wanted = self.generation
             self._publish(Announcement("wanted", self.generation))
 
@@ -278,14 +306,14 @@ class Rendezvous:
         staying = self._living()
         lets_in = all(process.ready is None or process.ready.lets_in for process in staying)
         others = [process for process in self._others() if process.waits][: max(0, self.most - len(staying))]
-        coming = others if lets_in else []
+        coming = others if lets_in and not (self.is_stopping and self.former) else []
         can_come = not self.is_ending and self.can_grow()
         if self.former and not staying:
             if not self.is_ending:
                 self._end("No rank is left that has the state of the training.")
         elif self._num_vain > _MAX_VAIN:
             self._end("The ranks could not form a new generation, though none of them died.")
-        elif len(staying) + len(coming) >= self.least or (can_come and not lets_in):
+        elif len(staying) + len(coming) >= (1 if self.is_stopping else self.least) or (can_come and not lets_in):
             self._enter([process.number for process in (*staying, *coming)], now)
         elif not can_come:
             left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"

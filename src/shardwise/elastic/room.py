@@ -1,0 +1,88 @@
+"""Memory for images: all ranks have it, or all raise the same error.
+
+[Note: twice the images] Recovery makes the images of the new layout before it deletes those of the old one, to which the
+ranks return if another one is lost meanwhile. So it needs twice the memory of the images.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.comm import World
+from shardwise.errors import StateError
+from shardwise.units import format_bytes
+
+Made = TypeVar("Made")
+_NUMBER = re.compile(r"-(\d+)\.image$")
+_CURE = (
+    "Enlarge it (in Docker with --shm-size, otherwise with `mount -o remount,size=... /dev/shm`), or choose survive: "
+    "checkpoint, which needs none."
+)
+_log = logging.getLogger("shardwise")
+
+
+class NoRoomError(StateError):
+    """A host's memory does not have the space for an image."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        super().__init__(
+            f"/dev/shm has no space for the state that must outlive a rank: {format_bytes(num_bytes)} are needed by "
+            f"one rank, and {format_bytes(_free_bytes(folder))} are free there. While ranks recover, new images are "
+            f"made before the old ones are deleted. {_CURE}"
+        )
+
+
+def together(world: World, make: Callable[[], Made]) -> Made:
+    """`make()`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
+    others would go on without it, as if it had died."""
+    made: list[Made] = []
+    refusal = ""
+    try:
+        made.append(make())
+    except NoRoomError as error:
+        refusal = str(error)
+    agree(world.exchange(refusal.encode(), "space for images"))
+    return made[0]
+
+
+def agree(refusals: list[bytes]) -> None:
+    """Raise what the first rank has to say, if any does."""
+    if said := next(filter(None, refusals), b""):
+        raise StateError(said.decode())
+
+
+def warn_if_scarce(folder: Path) -> None:
+    """Warn if the present images of this host fit in its memory once, but not twice: see [Note: twice the images]."""
+    newest: dict[str, tuple[int, int]] = {}
+    total = 0
+    for path in folder.glob("*.image"):
+        found = _NUMBER.search(path.name)
+        if found is None:
+            continue
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # deleted by its rank, which has a newer one
+            continue
+        total += size
+        owner, number = path.name[: found.start()], int(found.group(1))
+        newest[owner] = max(newest.get(owner, (-1, 0)), (number, size))
+    needed = sum(size for _, size in newest.values())
+    free = _free_bytes(folder) + total - needed
+    if free < needed:
+        _log.warning(
+            "/dev/shm has too little space to survive the loss of a rank: images take %s on this host, recovery needs "
+            "as much again, and %s are free. %s",
+            format_bytes(needed),
+            format_bytes(free),
+            _CURE,
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
