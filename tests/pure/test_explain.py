@@ -133,8 +133,8 @@ def test_images_are_told_where_the_plan_has_them(tmp_path: Path, capsys: pytest.
     assert as_json(capsys, str(plan), "--world", "4")["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib}
     shown = " ".join(said(capsys, str(plan), "--world", "4").split())
     assert (
-        "image on the host 12.0 MiB a copy of what is its own; with what is updated there 20.0 MiB, and 40.0 MiB while ranks recover"
-        in shown
+        "image on the host 12.0 MiB a copy of what is its own; with what is updated there 20.0 MiB, and 40.0 MiB while "
+        "ranks recover" in shown
     )
     assert "image_bytes" not in as_json(capsys, "zero3", "--world", "4")
 

@@ -1,7 +1,7 @@
 """Memory for images: all ranks have it, or all raise the same error.
 
-[Note: twice the images] Recovery makes the images of the new layout before it deletes those of the old one, to which the
-ranks return if another one is lost meanwhile. So it needs twice the memory of the images.
+[Note: twice the images] Recovery makes the images of the new layout before it deletes those of the old one, to which
+the ranks return if another one is lost meanwhile. So it needs twice the memory of the images.
 """
 
 from __future__ import annotations

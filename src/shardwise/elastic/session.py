@@ -45,7 +45,6 @@ from shardwise.checkpoint import Loaded
 from shardwise.checkpoint.codec import decode
 from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
-from shardwise.elastic.layouts import Layout
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
@@ -356,9 +355,9 @@ class Session(Recovery):
         except NoRoomError as error:
             refusal = str(error)
         self._share_change_wishes("commit", refusal)
-        if self._survival.image is not images and self._layout.folder is not None:
-            if self._world.rank == min(self._world.ranks_of_host):
-                warn_if_scarce(self._layout.folder)
+        is_first_of_host = self._world.rank == min(self._world.ranks_of_host)
+        if is_first_of_host and self._survival.image is not images and self._layout.folder is not None:
+            warn_if_scarce(self._layout.folder)
         self._survival.follow(self._version)
         self._membership.step = self._sharded.progress.num_steps
 
