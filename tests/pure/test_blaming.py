@@ -11,7 +11,7 @@ from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.data import Loader, Mixture
 from shardwise.data_ranks import HANDED_OUT, DataRanks
 from shardwise.elastic.blame import Judge
-from shardwise.launch.elastic.blaming import Blaming
+from shardwise.launch.elastic.blaming import BeforeJoining, Blaming
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.notes import FolderNotes, OomKills
 from shardwise.launch.outcome import Outcome
@@ -116,3 +116,23 @@ def test_a_bad_batch_is_left_out_where_the_plan_says_so(tmp_path: Path) -> None:
     blaming.note(outcome(1, 1, words), 1, 8)
     blaming.conclude(2, 8)
     assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5, 8]
+
+
+def test_what_all_raise_before_they_join_is_not_tried_again(tmp_path: Path) -> None:
+    missing = "ModuleNotFoundError: No module named 'x'"
+    before = BeforeJoining(Blaming(Judge(), FolderNotes(tmp_path)))
+    assert before.failed(5, outcome(0, 1, missing), [4, 5, 6]) is None
+    assert before.failed(7, outcome(0, 1, missing), [4, 5, 6, 7]) is None  # a replacement
+    assert before.failed(4, outcome(0, 1, missing), [4, 5, 6, 7, 8]) is None
+    verdict = before.failed(6, outcome(0, 1, missing), [4, 5, 6, 7, 8])
+    assert verdict is not None
+    assert (verdict.sort, verdict.action, verdict.ranks) == ("code", "stop", (0, 1, 2))
+
+
+def test_what_only_some_raise_before_they_join_is_tried_again(tmp_path: Path) -> None:
+    before = BeforeJoining(Blaming(Judge(), FolderNotes(tmp_path)))
+    assert before.failed(0, outcome(0, 1, "ImportError: a"), [0, 1]) is None
+    assert before.failed(1, outcome(1, 1, "ImportError: b"), [0, 1]) is None
+    before = BeforeJoining(Blaming(Judge(), FolderNotes(tmp_path)))
+    assert before.failed(0, outcome(0, -signal.SIGKILL), [0, 1]) is None
+    assert before.failed(1, outcome(1, -signal.SIGKILL), [0, 1]) is None

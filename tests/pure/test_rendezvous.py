@@ -430,3 +430,15 @@ def test_two_hosts_are_not_drained_of_more_than_the_job_can_spare() -> None:
     assert job.rendezvous.can_spare({2, 3})
     job.rendezvous.send_away({2, 3})
     assert not job.rendezvous.can_spare({0, 1})  # though no member has answered yet
+
+
+def test_scripts_that_end_well_before_they_join_are_no_loss() -> None:
+    job = Job(3, 2, 3)
+    for number in range(3):
+        job.rendezvous.finished(number, 0.0)
+    assert job.rendezvous.state == "gathering"
+    job = Job(3, 2, 3)
+    job.kill(0)
+    job.rendezvous.finished(1, 0.0)
+    job.rendezvous.finished(2, 0.0)
+    assert job.rendezvous.state == "lost"

@@ -14,7 +14,7 @@ from shardwise.comm import last_words
 from shardwise.comm.members import LauncherChannel, generation_prefix, scope_of
 from shardwise.elastic.blame import Judge
 from shardwise.job_token import Seal, new_token
-from shardwise.launch.elastic.blaming import Blaming, Verdicts
+from shardwise.launch.elastic.blaming import BeforeJoining, Blaming, Verdicts
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.draining import Draining
@@ -96,6 +96,7 @@ class ElasticAgent:
         self.attempt += 1
         elastic = self._context.elastic
         self._has_blamed = False
+        self._before_joining = BeforeJoining(self._blaming)
         self._seal = Seal(self._token, str(self.attempt))
         self._channel = LauncherChannel(self._context.store, str(self.attempt), self._seal)
         self._rendezvous = Rendezvous(
@@ -190,12 +191,22 @@ class ElasticAgent:
         self._slots.died(number, now, is_replaced=is_replaced)
         if was_alive and not was_member and not self._rendezvous.is_ending:
             self._context.say(f"a process that was to become a rank {text}.")
+            self._judge_before_joining(number, outcome)
         self._num_before = len(self._rendezvous.former)
         self._rendezvous.died(number, text, now)
         if (loss := self._loss_of(number)) is not None:
             reason, host = self._reasons.get(number, ""), self._hosts[number]
             step = self._rendezvous.step
             self._blaming.note(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out)
+
+    def _judge_before_joining(self, number: int, outcome: Outcome) -> None:
+        """End the job if all its processes raised the same before they joined."""
+        if self._rendezvous.generation >= 0:
+            return
+        verdict = self._before_joining.failed(number, outcome, self._rendezvous.processes)
+        if verdict is not None and verdict.action == "stop":
+            self._has_blamed = self.is_final = True
+            self._rendezvous.stop(str(verdict))
 
     def _host_lost(self, event: HostLost, now: float) -> None:
         """Treat all processes of a lost host as dead at once."""

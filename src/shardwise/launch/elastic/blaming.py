@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardwise.elastic.blame import Blame, Judge
@@ -69,6 +69,27 @@ class Blaming:
             if outcome.failed and outcome.rank not in noted:
                 self.note(outcome, outcome.rank, step)
         return self.conclude(len(outcomes), step)
+
+
+class BeforeJoining:
+    """Processes of one attempt that failed before its first generation. If all raise the same, such as an
+    `ImportError`, replacements would raise it too."""
+
+    def __init__(self, blaming: Blaming) -> None:
+        self._blaming = blaming
+        self._awaited: set[int] = set()
+        """The processes that had been started when the first one failed: later ones are replacements."""
+        self._failed: dict[int, Outcome] = {}
+
+    def failed(self, number: int, outcome: Outcome, started: Iterable[int]) -> Blame | None:
+        """Note a failure; `started` are all processes of the attempt. Returns the verdict once all failed alike."""
+        self._awaited = self._awaited or set(started)
+        self._failed[number] = outcome
+        ends = [self._failed[one] for one in sorted(self._awaited) if one in self._failed]
+        alike = {one.summary for one in ends}
+        if len(ends) < max(2, len(self._awaited)) or len(alike) > 1 or not all(one.raised for one in ends):
+            return None
+        return self._blaming.conclude_all([replace(one, rank=rank) for rank, one in enumerate(ends)], 0)
 
 
 class Verdicts:

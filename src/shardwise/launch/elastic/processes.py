@@ -29,6 +29,8 @@ class Process:
     """Since when it has raised without having ended; until its end it may still write to files that outlive it."""
     is_done: bool = False
     """Whether its script has ended, even if the process has not."""
+    has_ended_well: bool = False
+    """Whether it has ended with 0."""
     heard: tuple[int, str] = (-1, "")
     """The last announcement that it has read: a generation, and whether that begins or is over."""
     ready: MemberMessage | None = None

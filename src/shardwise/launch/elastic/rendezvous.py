@@ -117,7 +117,7 @@ class Rendezvous:
         process = self.processes[number]
         if process.is_alive and process.is_member:
             process.is_done = True
-        process.is_alive, process.is_dying_since = False, None
+        process.is_alive, process.is_dying_since, process.has_ended_well = False, None, True
         self._decide(now)
 
     def receive(self, message: MemberMessage, now: float) -> None:
@@ -284,6 +284,11 @@ class Rendezvous:
             self._wanted = self.generation
             self._publish(Announcement("wanted", self.generation))
 
+    @property
+    def _ended_without_joining(self) -> bool:
+        """Whether all scripts have ended well before any of them joined, since there was nothing to train."""
+        return self.generation < 0 and all(process.has_ended_well for process in self.processes.values())
+
     def _others(self) -> list[Process]:
         """Living processes that are not in the generation announced last."""
         return [process for process in self.processes.values() if process.is_alive and not process.is_member]
@@ -315,7 +320,7 @@ class Rendezvous:
             self._end("The ranks could not form a new generation, though none of them died.")
         elif len(staying) + len(coming) >= (1 if self.is_stopping else self.least) or (can_come and not lets_in):
             self._enter([process.number for process in (*staying, *coming)], now)
-        elif not can_come:
+        elif not can_come and not self._ended_without_joining:
             left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
             self._end(f"{left}, and the job needs {self.least} (--elastic).")
 

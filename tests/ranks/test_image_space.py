@@ -1,0 +1,103 @@
+"""Hosts without the memory for images: all ranks raise one error that has the cure, instead of going on with fewer."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.elastic import room, survival
+from shardwise.elastic.images import Directory, Image
+from shardwise.errors import StateError
+from tests.ranks.threads_that_die import Killed, run_mortals
+
+
+def trains(steps: int, dies_at: int = -1) -> Callable[[World, int], str]:
+    """Work of a rank: the error that it raised; member 1 dies before the given step."""
+    models = [nn.Linear(16, 16) for _ in range(3)]
+
+    def work(world: World, member: int) -> str:
+        model = models[member]
+        try:
+            engine = sw.shard(model, "zero3", optimizer=torch.optim.Adam(model.parameters()), world=world)
+            while engine.num_steps < steps:
+                if member == 1 and engine.num_steps == dies_at:
+                    raise Killed
+                engine.backward(engine(torch.ones(2, 16)).sum())
+                engine.step()
+        except StateError as error:
+            return str(error)
+        return ""
+
+    return work
+
+
+def has_no_space(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool]) -> None:
+    create = Image.create
+
+    def and_fail(path: Path | None, directory: Directory) -> Image:
+        assert path is not None
+        if fails(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(path, directory)
+
+    monkeypatch.setattr(survival.Image, "create", and_fail)
+
+
+@pytest.mark.parametrize("moment", ["at the start", "in the first step", "in recovery"])
+def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's image is refused; the others had the space for theirs."""
+    lock, seen = threading.Lock(), {"layouts": set[str](), "refused": 0}
+
+    def fails(path: Path) -> bool:
+        name, number = path.stem.rsplit("-", 1)
+        with lock:
+            layouts: Any = seen["layouts"]
+            layouts.add(name)
+            is_due = {
+                "at the start": number == "0",
+                "in the first step": number == "1",
+                "in recovery": len(layouts) > 3,
+            }[moment]
+            if is_due and not seen["refused"]:
+                seen["refused"] = 1
+                return True
+        return False
+
+    has_no_space(monkeypatch, fails)
+    results = run_mortals(3, trains(4, dies_at=2 if moment == "in recovery" else -1), tmp_path)
+    assert seen["refused"] == 1
+    assert len(results) == (2 if moment == "in recovery" else 3)
+    assert len(set(results.values())) == 1
+    said = next(iter(results.values()))
+    assert "/dev/shm has no space for the state that must outlive a rank" in said
+    assert "--shm-size" in said
+    assert "survive: checkpoint" in said
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.5])
+def test_memory_that_has_no_room_to_recover_in_is_warned_of(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has room for the images once and a half, or for twice and a half of them."""
+
+    def free_bytes(folder: Path) -> int:
+        sizes = {path.name: os.stat(path).st_size for path in folder.glob("*-1.image")}
+        others = sum(path.stat().st_size for path in folder.glob("*-0.image"))
+        return int((factor - 1) * sum(sizes.values())) - others
+
+    monkeypatch.setattr(room, "_free_bytes", free_bytes)
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        assert set(run_mortals(3, trains(2), tmp_path).values()) == {""}
+    said = [one.getMessage() for one in caplog.records if "too little space to survive" in one.getMessage()]
+    assert len(said) == (1 if factor < 2 else 0)
