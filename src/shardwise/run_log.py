@@ -205,13 +205,12 @@ class RunLog:
             axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
             self._slow = SlowWindow(plan.factor, plan.seconds, axes)
         rows = [{**vars(one.lap), "computing": one.lap.computing} for one in messages]
-        num_spare = self._world.size - membership.least if membership is not None else 0
+        spare = self._world.size - membership.least if membership is not None else 0
         for found in self._slow.add(rows, [one.weight for one in messages], max(1, step - self._last_step)):
-            should_leave = plan.leave and membership is not None and found.rank is not None
-            leaves = should_leave and num_spare > 0
-            num_spare -= leaves
+            leaves, what = _consequence(membership if plan.leave and found.rank is not None else None, spare)
+            spare -= leaves
             if self._world.rank == 0:
-                _log.warning("%s%s", found.words, _consequence(membership, should_leave=should_leave, leaves=leaves))
+                _log.warning("%s%s", found.words, what)
                 if self._record is not None:
                     self._record.write("slow", step=step, rank=found.rank, words=found.words, leaves=leaves)
             if leaves and membership is not None and found.rank == self._world.rank:
@@ -382,13 +381,13 @@ def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, flo
     return {name: mean_of([one.values[name] for one in messages], weights) for name in names}
 
 
-def _consequence(membership: Membership | None, *, should_leave: bool, leaves: bool) -> str:
-    """What follows for a slow rank, for the log."""
-    if membership is None or not should_leave:
-        return ""
-    if leaves:
-        return "; it is left out"
-    return f"; it stays, because the job needs {membership.least} ranks (--elastic)"
+def _consequence(membership: Membership | None, num_spare: int) -> tuple[bool, str]:
+    """Whether a slow rank leaves, and what follows, for the log; without a `membership` it was not to leave."""
+    if membership is None:
+        return False, ""
+    if num_spare > 0:
+        return True, "; it is left out"
+    return False, f"; it stays, because the job needs {membership.least} ranks (--elastic)"
 
 
 def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:

@@ -145,6 +145,7 @@ class ThreadMembership:
 
     arrival: Regrouped | None = None
     step = 0
+    least = 1
 
     def __init__(self, crowd: Crowd, member: int) -> None:
         self.crowd, self.member = crowd, member
@@ -170,7 +171,7 @@ class ThreadMembership:
     def changes_wanted(self) -> bool:
         return self.crowd.changes_wanted()
 
-    def leave(self) -> None:
+    def leave(self, *, must_go: bool = False) -> None:
         raise NotImplementedError
 
     def needs_all(self) -> None:

@@ -335,14 +335,14 @@ class Recovery(ABC):
 
     def _layout_of(self, sharded: ShardedModel) -> Layout:
         """The layout of `sharded`, with images. All ranks call."""
-        folder = self._membership.folder
-        return together(self._world, lambda: Layout.of(sharded, self._num_layouts, folder, self.copy_meter))
+        where = self._num_layouts, self._membership.folder, self.copy_meter
+        return together(self._world, lambda: Layout.of(sharded, *where))
 
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,
         and that none has a `refusal`, which all raise."""
-        wish = b"1" if self._membership.changes_wanted() else b""
-        received = self._world.exchange(wish + refusal.encode(), subject)
+        wish = "1" if self._membership.changes_wanted() else ""
+        received = self._world.exchange(f"{wish}{refusal}".encode(), subject)
         agree([one.removeprefix(b"1") for one in received])
         self._changes_wanted = any(one.startswith(b"1") for one in received)
 

@@ -41,13 +41,18 @@ def together(world: World, make: Callable[[], Made]) -> Made:
     """`make()`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
     others would go on without it, as if it had died."""
     made: list[Made] = []
-    refusal = ""
-    try:
-        made.append(make())
-    except NoRoomError as error:
-        refusal = str(error)
+    refusal = refusal_of(lambda: made.append(make()))
     agree(world.exchange(refusal.encode(), "space for images"))
     return made[0]
+
+
+def refusal_of(make: Callable[[], object]) -> str:
+    """Why there is no space for the images that `make()` makes; empty if there is."""
+    try:
+        make()
+    except NoRoomError as error:
+        return str(error)
+    return ""
 
 
 def agree(refusals: list[bytes]) -> None:
@@ -56,8 +61,11 @@ def agree(refusals: list[bytes]) -> None:
         raise StateError(said.decode())
 
 
-def warn_if_scarce(folder: Path) -> None:
-    """Warn if the present images of this host fit in its memory once, but not twice: see [Note: twice the images]."""
+def warn_if_scarce(folder: Path | None, world: World) -> None:
+    """On one rank of each host, warn if its present images fit in its memory once, but not twice: see [Note: twice the
+    images]."""
+    if folder is None or world.rank != min(world.ranks_of_host):
+        return
     newest: dict[str, tuple[int, int]] = {}
     total = 0
     for path in folder.glob("*.image"):

@@ -48,7 +48,7 @@ from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.elastic.room import NoRoomError, warn_if_scarce
+from shardwise.elastic.room import refusal_of, warn_if_scarce
 from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
 from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
@@ -349,15 +349,11 @@ class Session(Recovery):
         self._is_first_commit = False
         self._survival.await_copies()
         self._next_version(self._begun)
-        refusal, images = "", self._survival.image
-        try:
-            self._survival.complete(self._version)
-        except NoRoomError as error:
-            refusal = str(error)
+        images = self._survival.image
+        refusal = refusal_of(lambda: self._survival.complete(self._version))
         self._share_change_wishes("commit", refusal)
-        is_first_of_host = self._world.rank == min(self._world.ranks_of_host)
-        if is_first_of_host and self._survival.image is not images and self._layout.folder is not None:
-            warn_if_scarce(self._layout.folder)
+        if self._survival.image is not images:
+            warn_if_scarce(self._layout.folder, self._world)
         self._survival.follow(self._version)
         self._membership.step = self._sharded.progress.num_steps
 

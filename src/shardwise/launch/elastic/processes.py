@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.comm.members import MemberMessage
@@ -54,3 +55,9 @@ class Loss:
     at: float
     host: str = ""
     """The host, if it was lost as a whole."""
+
+
+def by_host(members: Sequence[int], processes: Mapping[int, Process]) -> list[int]:
+    """`members`, those of a host in a row, hosts in the order of their first members: see `World.local_size`."""
+    hosts = list(dict.fromkeys(processes[number].host for number in members))
+    return sorted(members, key=lambda number: hosts.index(processes[number].host))

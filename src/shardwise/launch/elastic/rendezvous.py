@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.comm.members import Announcement, MemberMessage
-from shardwise.launch.elastic.processes import Loss, Process
+from shardwise.launch.elastic.processes import Loss, Process, by_host
 from shardwise.launch.report import in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
@@ -336,7 +336,7 @@ class Rendezvous:
         self._publish(Announcement("end", self.generation, text=why))
 
     def _enter(self, members: list[int], now: float) -> None:
-        members = self._by_host(members)
+        members = by_host(members, self.processes)
         for process in self.processes.values():
             process.is_member, process.ready = process.number in members, None
         self.num_new = sum(number not in self.former for number in members)
@@ -346,12 +346,6 @@ class Rendezvous:
         self._publish(
             Announcement("entering", self.generation, self.members, self.former, hosts=hosts if any(hosts) else ())
         )
-
-    def _by_host(self, members: list[int]) -> list[int]:
-        """Those of a host in a row, hosts in the order of their first members: see `World.local_size`."""
-        host_of = {number: self.processes[number].host for number in members}
-        hosts = list(dict.fromkeys(host_of.values()))
-        return sorted(members, key=lambda number: hosts.index(host_of[number]))
 
     def _turn_away(self, members: Iterable[int], text: str) -> None:
         if numbers := tuple(members):
