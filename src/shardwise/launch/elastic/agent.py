@@ -15,7 +15,7 @@ from shardwise.comm.members import LauncherChannel, generation_prefix, scope_of
 from shardwise.elastic.blame import Judge
 from shardwise.job_token import Seal, new_token
 from shardwise.launch.elastic.blaming import BeforeJoining, Blaming, Verdicts
-from shardwise.launch.elastic.changes import Change, change_report
+from shardwise.launch.elastic.changes import change_of, change_report
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.draining import Draining
 from shardwise.launch.elastic.processes import Loss
@@ -276,21 +276,7 @@ class ElasticAgent:
             self._judge()
             verdict = self._verdicts.take()
             words = {loss.member: self._last_words(loss.rank, loss.generation) for loss in rendezvous.losses}
-            waiting = sum(process.is_alive and not process.is_member for process in rendezvous.processes.values())
-            change = Change(
-                tuple(rendezvous.losses),
-                words,
-                rendezvous.num_left,
-                rendezvous.num_new,
-                len(rendezvous.members),
-                rendezvous.step,
-                now - min((loss.at for loss in rendezvous.losses), default=0.0),
-                self._slots.num_coming(now) + waiting,
-                self._slots.budget.in_words(),
-                rendezvous.least,
-                self._verdicts.excluded(verdict),
-                can_come=self._slots.can_come(now),
-            )
+            change = change_of(rendezvous, self._slots, words, self._verdicts.excluded(verdict), now)
             if text := change_report(change, verdict):
                 self._context.say(text)
             if verdict is not None and verdict.action == "stop":

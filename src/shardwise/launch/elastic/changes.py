@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from shardwise.elastic.blame import Blame
 from shardwise.launch.elastic.processes import Loss
+from shardwise.launch.elastic.rendezvous import Rendezvous
+from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.report import in_words
 
 
@@ -34,6 +36,25 @@ class Change:
     """A sentence about excluded hosts."""
     can_come: bool = False
     """Whether processes will be started as soon as a host has free slots."""
+
+
+def change_of(rendezvous: Rendezvous, slots: Slots, last_words: Mapping[int, str], excluded: str, now: float) -> Change:
+    """The change to the generation that was just formed."""
+    waiting = sum(process.is_alive and not process.is_member for process in rendezvous.processes.values())
+    return Change(
+        tuple(rendezvous.losses),
+        last_words,
+        rendezvous.num_left,
+        rendezvous.num_new,
+        len(rendezvous.members),
+        rendezvous.step,
+        now - min((loss.at for loss in rendezvous.losses), default=0.0),
+        slots.num_coming(now) + waiting,
+        slots.budget.in_words(),
+        rendezvous.least,
+        excluded,
+        can_come=slots.can_come(now),
+    )
 
 
 def change_report(change: Change, verdict: Blame | None = None) -> str:
