@@ -370,10 +370,10 @@ class DiesBehindItsStep:
         def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
             return Pending([], lambda: None) if is_lost[0] else send(tensor, rank, tag)
 
-        def share_or_die(subject: str) -> None:
+        def share_or_die(subject: str, refusal: str = "") -> None:
             if engine.num_steps == self.at_step:
                 raise Killed
-            share(subject)
+            share(subject, refusal)
 
         self.monkeypatch.setattr(engine.world.transport, "send", send_or_lose)
         self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
