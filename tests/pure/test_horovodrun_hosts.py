@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from shardwise.integrations.horovod.command_line import LaunchCommand, add_horovodrun_arguments, launch_command
-from shardwise.integrations.horovod.command_line_hosts import words_for_environment
+from shardwise.integrations.horovod.command_line_hosts import environment_arguments
 
 
 def understood(text: str) -> LaunchCommand:
@@ -44,4 +44,4 @@ def test_ranks_fill_the_hosts_in_their_order(text: str, words: str) -> None:
 
 def test_ranks_elsewhere_get_the_variables_from_here_but_for_those_about_this_host() -> None:
     names = ["DATA", "HOME", "HOROVOD_TIMELINE", "PATH", "SSH_CONNECTION", "SHARDWISE_CORES", "BASH_FUNC_x%%", "_"]
-    assert words_for_environment(names) == ["--env=DATA", "--env=HOROVOD_TIMELINE", "--env=PATH"]
+    assert environment_arguments(names) == ["--env=DATA", "--env=HOROVOD_TIMELINE", "--env=PATH"]
