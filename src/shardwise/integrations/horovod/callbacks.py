@@ -87,6 +87,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set_rate(self._epoch + batch / (self.steps_per_epoch or 1))
 
     def _set_rate(self, epoch: float) -> None:
+        if hasattr(self.model, "jax_state_sync"):  # else the JAX backend's next step would not read the variable
+            self.model.jax_state_sync()
         self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
 
 
