@@ -103,7 +103,7 @@ def test_an_unmodified_script_trains(folder: Path) -> None:
     assert (folder / "out").is_dir()
 
 
-def test_who_is_killed_is_named_after_two_shutdowns(folder: Path) -> None:
+def test_a_killed_rank_is_named_also_after_two_shutdowns(folder: Path) -> None:
     (folder / "killed.py").write_text(textwrap.dedent(KILLED))
     done = run(folder, "launch", "--as-horovod", "-np", "2", "killed.py")
     assert done.returncode != 0
@@ -115,7 +115,7 @@ def trace(folder: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_what_cannot_be_meant_is_refused(folder: Path) -> None:
+def test_options_that_are_refused(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=1  # here\nnode7 slots=4\n")
     for options, said in (
         (["-np", "2", "--mpi", "train.py"], "--mpi: MPI is not supported here. To start ranks by MPI, use `mpirun"),

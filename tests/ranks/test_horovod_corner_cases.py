@@ -255,3 +255,34 @@ def test_an_elastic_loop_begins_again_without_collectives_of_the_failed_one() ->
         return sums
 
     assert on_ranks(2, work) == [[2, 2], [2, 2]]
+
+
+def test_gradients_of_a_failed_attempt_are_dropped() -> None:
+    """The state does not contain the optimizer, whose gradients were in flight when the loop failed."""
+    data = batches(1, 2)[0]
+    original = two_layers()
+
+    def work() -> list[Tensor]:
+        model = copy.deepcopy(original)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        attempts: list[int] = []
+
+        @hvd.elastic.run
+        def loop(state: Any) -> None:
+            attempts.append(1)
+            optimizer.zero_grad()
+            loss_of(model, data[hvd.rank()]).backward()
+            if len(attempts) == 1:
+                hvd.allreduce(torch.ones(1 + hvd.rank()), name="mismatch")
+            optimizer.step()
+
+        loop(hvd.elastic.ObjectState(hvd.broadcast_object))
+        assert len(attempts) == 2
+        return [param.detach() for param in model.parameters()]
+
+    first, second = on_ranks(2, work)
+    assert all(map(torch.equal, first, second))
+    torch.stack([loss_of(original, rows) for rows in data]).mean().backward()
+    torch.optim.SGD(original.parameters(), lr=0.1).step()
+    torch.testing.assert_close(first, [param.detach() for param in original.parameters()])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.ops import Op
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet
@@ -52,6 +53,7 @@ class GradientReduction:
         """By group: the handle, the parameters, and the contexts of compression."""
         self._sparse: set[Parameter] = set()
         """Parameters whose gradients have been sparse. On a rank without a gradient, it is one without rows."""
+        self._session = current_session()
         for group in groups:
             self._add_group(group)
 
@@ -65,11 +67,13 @@ class GradientReduction:
 
     @property
     def is_in_flight(self) -> bool:
+        self._follow_session()
         return bool(self._in_flight) and not self.is_synchronized
 
     def _on_gradient(self, param: Tensor) -> None:
         """The hook of each parameter."""
         assert isinstance(param, Parameter)
+        self._follow_session()
         if not self._options.process_set.included():
             return
         index = self._group_of[param]
@@ -134,11 +138,19 @@ class GradientReduction:
         self._counts = dict.fromkeys(self._counts, 0)
         self.is_synchronized = False
 
+    def _follow_session(self) -> None:
+        """Drop what was in flight in another session: it has failed, and an elastic loop runs again in a new one."""
+        session = current_session()
+        if session is not self._session:
+            self.reset()
+            self._session = session
+
     def synchronize(self, params: Iterable[Parameter]) -> None:
         """Wait until every `param.grad` is reduced. Groups that have not been issued are issued now.
 
         `params` are the optimizer's trainable parameters; new ones among them are added.
         """
+        self._follow_session()
         if self._options.process_set.included():
             for param in params:
                 if param not in self._group_of:
