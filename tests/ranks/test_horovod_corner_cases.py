@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,54 @@ def test_parameters_that_are_added_unfrozen_and_frozen_later(has_names: bool) ->
     expected = changing_loop(copy.deepcopy(original), lambda optimizer: optimizer, lambda step: list(data[step]))
     assert all(map(torch.equal, first, second))
     torch.testing.assert_close(first, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_of_a_closure_are_averaged() -> None:
+    data = batches(3, 2)
+    original = two_layers()
+
+    def loop(model: nn.Module, optimizer: Any, rows_of: Callable[[int], list[Tensor]]) -> list[Tensor]:
+        for step in range(len(data)):
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = torch.stack([loss_of(model, rows) for rows in rows_of(step)]).mean()  # noqa: B023 (called at once)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return [param.detach() for param in model.parameters()]
+
+    def work() -> list[Tensor]:
+        model = copy.deepcopy(original)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return loop(model, optimizer, lambda step: [data[step, hvd.rank()]])
+
+    first, second = on_ranks(2, work)
+    assert all(map(torch.equal, first, second))
+    expected = loop(original, torch.optim.SGD(original.parameters(), lr=0.1), lambda step: list(data[step]))
+    torch.testing.assert_close(first, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_step_that_is_left_out_after_synchronize() -> None:
+    """As `torch.amp.GradScaler` does after an overflow."""
+
+    def work() -> None:
+        model = two_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        loss_of(model, torch.ones(4, 3)).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        loss_of(model, torch.ones(4, 3)).backward()
+        with pytest.raises(AssertionError, match="while gradients are in flight"):
+            optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+    on_ranks(2, work)
 
 
 def test_adasum_leaves_ranks_outside_of_the_process_set_alone() -> None:

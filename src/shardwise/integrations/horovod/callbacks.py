@@ -15,9 +15,9 @@ from shardwise.integrations.horovod.keras_variables import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcast `root_rank`'s model and optimizer when training begins."""
+    """Broadcast `root_rank`'s model and optimizer when training begins. `device` is ignored."""
 
-    def __init__(self, root_rank: int) -> None:
+    def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
         self.root_rank = root_rank
 
@@ -28,7 +28,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average the metrics of an epoch over the ranks. List it before callbacks that read them."""
+    """Average the metrics of an epoch over the ranks. List it before callbacks that read them. `device` is ignored."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         names = sorted(name for name, value in (logs or {}).items() if np.isscalar(value))

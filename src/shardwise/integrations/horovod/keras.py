@@ -109,9 +109,17 @@ def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **op
     return model
 
 
-def allreduce(value: Any, name: str | None = None, average: bool | None = None, op: int | None = None) -> np.ndarray:
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+) -> np.ndarray:
     """Reduce the ranks' values, numbers or arrays; by default, average them."""
-    return numpy_hvd.allreduce(np.asarray(value), name, handle_average_backwards_compatibility(op, average))
+    chosen = handle_average_backwards_compatibility(op, average)
+    return numpy_hvd.allreduce(np.asarray(value), name, chosen, prescale_factor, postscale_factor)
 
 
 def allgather(value: Any, name: str | None = None) -> np.ndarray:

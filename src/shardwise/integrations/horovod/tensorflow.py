@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from shardwise.errors import ConfigError
 from shardwise.integrations.horovod import basics
 from shardwise.integrations.horovod import numpy as numpy_hvd
 from shardwise.integrations.horovod.basics import *  # noqa: F403
@@ -71,7 +73,7 @@ def alltoall(
 
     With `splits`, also return the number of rows from each rank.
     """
-    array = tf.convert_to_tensor(tensor).numpy()
+    array = _eager_array("alltoall", tensor)
     received = numpy_hvd.alltoall(array, None if splits is None else list(splits), name, process_set)
     return tf.convert_to_tensor(received) if splits is None else tuple(map(tf.convert_to_tensor, received))
 
@@ -85,16 +87,25 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce the ranks' tensors and return this rank's rows. Only eagerly; has no gradient."""
-    array = tf.convert_to_tensor(tensor).numpy()
+    array = _eager_array("reducescatter", tensor)
     scattered = numpy_hvd.reducescatter(array, name, op, process_set, prescale_factor, postscale_factor)
     return tf.convert_to_tensor(scattered)
+
+
+def _eager_array(call: str, tensor: Tensor) -> np.ndarray:
+    if not tf.executing_eagerly():
+        raise ConfigError(f"hvd.{call}() works only eagerly. Call it outside of tf.function.")
+    array: np.ndarray = tf.convert_to_tensor(tensor).numpy()
+    return array
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Broadcast `root_rank`'s values of `variables`, which all ranks must list in the same order. Only eagerly."""
     variables = list(variables)
     handles = [
-        numpy_hvd.broadcast_async(variable.numpy(), root_rank, f"variable.{index}", process_set)
+        numpy_hvd.broadcast_async(
+            _eager_array("broadcast_variables", variable), root_rank, f"variable.{index}", process_set
+        )
         for index, variable in enumerate(variables)
     ]
     for variable, handle in zip(variables, handles, strict=True):

@@ -82,6 +82,7 @@ class GradientReduction:
                 f"The gradient of '{self._names.name_of(param)}' was computed more than backward_passes_per_step="
                 f"{self.passes} times before step(). Increase it, or call step() or zero_grad() earlier."
             )
+        self.is_synchronized = False
         self._counts[param] += 1
         if all(self._counts[one] == self.passes for one in self._trainable(index)):
             self._issue(index)

@@ -43,8 +43,12 @@ class _Distributed(torch.optim.Optimizer):
         self._reduction.passes = passes
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """See torch. Gradients that `closure` computes are averaged too, before they are used."""
         reduction = self._reduction
-        if not reduction.skips_synchronize:
+        if reduction.skips_synchronize:
+            reduction.is_synchronized = False
+            return super().step(closure)
+        if closure is None:
             if reduction.is_synchronized:
                 warnings.warn(
                     "optimizer.step() was called after optimizer.synchronize(), so it averages gradients a second "
@@ -52,8 +56,16 @@ class _Distributed(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             self.synchronize()
-        reduction.is_synchronized = False
-        return super().step(closure)
+            reduction.is_synchronized = False
+            return super().step()
+
+        def closure_and_synchronize() -> float:
+            loss = closure()
+            self.synchronize()
+            reduction.is_synchronized = False
+            return loss
+
+        return super().step(closure_and_synchronize)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """See torch. Gradients in flight are dropped, for example when a state is restored after an error."""
