@@ -140,10 +140,10 @@ class Negotiation:
         first = self.ready.popleft()
         if not fusion_bytes or not _can_fuse(first):
             return self._started(first)
-        fused, num_bytes, rest = [first], _bytes_of(first), deque[Response]()
+        fused, num_bytes, rest, key = [first], _bytes_of(first), deque[Response](), _fusion_key(first)
         for other in self.ready:
             more = _bytes_of(other)
-            if num_bytes + more <= fusion_bytes and _can_fuse(other) and _fusion_key(other) == _fusion_key(first):
+            if num_bytes + more <= fusion_bytes and _can_fuse(other) and _fusion_key(other) == key:
                 fused.append(other)
                 num_bytes += more
             else:
