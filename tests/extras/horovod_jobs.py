@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.errors import ConfigError
-
 GLOBAL_ROWS, STEPS = 8, 4
 X = np.random.default_rng(0).normal(size=(STEPS, GLOBAL_ROWS, 5)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
@@ -153,7 +151,7 @@ def tensorflow_job() -> dict[str, Any]:
         y = tf.reduce_sum(hvd.allreduce(x, op=hvd.Max))
     with pytest.raises(ValueError, match="no gradient for op=Max"):
         tape.gradient(y, x)
-    with pytest.raises(ConfigError, match="works only eagerly"):
+    with pytest.raises(Exception, match="works only eagerly"):  # TensorFlow makes a StagingError of it
         tf.function(hvd.alltoall)(x)
 
     weights, unused = tf.Variable(W + rank), tf.Variable(1.0)

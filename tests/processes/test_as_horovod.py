@@ -74,6 +74,28 @@ KILLED = """
 """
 
 
+RETRIED = """
+    import horovod.torch as hvd
+    import torch
+
+    pair, other = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0])
+    hvd.init(process_sets=[other, pair])
+    hvd.remove_process_set(other)
+
+    @hvd.elastic.run
+    def train(state):
+        state.attempt += 1
+        hvd.allreduce_async(torch.ones(1), name="left behind" if hvd.rank() else "also left behind")
+        if attempts.append(1) or len(attempts) == 1:
+            hvd.allreduce(torch.ones(1 + hvd.rank()), name="mismatch")
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item(), state.attempt
+
+    attempts = []
+    sums = train(hvd.elastic.ObjectState(hvd.broadcast_object, attempt=0))
+    print("RETRIED", sums, len(attempts), flush=True)
+"""
+
+
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TMPDIR": str(folder)} | warm.RANKS_TOO
     return subprocess.run(
@@ -108,6 +130,14 @@ def test_a_killed_rank_is_named_also_after_two_shutdowns(folder: Path) -> None:
     done = run(folder, "launch", "--as-horovod", "-np", "2", "killed.py")
     assert done.returncode != 0
     assert "ERROR allreduce 'w' was issued by rank 0, but rank 1 has exited without calling shutdown()" in done.stdout
+
+
+def test_an_elastic_loop_is_run_again_by_the_same_processes(folder: Path) -> None:
+    """With their process sets, of which number 1 is missing."""
+    (folder / "retried.py").write_text(textwrap.dedent(RETRIED))
+    done = run(folder, "launch", "--as-horovod", "-np", "2", "retried.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("RETRIED (2.0, 1) 2") == 2
 
 
 def trace(folder: Path) -> list[dict[str, object]]:
