@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.horovod.current_session import current_session
+from shardwise.integrations.horovod.current_session import CURRENT
 from shardwise.integrations.horovod.ops import Op
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet
@@ -53,7 +53,7 @@ class GradientReduction:
         """By group: the handle, the parameters, and the contexts of compression."""
         self._sparse: set[Parameter] = set()
         """Parameters whose gradients have been sparse. On a rank without a gradient, it is one without rows."""
-        self._session = current_session()
+        self._session = CURRENT.get()
         for group in groups:
             self._add_group(group)
 
@@ -141,7 +141,7 @@ class GradientReduction:
 
     def _follow_session(self) -> None:
         """Drop what was in flight in another session: it has failed, and an elastic loop runs again in a new one."""
-        session = current_session()
+        session = CURRENT.get()
         if session is not self._session:
             self.reset()
             self._session = session
