@@ -75,9 +75,17 @@ KILLED = """
 
 
 RETRIED = """
+    import os
+
     import horovod.torch as hvd
     import torch
 
+    hvd.init()
+    hvd.shutdown()
+    try:
+        hvd.init(process_sets=[hvd.ProcessSet([int(os.environ["RANK"])])])
+    except Exception as error:
+        print("REFUSED", error, flush=True)
     pair, other = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0])
     hvd.init(process_sets=[other, pair])
     hvd.remove_process_set(other)
@@ -132,11 +140,12 @@ def test_a_killed_rank_is_named_also_after_two_shutdowns(folder: Path) -> None:
     assert "ERROR allreduce 'w' was issued by rank 0, but rank 1 has exited without calling shutdown()" in done.stdout
 
 
-def test_an_elastic_loop_is_run_again_by_the_same_processes(folder: Path) -> None:
-    """With their process sets, of which number 1 is missing."""
+def test_init_after_a_refusal_and_a_loop_that_is_run_again(folder: Path) -> None:
+    """The loop keeps its process sets, of which number 1 is missing."""
     (folder / "retried.py").write_text(textwrap.dedent(RETRIED))
     done = run(folder, "launch", "--as-horovod", "-np", "2", "retried.py")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("REFUSED init() was given process sets [[0]] on rank 0 and [[1]] on rank 1.") == 2
     assert done.stdout.count("RETRIED (2.0, 1) 2") == 2
 
 

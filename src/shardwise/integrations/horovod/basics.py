@@ -81,6 +81,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def _open_for_process(process_sets: Mapping[int, Sequence[int]]) -> None:
     world = CURRENT.idle_world if CURRENT.idle_world is not None else sw.World.join()
+    CURRENT.idle_world = None  # if no session can be opened, the world is closed
     CURRENT.of_process = _open_session(world, process_sets)
     if not CURRENT.has_exit_handler:
         atexit.register(shutdown)
