@@ -118,8 +118,9 @@ def changing_loop(model: nn.Sequential, wrap: Callable[[Any], Any], rows_of: Cal
         if step == 1:
             model[1].requires_grad_(True)
         if step == 2:
-            torch.manual_seed(5)
             model.append(nn.Linear(2, 2))
+            nn.init.eye_(model[2].weight)
+            nn.init.zeros_(model[2].bias)
             optimizer.add_param_group({"params": list(model[2].parameters())})
         if step == 4:
             model[0].requires_grad_(False)
