@@ -11,7 +11,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import CommError, ConfigError
 from shardwise.integrations.horovod.current_session import CURRENT, current_session
-from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.errors import HorovodInternalError, ProcessSetError
 from shardwise.integrations.horovod.messages import WORLD_SET
 from shardwise.integrations.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from shardwise.integrations.horovod.process_sets import ProcessSet, assign_numbers, global_process_set
@@ -81,8 +81,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def _open_for_process(process_sets: Mapping[int, Sequence[int]]) -> None:
     world = CURRENT.idle_world if CURRENT.idle_world is not None else sw.World.join()
-    CURRENT.idle_world = None  # if no session can be opened, the world is closed
-    CURRENT.of_process = _open_session(world, process_sets)
+    CURRENT.idle_world = None  # it is closed if the session cannot be opened
+    try:
+        CURRENT.of_process = _open_session(world, process_sets)
+    except ProcessSetError:
+        CURRENT.idle_world = world
+        raise
     if not CURRENT.has_exit_handler:
         atexit.register(shutdown)
         CURRENT.has_exit_handler = True
@@ -93,6 +97,8 @@ def _open_session(world: sw.World, process_sets: Mapping[int, Sequence[int]]) ->
     while True:
         try:
             return Session(world, process_sets)
+        except ProcessSetError:
+            raise  # on all ranks, which may call `init` again
         except CommError as error:
             if world.membership is None:
                 world.close(error)

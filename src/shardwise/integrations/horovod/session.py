@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.errors import ConfigError
 from shardwise.integrations.horovod.collectives import HorovodCollectives
 from shardwise.integrations.horovod.coordinator import LEAVE, Coordinator
+from shardwise.integrations.horovod.errors import ProcessSetError
 from shardwise.integrations.horovod.executor import Executor
 from shardwise.integrations.horovod.links import LOOPBACK, Link, Listener, SendQueue, connect
 from shardwise.integrations.horovod.messages import WORLD_SET, MessageEncoder, Request
@@ -79,7 +79,10 @@ class Session:
             self.timeline.start(self.settings.timeline)
 
     def _exchange_hosts(self, process_sets: Mapping[int, Sequence[int]]) -> list[str]:
-        """Every rank's host name. Also checks that all ranks have the same process sets, and adds them."""
+        """Every rank's host name. Also checks that all ranks have the same process sets, and adds them.
+
+        Raises `ProcessSetError` on all ranks.
+        """
         sets = [(number, sorted(set(ranks))) for number, ranks in sorted(process_sets.items())]
         own = json.dumps({"host": socket.gethostname(), "sets": sets})
         received = [json.loads(message) for message in self.world.exchange(own.encode(), "horovod")]
@@ -87,7 +90,7 @@ class Session:
         for rank, other in enumerate(sets_of_ranks):
             if other != sets_of_ranks[0]:
                 first, odd = ([ranks for _, ranks in one] for one in (sets_of_ranks[0], other))
-                raise ConfigError(
+                raise ProcessSetError(
                     f"init() was given process sets {first} on rank 0 and {odd} on rank {rank}. Pass the same sets on "
                     f"all ranks."
                 )
@@ -118,7 +121,7 @@ class Session:
 
     def _require_ranks(self, ranks: Sequence[int]) -> None:
         if not ranks or not set(ranks) <= set(range(self.size)):
-            raise ValueError(f"A process set of ranks {list(ranks)} is not one of 0 ... {self.size - 1}.")
+            raise ProcessSetError(f"A process set of ranks {list(ranks)} is not one of 0 ... {self.size - 1}.")
 
     # -- issuing collectives ----------------------------------------------------------------------------
 
