@@ -416,11 +416,11 @@ def test_a_host_of_an_elastic_job_speaks_for_the_members_alone_that_were_started
 
 
 @contextmanager
-def at_the_door(door: Listener, size: int) -> Iterator[dict[str, Any]]:
+def admitting(listener: Listener, size: int) -> Iterator[dict[str, Any]]:
     admitted: dict[str, Any] = {}
 
     def admit() -> None:
-        admitted["links"] = door.admit(size, 30)
+        admitted["links"] = listener.admit(size, 30)
 
     thread = threading.Thread(target=admit)
     thread.start()
@@ -429,20 +429,20 @@ def at_the_door(door: Listener, size: int) -> Iterator[dict[str, Any]]:
     assert not thread.is_alive()
 
 
-def test_strangers_at_horovods_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may know all that the store has; without the token they stay outside, and so does who is too slow."""
+def test_unauthenticated_connections_to_horovods_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the token they are closed, even if they know all that is in the store, and so is one that is too slow."""
     monkeypatch.setattr("shardwise.integrations.horovod.links._PROOF_SECONDS", 0.3)
     monkeypatch.setenv(VARIABLE, "token")
-    door = Listener("127.0.0.1")
-    port, name = door.address.split()
-    with at_the_door(door, 1) as admitted:
+    listener = Listener("127.0.0.1")
+    port, name = listener.address.split()
+    with admitting(listener, 1) as admitted:
         for said in (b"", b"\xff" * 36, Seal("guessed").word(name) + bytes(4), Seal("").word(name) + bytes(4)):
             with socket.create_connection(("127.0.0.1", int(port))) as stranger:
                 stranger.sendall(said)
         with socket.create_connection(("127.0.0.1", int(port))) as slow:
             slow.sendall(b"x")
             started = time.monotonic()
-            link = connect("127.0.0.1", door.address, 0, 10)
+            link = connect("127.0.0.1", listener.address, 0, 10)
             slow.settimeout(10)
             assert slow.recv(1) == b""
             assert time.monotonic() - started < 8

@@ -1,4 +1,4 @@
-"""Lets scripts import the modules of this package as `horovod...`. Horovod itself is not needed."""
+"""An import hook: `import horovod...` imports the modules of this package. Horovod itself is not needed."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        ours = _MODULES.get(name)
-        if ours:
-            sys.modules[name] = importlib.import_module(f"{_PACKAGE}.{ours}")
+        replacement = _MODULES.get(name)
+        if replacement:
+            sys.modules[name] = importlib.import_module(f"{_PACKAGE}.{replacement}")
         elif name == "horovod":
             module.__dict__.update(__version__=VERSION, is_shardwise=True, run=_run)
 
