@@ -114,7 +114,8 @@ class Recovery(ABC):
         self._former_model: Former | None = None
         """The model, while it is taken down."""
         self.copy_meter = CopyMeter()
-        self._layout = self._layout_of(sharded)
+        self._layout: Layout
+        self._make_layout(sharded)
         self._complete_label = self._num_layouts
         self._survival.begin(self._version)
 
@@ -323,7 +324,7 @@ class Recovery(ABC):
         self._sharded = sharded = rebuilt(former, self.plan, held, self._world)
         self._wrap()
         self._former_model = None
-        self._layout = self._layout_of(sharded)
+        self._make_layout(sharded)
         self._survival.begin(version)
         self._complete_label = self._layout.label
         self._host.take_over(self._world, sharded)
@@ -333,10 +334,13 @@ class Recovery(ABC):
         self._former = None
         self._enter_quiet_mode()
 
-    def _layout_of(self, sharded: ShardedModel) -> Layout:
-        """The layout of `sharded`, with images. All ranks call."""
-        where = self._num_layouts, self._membership.folder, self.copy_meter
-        return together(self._world, lambda: Layout.of(sharded, *where))
+    def _make_layout(self, sharded: ShardedModel) -> None:
+        """Make the layout of `sharded` the present one, with images. All ranks call."""
+
+        def make() -> None:
+            self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
+
+        together(self._world, make)
 
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,

@@ -11,13 +11,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from shardwise.comm import World
 from shardwise.errors import StateError
 from shardwise.units import format_bytes
 
-Made = TypeVar("Made")
 _NUMBER = re.compile(r"-(\d+)\.image$")
 _CURE = (
     "Enlarge it (in Docker with --shm-size, otherwise with `mount -o remount,size=... /dev/shm`), or choose survive: "
@@ -37,13 +35,10 @@ class NoRoomError(StateError):
         )
 
 
-def together(world: World, make: Callable[[], Made]) -> Made:
-    """`make()`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
+def together(world: World, make: Callable[[], object]) -> None:
+    """Call `make`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
     others would go on without it, as if it had died."""
-    made: list[Made] = []
-    refusal = refusal_of(lambda: made.append(make()))
-    agree(world.exchange(refusal.encode(), "space for images"))
-    return made[0]
+    agree(world.exchange(refusal_of(make).encode(), "space for images"))
 
 
 def refusal_of(make: Callable[[], object]) -> str:

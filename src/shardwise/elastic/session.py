@@ -104,7 +104,7 @@ class Session(Recovery):
         former = self._layout
         self._num_layouts += 1
         self._sharded, self.plan = sharded, sharded.plan
-        self._layout = self._layout_of(sharded)
+        self._make_layout(sharded)
         self._survival.begin(self._version)
         self.loop_state.follow(sharded)
         self._wrap()
