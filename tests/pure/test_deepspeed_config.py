@@ -264,8 +264,8 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--num_nodes", "2"), "--nodes is about other hosts than this one"),
-        (("--num_gpus", "2", "--nproc", "3"), "are two counts"),
+        (("--num_nodes", "2"), "--nodes has no effect on this machine alone"),
+        (("--num_gpus", "2", "--nproc", "3"), "are the same option with two values"),
         (("--shardwise", "zero3"), "takes its plan from the DeepSpeed config"),
     ],
 )

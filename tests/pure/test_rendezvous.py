@@ -361,9 +361,9 @@ def test_limits_that_no_job_can_keep_are_refused(limits: Elastic, nproc: int, wo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--elastic", "2"], "give the fewest and the most ranks, such as 2:8"),
-        (["--retries", "3"], "--retries is of elastic jobs"),
-        (["--elastic", "1:2", "--retries", "often"], "give a number, and perhaps seconds"),
+        (["--elastic", "2"], "give the minimum and the maximum number of ranks, such as 2:8"),
+        (["--retries", "3"], "--retries is for elastic jobs"),
+        (["--elastic", "1:2", "--retries", "often"], "give a number, or a number and seconds"),
         (
             ["--elastic", "1:2", "--where", "mpi"],
             "--elastic does not work with --where mpi: an MPI job ends with its first dead rank",

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.activations import treatments_for
 from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
-from shardwise.cli.explanation import UnitSize, said_on_host
+from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
@@ -302,4 +302,4 @@ def _needed(build: Callable[..., Any]) -> list[str]:
 def _size(choice: UnitChoice, spec: UnitSpec) -> UnitSize:
     frozen = sum(param.numel() for param in choice.params.values() if not param.requires_grad)
     numel = sum(param.numel() for param in choice.params.values())
-    return UnitSize(choice.name, numel, frozen, said_on_host(spec.flats))
+    return UnitSize(choice.name, numel, frozen, describe_offload(spec.flats))
