@@ -24,7 +24,7 @@ from shardwise.cli import checks, host_checks, host_facts
 from shardwise.cli.between_hosts import SSH, Remote, examine_hosts
 from shardwise.cli.checks import Check
 from shardwise.cli.console import console_for_output
-from shardwise.cli.meeting import meet
+from shardwise.cli.loopback import run_loopback
 from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.plan_lint import lint
 from shardwise.errors import ConfigError
@@ -120,7 +120,7 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
         yield checks.check_backends(facts)
         yield checks.check_gpus(facts)
         if "gloo" in facts.backends:
-            yield checks.check_loopback(meet(timeout_seconds))
+            yield checks.check_loopback(run_loopback(timeout_seconds))
         yield host_checks.check_driver(host_facts.driver_version(), facts)
     yield _ask_temp()
     yield from _of_host()
@@ -132,7 +132,7 @@ def _of_host() -> Iterator[Check]:
     networks = [one for one in interfaces() if one.is_ipv4]
     yield host_checks.check_network(networks, host_facts.address_of_own_name(), os.environ)
     yield host_checks.check_mpi(host_facts.mpi_version())
-    yield host_checks.check_clock(host_facts.clock_is_kept())
+    yield host_checks.check_clock(host_facts.clock_is_synchronized())
     yield host_checks.check_versions(host_facts.conflicts(_requirements()))
     yield host_checks.check_leftovers(host_facts.leftovers(Path(tempfile.gettempdir())))
 

@@ -42,7 +42,7 @@ def limits() -> dict[str, int]:
     return {name: resource.getrlimit(limit)[0] for name, limit in asked.items()}
 
 
-def clock_is_kept() -> bool | None:
+def clock_is_synchronized() -> bool | None:
     """Whether this clock is synchronized; `None` if the kernel does not say."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -123,7 +123,7 @@ def conflicts(requirements: Iterable[str]) -> list[str]:
                 wrong.append(f"{name} is not installed")
             continue
         if not _fits(installed, bounds):
-            wrong.append(f"{name} is {installed}, and {bounds} is needed")
+            wrong.append(f"{name} is {installed}, but {bounds} is needed")
     return wrong
 
 

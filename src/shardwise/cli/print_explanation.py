@@ -133,7 +133,7 @@ def _section(console: Console, title: str, *below: object) -> None:
     console.print()
     console.print(Text(title, "bold"))
     for one in below:
-        console.print(Padding(one, (0, 0, 0, 2)) if isinstance(one, Grid | Text) else one)
+        console.print(Padding(one, (0, 0, 0, 2), expand=False) if isinstance(one, Grid | Text) else one)
 
 
 def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
@@ -295,6 +295,8 @@ def _sent_lines(explained: Explanation) -> Iterator[str]:
     yield f"{text}: {', '.join(parts)}" if parts else text
     if has_tensor_parallelism and not subject.batch:
         yield "The bytes of activations along tp are not included; --batch counts them."
+    if explained.schedule is not None:
+        yield "Activations and gradients between pipeline stages are not included."
     if explained.per_host:
         yield f"{format_bytes(max(explained.sent_by_hosts))} leave each host of {explained.per_host} ranks"
     copied = explained.copied_bytes

@@ -1,6 +1,6 @@
-"""Starts two processes that meet over loopback and add two numbers, to check whether ranks can communicate here.
+"""Checks whether ranks can communicate on this machine: two processes add two numbers over loopback.
 
-This is the parent, which needs no torch; each rank runs `meeting_rank.py`.
+This is the parent, which needs no torch; each rank runs `loopback_rank.py`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_RANKS = 2
-RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.meeting_rank")
+RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.loopback_rank")
 STARTED = "started-"
-"""A file of each rank that has started and imported torch."""
-_NOT_MET = "the two processes did not meet in time"
+"""The prefix of the file that a rank creates when it has started and imported torch."""
+_NOT_CONNECTED = "the two processes did not connect in time"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class LoopbackResult:
     """The result: `trouble` is empty if the sum was right."""
 
     seconds: float
     trouble: str = ""
     is_late: bool = False
-    """Whether the processes had not even started in time, which says nothing of the network."""
+    """Whether the processes did not even start in time, which says nothing about the network."""
 
 
-def meet(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> Meeting:
+def run_loopback(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> LoopbackResult:
     """Start both ranks, wait for both, and leave none running. Tests replace `program`."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
@@ -43,14 +43,16 @@ def meet(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> Meeti
                 with output.open("wb") as sink:
                     ranks.append(subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment()))
             trouble = _wait(ranks, outputs, started + timeout_seconds)
-            num_here = sum((Path(folder) / f"{STARTED}{rank}").exists() for rank in range(NUM_RANKS))
+            num_started = sum((Path(folder) / f"{STARTED}{rank}").exists() for rank in range(NUM_RANKS))
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-    if trouble == _NOT_MET and num_here < NUM_RANKS:
-        return Meeting(time.monotonic() - started, f"two processes did not start within {timeout_seconds:g} s", True)
-    return Meeting(time.monotonic() - started, trouble)
+    if trouble == _NOT_CONNECTED and num_started < NUM_RANKS:
+        return LoopbackResult(
+            time.monotonic() - started, f"two processes did not start within {timeout_seconds:g} s", True
+        )
+    return LoopbackResult(time.monotonic() - started, trouble)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline: float) -> str:
@@ -59,17 +61,17 @@ def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline: f
         if failed:
             break
         if time.monotonic() > deadline:
-            return _NOT_MET
+            return _NOT_CONNECTED
         time.sleep(0.02)
     for rank, process in enumerate(ranks):
         if process.poll():
-            said = outputs[rank].read_text(errors="replace").strip().splitlines()
-            return f"rank {rank} ended with status {process.returncode}: {said[-1] if said else 'no word'}"
+            lines = outputs[rank].read_text(errors="replace").strip().splitlines()
+            return f"rank {rank} ended with status {process.returncode}: {lines[-1] if lines else 'no output'}"
     return ""
 
 
 def _environment() -> dict[str, str]:
-    """The environment in which children import this same package, however the parent found it."""
+    """The environment, in which children import this same package."""
     here = str(Path(__file__).resolve().parents[2])
     paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,4 +1,4 @@
-"""Doctor on this very machine: two real processes meet, and none stays behind."""
+"""`shardwise doctor` with real processes on this machine, none of which may be left over."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import warm
 from shardwise.cli.between_hosts import Remote, check_links, examine_hosts, measure_links
 from shardwise.cli.checks import check_loopback
+from shardwise.cli.loopback import run_loopback
 from shardwise.cli.main import main
-from shardwise.cli.meeting import meet
 from tests.thorough import thorough_only
 
 
@@ -72,7 +72,7 @@ def test_hosts_that_do_not_answer_are_named_at_once(remote: Remote, tmp_path: Pa
     assert "stranger: it refuses the key" in reached.found
     assert "--ssh 'ssh -p PORT'" in reached.cure
     assert "ssh-copy-id" in reached.cure
-    assert folders.found == f"not there, or not writable: {tmp_path / 'missing'} on 127.0.0.1"
+    assert folders.found == f"missing or not writable: {tmp_path / 'missing'} on 127.0.0.1"
 
 
 def test_a_port_that_is_taken_is_the_reason(remote: Remote) -> None:
@@ -85,11 +85,11 @@ def test_a_port_that_is_taken_is_the_reason(remote: Remote) -> None:
 
 def test_ranks_that_never_meet_are_ended() -> None:
     started, before = time.monotonic(), children()
-    meeting = meet(0.5, (sys.executable, "-c", "import time; time.sleep(600)"))
+    meeting = run_loopback(0.5, (sys.executable, "-c", "import time; time.sleep(600)"))
     assert meeting.trouble == "two processes did not start within 0.5 s"
     assert "--timeout" in check_loopback(meeting).cure  # a busy machine is not one whose ranks cannot talk
     apart = "import pathlib, sys, time; pathlib.Path(sys.argv[2], 'started-' + sys.argv[1]).touch(); time.sleep(600)"
-    meeting = meet(5, (sys.executable, "-S", "-c", apart))
+    meeting = run_loopback(5, (sys.executable, "-S", "-c", apart))
     assert meeting.trouble == "the two processes did not meet in time"
     assert check_loopback(meeting).status == "fail"
     assert time.monotonic() - started < 30
@@ -99,6 +99,6 @@ def test_ranks_that_never_meet_are_ended() -> None:
 def test_a_rank_that_fails_is_quoted_and_the_other_is_ended() -> None:
     program = "import sys, time\nif sys.argv[1] == '0': time.sleep(600)\nsys.exit('no route to loopback')"
     before = children()
-    meeting = meet(60, (sys.executable, "-c", program))
+    meeting = run_loopback(60, (sys.executable, "-c", program))
     assert meeting.trouble == "rank 1 ended with status 1: no route to loopback"
     assert children() <= before

@@ -1,6 +1,6 @@
-"""One of the two ranks that `meeting.meet` starts: meets the other over loopback and checks a sum.
+"""One of the two ranks that `run_loopback` starts: connects to the other over loopback and checks a sum.
 
-Rank 0 lets the system pick a free port and writes it to the folder that both share.
+Rank 0 takes a free port and writes its number to the folder that both share.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from shardwise.cli.meeting import STARTED
+from shardwise.cli.loopback import STARTED
 from shardwise.listening import listen_at
 
 LOOPBACK = "127.0.0.1"
 NUM_RANKS = 2
 
 
-def attend(rank: int, folder: Path, timeout: timedelta) -> int:
-    """Returns exit status 0 if 1 + 2 is 3 on this rank."""
+def run_rank(rank: int, folder: Path, timeout: timedelta) -> int:
+    """Return exit status 0 if this rank gets 3 for 1 + 2."""
     (folder / f"{STARTED}{rank}").touch()
     store = _open_store(folder / "port", timeout) if rank == 0 else _find_store(folder / "port", timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
@@ -31,7 +31,7 @@ def attend(rank: int, folder: Path, timeout: timedelta) -> int:
     dist.barrier()  # rank 0 hosts the store and must not leave while the other uses it
     dist.destroy_process_group()
     if total.item() != 3:
-        print(f"the sum of 1 and 2 came out as {total.item()}")
+        print(f"the sum of 1 and 2 is {total.item()}")
         return 1
     return 0
 
@@ -54,4 +54,4 @@ def _find_store(note: Path, timeout: timedelta) -> TCPStore:
 
 
 if __name__ == "__main__":
-    sys.exit(attend(int(sys.argv[1]), Path(sys.argv[2]), timedelta(seconds=float(sys.argv[3]))))
+    sys.exit(run_rank(int(sys.argv[1]), Path(sys.argv[2]), timedelta(seconds=float(sys.argv[3]))))
