@@ -134,7 +134,7 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
             f"{as_given('--steps N')}; to start over, {as_given('--fresh')}."
         )
     elif done:
-        report.note(f"Going on after step {done} of {steps}, from {run.checkpoints}.")
+        report.note(f"Continuing after step {done} of {steps}, from {run.checkpoints}.")
     else:
         report.note(f"A new run, kept in {run.folder}.")
     if run.args.batch is None and run.rows != ROWS:

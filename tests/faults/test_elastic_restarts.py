@@ -45,7 +45,7 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
     ran = launched(tmp_path, plan)
     assert ran.returncode == 0, ran.stderr
     assert "restart 1 of 3 within 600 s begins" in ran.stderr, ran.stderr
-    assert "blame: node" in ran.stderr
+    assert "cause: node" in ran.stderr
     found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
     assert len(found) == (4 if name == "tp" else 2)
     losses = oracle(NUM_STEPS)

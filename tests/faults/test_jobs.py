@@ -133,7 +133,7 @@ def test_the_launcher_tells_what_a_killed_rank_was_doing(tmp_path: Path) -> None
     assert run.stderr.count("Rank 3 is gone without a word") == 1, run.stderr
     assert "ranks 0 to 2 then raised" in run.stderr
     assert "rank 3 of 4 failed first: it was killed by SIGKILL" in run.stderr
-    assert "Last it said: rank 3 " in run.stderr
+    assert "Last status: rank 3 " in run.stderr
     assert ended < SOON_SECONDS
 
 

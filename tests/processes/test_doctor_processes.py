@@ -90,7 +90,7 @@ def test_ranks_that_never_meet_are_ended() -> None:
     assert "--timeout" in check_loopback(meeting).cure  # a busy machine is not one whose ranks cannot talk
     apart = "import pathlib, sys, time; pathlib.Path(sys.argv[2], 'started-' + sys.argv[1]).touch(); time.sleep(600)"
     meeting = run_loopback(5, (sys.executable, "-S", "-c", apart))
-    assert meeting.trouble == "the two processes did not meet in time"
+    assert meeting.trouble == "the two processes did not connect in time"
     assert check_loopback(meeting).status == "fail"
     assert time.monotonic() - started < 30
     assert children() <= before

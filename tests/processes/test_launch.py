@@ -305,7 +305,7 @@ class TestFailure:
     @pytest.mark.parametrize(
         ("line", "status", "words"),
         [
-            ("sys.exit(0)", 1, "rank 1 of 2 ended early: its script was over, and the others needed it.\n"),
+            ("sys.exit(0)", 1, "rank 1 of 2 ended early: its script was over, but the others still needed it.\n"),
             (
                 "atexit.register(time.sleep, 0.5); os.kill(os.getpid(), signal.SIGINT)",
                 130,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from shardwise.comm.board import last_words
+from shardwise.comm.board import last_status
 from shardwise.comm.diagnosis import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
 from shardwise.comm.fault import Fault
 from shardwise.comm.status import Entered, PassPath, Status, Track
@@ -136,8 +136,8 @@ def test_the_latest_world_has_the_last_word() -> None:
         PrefixStore(f"shardwise-watch/{world}", PrefixStore("attempt-0", store)).set(
             "status/1", replace(status(1, [1]), error=f"in world {world}").to_json()
         )
-    assert "in world 10" in last_words(store, 1, "attempt-0")
-    assert last_words(store, 2, "attempt-0") == ""
+    assert "in world 10" in last_status(store, 1, "attempt-0")
+    assert last_status(store, 2, "attempt-0") == ""
 
 
 def test_no_majority_blames_all() -> None:

@@ -152,8 +152,8 @@ def test_a_lost_host_is_told_with_all_its_ranks_and_what_follows() -> None:
     losses = tuple(Loss(n, n, "nothing was heard of it for 15 s", 3, 1.0, "gpu2") for n in (2, 3))
     change = Change(losses, {}, 0, 0, 2, 120, 0.4, 0, "0 of 3 within 600 s", 2, can_come=True)
     assert change_report(change) == (
-        "host gpu2 is gone: ranks 2, 3 (nothing was heard of it for 15 s). 2 ranks go on after step 120, 0.40 s later. "
-        "Processes start in the place of the dead as soon as a host has room for them."
+        "host gpu2 is gone: ranks 2, 3 (nothing was heard of it for 15 s). 2 ranks continue after step 120, 0.40 s "
+        "later. Replacements start as soon as a host has free slots."
     )
 
 
@@ -188,7 +188,7 @@ def test_a_list_of_hosts_counts_when_it_was_read_twice_and_a_bad_one_does_not(tm
     wait_until(has_changed, "no change", 20)
     hosts.close()
     assert changes == [[Host("c", 1)]], "what was said once only, as of a file that is half written, does not count"
-    assert said == ["What is this? The hosts stay as they were."]
+    assert said == ["What is this? The list of hosts is unchanged."]
 
 
 def test_code_that_has_changed_since_the_job_began_is_told_once() -> None:
@@ -197,4 +197,4 @@ def test_code_that_has_changed_since_the_job_began_is_told_once() -> None:
     for host in ("one", "two", "three", "four"):
         code.compare(host).join()
     assert len(said) == 1
-    assert said[0].startswith("this directory has changed since the job began: two gets what is here now")
+    assert said[0].startswith("this directory has changed since the job began: two gets the files that are here now")

@@ -98,7 +98,7 @@ class TestFirstFailure:
 
     def test_who_is_blamed_by_a_peer_goes_before_it(self) -> None:
         """Its process took longer to end than the peer took to hear of it."""
-        victim = raised(0, 10.0, summary="FaultError: Rank 1 raised KeyboardInterrupt", blames=(1,))
+        victim = raised(0, 10.0, summary="FaultError: Rank 1 raised KeyboardInterrupt", at_fault=(1,))
         interrupted = raised(1, 10.5, exit_code=-2, wanted=130, summary="KeyboardInterrupt")
         assert first_failure([victim, interrupted]) is interrupted
         assert interrupted.status == 130
@@ -109,16 +109,16 @@ class TestFirstFailure:
         assert first_failure([victim, killed]) is killed
 
     def test_a_rank_that_ended_early_is_named_before_its_victims(self) -> None:
-        victims = [raised(rank, 10.0, summary="FaultError: Rank 1 has ended", blames=(1,)) for rank in (0, 2)]
+        victims = [raised(rank, 10.0, summary="FaultError: Rank 1 has ended", at_fault=(1,)) for rank in (0, 2)]
         early = Outcome(1, 0, None, 9.0)
         assert first_failure([victims[0], early, victims[1]]) is early
         assert early.status == 1
         text = failure_summary([victims[0], early, victims[1]])
-        assert text.startswith("rank 1 of 3 ended early: its script was over, and the others needed it.\n")
+        assert text.startswith("rank 1 of 3 ended early: its script was over, but the others still needed it.\n")
         assert "ranks 0, 2 then raised FaultError: Rank 1 has ended." in text
 
     def test_ranks_that_blame_each_other_or_themselves_go_by_the_clock(self) -> None:
-        both = [raised(rank, 10.0 + rank, blames=(0, 1)) for rank in (0, 1)]
+        both = [raised(rank, 10.0 + rank, at_fault=(0, 1)) for rank in (0, 1)]
         assert first_failure(both) is both[0]
         ended = Outcome(1, -15, signal.SIGTERM, 9.0, sent_at=8.0)
         assert first_failure([both[0], ended]) is both[0]

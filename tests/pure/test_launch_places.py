@@ -467,7 +467,7 @@ class TestConnections:
         os.close(reading)
 
     def test_outcomes_come_through_with_the_clock_set_right(self) -> None:
-        outcome = Outcome(3, 1, signal.SIGTERM, 100.0, "E", "T", True, sent_at=101.0, blames=(1, 2))
+        outcome = Outcome(3, 1, signal.SIGTERM, 100.0, "E", "T", True, sent_at=101.0, at_fault=(1, 2))
         told = json.loads(json.dumps(outcome_as_message(outcome)))
         assert outcome_from(told, 10.0) == replace(outcome, time=90.0, sent_at=91.0)
         unsent = Outcome(3, 0, None, 100.0)
@@ -506,7 +506,7 @@ def test_what_would_be_sent_without_rsync(
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").touch()
     assert main(["launch", "--hosts", "a:1", "--rsync", "--dry-run", "train.py"]) == 0
-    assert "what would be sent is not known: there is no rsync on this machine" in capsys.readouterr().out
+    assert "the files to send are unknown: this machine has no rsync" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class Job:
         self.num_read[number] = len(self.announcements)
         self.say(number, "here")
 
-    def say(self, number: int, kind: str, generation: int = -1, text: str = "", blames: tuple[int, ...] = ()) -> None:
-        message = MemberMessage(kind, number, generation, 7, text, blames, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
+    def say(self, number: int, kind: str, generation: int = -1, text: str = "", at_fault: tuple[int, ...] = ()) -> None:
+        message = MemberMessage(kind, number, generation, 7, text, at_fault, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
         self.rendezvous.receive(message, self.now)
         self.collect()
 
@@ -141,12 +141,12 @@ def test_a_stopped_member_is_voted_out_and_turned_away_when_it_comes_back() -> N
     job = Job(3, 2, 3)
     job.begin()
     job.stopped.add(2)
-    job.say(0, "ready", 0, "Timeout of 3 s", blames=(2,))
+    job.say(0, "ready", 0, "Timeout of 3 s", at_fault=(2,))
     job.settle()
     assert job.rendezvous.members == (0, 1)
     job.say(2, "ready", 0)
     assert job.announcements[-1].kind == "out"
-    assert "held this rank for dead" in job.announcements[-1].text
+    assert "took this rank for lost" in job.announcements[-1].text
 
 
 def test_one_that_stops_while_the_others_meet_is_given_up_soon_and_one_that_computes_is_not() -> None:
@@ -382,13 +382,13 @@ def test_one_letter_says_who_died_of_what_and_who_goes_on() -> None:
     words = {3: "rank 3 computes", 1: ""}
     change = Change(losses, words, 0, 0, 2, step=120, seconds=0.05, num_starting=1, budget="2 of 3 within 600 s")
     assert change_report(change) == (
-        "ranks 1, 3 were killed by SIGKILL. Last said: rank 3 computes. 2 ranks go on after step 120, 0.05 s later. "
-        "A process starts in the place of the dead (retries: 2 of 3 within 600 s)."
+        "ranks 1, 3 were killed by SIGKILL. Last status: rank 3 computes. 2 ranks continue after step 120, 0.05 s "
+        "later. 1 replacement starts (retries: 2 of 3 within 600 s)."
     )
     few = change_report(
         Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3)
     )
-    assert "2 ranks wait after step 120, 0.05 s later, for others: the job needs 3 (--elastic)." in few
+    assert "2 ranks wait after step 120, 0.05 s later, for more: the job needs 3 (--elastic)." in few
     assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
-        "1 rank left, as asked. 1 rank came. 1 rank goes on after step 7."
+        "1 rank left on request. 1 rank joined. 1 rank continues after step 7."
     )

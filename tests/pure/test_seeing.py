@@ -434,7 +434,7 @@ class TestOddRuns:
             file.write('{"kind": "ranks", "step": 40, "ra')
         told = run / RECORD_PATH
         told.write_text(str(run / "record.jsonl"))
-        FolderNotes(run).record({"kind": "fault", "step": 40, "sort": "kill", "evidence": "rank 0 was killed"})
+        FolderNotes(run).record({"kind": "fault", "step": 40, "cause": "kill", "evidence": "rank 0 was killed"})
         assert "after step 40: kill: rank 0 was killed" in html_report(read_run(run))
         with RunRecord.resume(run / "record.jsonl", step=40, plan=PLAN, world_size=1):
             pass

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.elastic.blame import Policy
+from shardwise.elastic.causes import Policy
 from shardwise.errors import ConfigError, LaunchError, nearest
 from shardwise.launch.cores import bindings, numa_nodes
 from shardwise.launch.environment import Attempt, rank_environment
@@ -33,7 +33,7 @@ class Elastic:
 
     @property
     def policy(self) -> Policy:
-        """How faults are judged."""
+        """How faults are classified."""
         return Policy(seconds=self.retry_seconds)
 
     def check(self, nproc: int) -> None:

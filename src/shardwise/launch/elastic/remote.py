@@ -185,7 +185,7 @@ class RemoteWorkers:
     def outcome(self, number: int) -> Outcome:
         if number in self._outcomes:
             return self._outcomes[number]
-        return Outcome(number, 1, None, time.time(), lost_with="it did not say what became of it")
+        return Outcome(number, 1, None, time.time(), lost_with="its host did not report how it ended")
 
     def is_stopped(self, number: int, pid: int) -> bool:
         """As its host has last reported; it is asked periodically."""
@@ -225,7 +225,7 @@ class RemoteWorkers:
             self.wait_for_end(_KILL_SECONDS, lambda: False)
         for left in list(self._living):
             del self._living[left]
-            self._outcomes[left] = Outcome(left, 1, None, time.time(), lost_with="its host did not say that it ended")
+            self._outcomes[left] = Outcome(left, 1, None, time.time(), lost_with="its host did not report its end")
         return number
 
     def leave(self, host: str) -> None:
@@ -256,7 +256,7 @@ class RemoteWorkers:
         close_all([host.connection for host in self._hosts.values() if host.connection is not None])
         self._hosts.clear()
 
-    # -- for what ranks are to know ---------------------------------------------------------------------
+    # -- notes for ranks ---------------------------------------------------------------------------------
 
     def tell_and_wait(self, do: str, **details: object) -> None:
         """Send an order to all connected hosts, and wait until they have confirmed with `left_out`, or time is up."""
@@ -273,7 +273,7 @@ class RemoteWorkers:
         if host is not None and host.connection is not None:
             host.connection.send(do, **details)
 
-    # -- what hosts say ---------------------------------------------------------------------------------
+    # -- messages from hosts -----------------------------------------------------------------------------
 
     def _take_all(self) -> None:
         arrivals, self._pending = self._pending, []
@@ -301,7 +301,7 @@ class RemoteWorkers:
             case "signal":
                 if host.state == "ready":
                     host.state = "leaving"
-                    self._events.append(HostLeaves(host.name, "is asked to end (SIGTERM)", is_urgent=True))
+                    self._events.append(HostLeaves(host.name, "received SIGTERM", is_urgent=True))
             case "problem":
                 self._lose(host, str(message["text"]))
             case "lost":
@@ -379,9 +379,9 @@ class RemoteWorkers:
             host.is_listed = False
             if host.state == "ready":
                 host.state = "leaving"
-                self._events.append(HostLeaves(name, "is not in the list any more"))
+                self._events.append(HostLeaves(name, "is no longer in the list of hosts"))
             elif host.state != "leaving":
-                self._lose(host, "it is not in the list any more") if host.connection is not None else None
+                self._lose(host, "it is no longer in the list of hosts") if host.connection is not None else None
                 self._hosts.pop(name, None)
         for name, share in listed.items():
             known = self._hosts.setdefault(name, RemoteHost(share))
@@ -392,7 +392,7 @@ class RemoteWorkers:
             if share.num_ranks > before:
                 self._events.append(HostReady(name, share.num_ranks))
             else:
-                why = f"has {share.num_ranks} slots now, and had {before}"
+                why = f"has {share.num_ranks} slots now, instead of {before}"
                 self._events.append(HostLeaves(name, why, share.num_ranks))
 
     def _keep_in_touch(self, now: float) -> None:

@@ -97,7 +97,7 @@ class HostAgent(HostServer):
             self._store.cancel_meeting(attempt, ended, living)
 
     def _do_words(self, attempt: int, ranks: list[int]) -> None:
-        last = {} if self._store is None else {rank: self._store.last_words(rank, attempt) for rank in ranks}
+        last = {} if self._store is None else {rank: self._store.last_status(rank, attempt) for rank in ranks}
         self._say(said="words", words=[[rank, words] for rank, words in last.items()])
 
     def _watch(self) -> None:

@@ -102,7 +102,9 @@ class Door:
             connection.close()
             if isinstance(error, ForgedError) and not self._has_complained:
                 self._has_complained = True
-                self._say(f"{where} calls and does not have the token of this job (SHARDWISE_TOKEN). It is not let in.")
+                self._say(
+                    f"a connection from {where} is refused: it does not have the token of this job (SHARDWISE_TOKEN)."
+                )
             return
         finally:
             self._num_greeting.release()

@@ -112,9 +112,9 @@ def what_is_sent() -> str:
     try:
         listed = _listed()
     except FileNotFoundError:
-        return "what would be sent is not known: there is no rsync on this machine"
+        return "the files to send are unknown: this machine has no rsync"
     except subprocess.TimeoutExpired:
-        return f"what would be sent is more than can be listed in {_LIST_SECONDS} s"
+        return f"the files to send are unknown: listing them takes more than {_LIST_SECONDS} s"
     lines = [line.split(maxsplit=4) for line in listed.splitlines() if not line.startswith("d")]
     files = {words[4]: int(words[1]) for words in lines if len(words) == 5 and words[1].isdigit()}
     largest = sorted(files, key=lambda name: (-files[name], name))[:_NUM_SHOWN]

@@ -55,9 +55,9 @@ def serve(where: str, env: Mapping[str, str], dial_seconds: float = _DIAL_SECOND
     host, colon, port = where.rpartition(":")
     token, name = env.get(VARIABLE, ""), env.get(NAME) or socket.gethostname()
     if not colon or not port.isdigit():
-        raise ConfigError(f"{where!r} is not where a launcher is; write host:port.")
+        raise ConfigError(f"{where!r} is not an address of a launcher; write host:port.")
     if not token:
-        raise ConfigError(f"{VARIABLE} is not set: the launcher lets in only who has the token of the job.")
+        raise ConfigError(f"{VARIABLE} is not set. The launcher accepts only pods that have the token of the job.")
     with SignalLog() as signals, Folder(None) as folder:
         while (meeting := _dial((host, int(port)), name, token, signals, dial_seconds)) is not None:
             inbox = SealedInbox(meeting.connection, meeting.to_host)
@@ -69,7 +69,7 @@ def serve(where: str, env: Mapping[str, str], dial_seconds: float = _DIAL_SECOND
             if agent.status is not None:
                 return JOB_FAILED if agent.status else 0
             if not signals.received:
-                say(f"{name} has lost the launcher, and looks for it again.")
+                say(f"{name} has lost the launcher and is trying to reach it again.")
         return 128 + signals.received[0] if signals.received else JOB_FAILED
 
 
@@ -88,11 +88,11 @@ def _dial(where: tuple[str, int], name: str, token: str, signals: SignalLog, dia
             text = str(error)
         if text != complaint:
             complaint = text
-            say(f"{name} does not reach the launcher at {where[0]}, port {where[1]} ({text}). It tries again.")
+            say(f"{name} cannot reach the launcher at {where[0]}, port {where[1]} ({text}). It retries.")
         _sleep(pause, signals)
         pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause)
     if not signals.received:
-        say(f"{name} has not found the launcher at {where[0]}, port {where[1]}, for {dial_seconds:g} s. It gives up.")
+        say(f"{name} has not reached the launcher at {where[0]}, port {where[1]}, for {dial_seconds:g} s. It gives up.")
     return None
 
 

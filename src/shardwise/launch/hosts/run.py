@@ -147,7 +147,7 @@ class _HostsJob:
         elif said == "failed":
             self._end(signal.SIGTERM)
         elif said == "signal":
-            say(f"{host.name}: it is asked to end (SIGTERM); passed on to all ranks.")
+            say(f"{host.name}: received SIGTERM; passed on to all ranks.")
             self._signals.received.append(signal.SIGTERM)
         elif said == "over":
             self._outcomes[host] = [outcome_from(one, self._ahead[host]) for one in message["outcomes"]]
@@ -181,7 +181,8 @@ class _HostsJob:
             if self._passed_on == 0:
                 first = signal.SIGTERM if received[0] is signal.SIGHUP else received[0]
                 grace = f"{self._plan.job.grace_seconds:g} s"
-                say(f"{received[0].name}: passed on to the ranks, which have {grace} to end; once more kills them.")
+                name = received[0].name
+                say(f"{name}: passed on to the ranks, which have {grace} to end; a second signal kills them.")
                 self._end(first)
             else:
                 self._send_all("kill")
@@ -200,8 +201,8 @@ class _HostsJob:
         if not self._is_ending or first in self._lost:
             return outcomes
         first.send("words", attempt=self._number, ranks=[outcome.rank for outcome in outcomes])
-        words = _last_words(self._arrivals, first)
-        return [replace(outcome, last_words=words.get(outcome.rank, "")) for outcome in outcomes]
+        words = _last_status(self._arrivals, first)
+        return [replace(outcome, last_status=words.get(outcome.rank, "")) for outcome in outcomes]
 
     def _report(self, outcomes: list[Outcome]) -> int:
         logs = self._folder.place(self._number)
@@ -218,7 +219,7 @@ class _HostsJob:
             host.send(do, **details)
 
 
-def _last_words(arrivals: Arrivals, host: Connection) -> dict[int, str]:
+def _last_status(arrivals: Arrivals, host: Connection) -> dict[int, str]:
     """The last published activity of each rank, from the first host; empty if it does not answer soon."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     while time.monotonic() < deadline:

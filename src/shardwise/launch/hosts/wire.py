@@ -30,11 +30,11 @@ _NUMBER, _SECONDS = OneOf(None, int), OneOf(None, float)
 _OUTCOME = {
     **dict.fromkeys(("rank", "exit_code"), int),
     **dict.fromkeys(("sent", "wanted"), _NUMBER),
-    **dict.fromkeys(("summary", "traceback", "last_words", "batch", "lost_with"), str),
+    **dict.fromkeys(("summary", "traceback", "last_status", "batch", "lost_with"), str),
     "time": float,
     "sent_at": _SECONDS,
     "recorded": bool,
-    "blames": [int],
+    "at_fault": [int],
 }
 _JOB = {
     "command": [str],
@@ -169,7 +169,7 @@ def outcome_from(message: Message, ahead_seconds: float) -> Outcome:
         sent=None if message["sent"] is None else _signal(message["sent"]),
         sent_at=math.inf if message["sent_at"] is None else message["sent_at"] - ahead_seconds,
         time=outcome.time - ahead_seconds,
-        blames=tuple(outcome.blames),
+        at_fault=tuple(outcome.at_fault),
     )
 
 

@@ -1,9 +1,9 @@
-"""Why ranks were lost, and what to do about it, judged only by how they ended.
+"""Classifies the cause of lost ranks, and decides what to do about it, only by how they ended.
 
 [Note: what a failure follows] A single exception may be caused by the code, the data or the machine. The pattern tells
 them apart. On all ranks at the same step: the code, which is the same everywhere. The same error at the same step after
 the samples went to other ranks: the data. The same host repeatedly, with any errors: the host. So the first failure of
-a single rank is put down to its node, which costs nothing: the step is repeated, and its result decides.
+a single rank is attributed to its node, which costs nothing: the step is repeated, and its result decides.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Literal
 
 from shardwise.elastic.signs import End, Sign, sign_of
 
-Sort = Literal["code", "data", "node", "network"]
+Kind = Literal["code", "data", "node", "network"]
 Action = Literal["stop", "skip", "shrink", "exclude", "retry"]
-"""stop: the job ends and is not restarted. skip: the batch is skipped. shrink: the others go on, and a replacement may
-be started. exclude: nothing is started on that host for a time. retry: all ranks try again, as they are."""
+"""stop: the job ends and is not restarted. skip: the batch is skipped. shrink: the others continue, and a replacement
+may be started. exclude: nothing is started on that host for a time. retry: the same ranks repeat the step."""
 
 _MAX_RANKS_NAMED = 8
 _NODE_FAULTS: dict[Sign, str] = {
@@ -43,10 +43,10 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Blame:
-    """The verdict on one fault: its cause, the evidence as a sentence, and the action."""
+class Cause:
+    """The cause of a fault, the evidence for it as a sentence, and the action."""
 
-    sort: Sort
+    kind: Kind
     action: Action
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -54,12 +54,12 @@ class Blame:
     step: int = -1
 
     def __str__(self) -> str:
-        return f"{self.sort}: {self.evidence} {_CONSEQUENCES[self.action]}"
+        return f"{self.kind}: {self.evidence} {_CONSEQUENCES[self.action]}"
 
     def record(self) -> dict[str, object]:
         """For the run record; JSON."""
         return {
-            "sort": self.sort,
+            "cause": self.kind,
             "action": self.action,
             "ranks": list(self.ranks),
             "hosts": list(self.hosts),
@@ -69,40 +69,38 @@ class Blame:
 
 
 _CONSEQUENCES: dict[Action, str] = {
-    "stop": "The job is stopped; trying again would not help.",
-    "skip": "That batch is left out.",
-    "shrink": "The others go on.",
-    "exclude": "That host is excluded.",
-    "retry": "All try again.",
+    "stop": "The job is stopped, because a restart would not help.",
+    "skip": "The batch is skipped.",
+    "shrink": "The others continue.",
+    "exclude": "The host is excluded.",
+    "retry": "All ranks repeat the step.",
 }
 
 
 @dataclass
-class Judge:
+class Classifier:
     """Classifies each fault of a job, given those before."""
 
     policy: Policy = field(default_factory=Policy)
     _before: list[tuple[float, End]] = field(default_factory=list)
 
-    def judge(self, ends: Sequence[End], num_ranks: int, now: float) -> Blame:
-        """The verdict on `ends`, the ranks just lost (at least one) of `num_ranks`. `now` is in seconds, of any
+    def classify(self, ends: Sequence[End], num_ranks: int, now: float) -> Cause:
+        """The cause of `ends`, the ranks just lost (at least one) of `num_ranks`. `now` is in seconds, of any
         monotonic clock."""
         self._before = [(at, end) for at, end in self._before if at > now - self.policy.seconds]
         causes = _root_causes(ends)
-        verdict = self._classified(causes, num_ranks)
+        cause = self._classified(causes, num_ranks)
         self._before += [(now, end) for end in causes if sign_of(end) != "asked"]
         most = self.policy.faults
-        if verdict.action in ("stop", "skip") or most is None or len(self._before) <= most:
-            return verdict
-        many = (
-            f"{verdict.evidence} It is fault {len(self._before)} within {self.policy.seconds:g} s; {most} are allowed."
-        )
-        return Blame(verdict.sort, "stop", verdict.ranks, verdict.hosts, many, verdict.step)
+        if cause.action in ("stop", "skip") or most is None or len(self._before) <= most:
+            return cause
+        many = f"{cause.evidence} It is fault {len(self._before)} within {self.policy.seconds:g} s; {most} are allowed."
+        return Cause(cause.kind, "stop", cause.ranks, cause.hosts, many, cause.step)
 
-    def _classified(self, ends: Sequence[End], num_ranks: int) -> Blame:
+    def _classified(self, ends: Sequence[End], num_ranks: int) -> Cause:
         signs = {sign_of(end) for end in ends}
         if signs <= {"asked"}:
-            return _blame(
+            return _cause(
                 "node", "shrink", ends, f"{_ranks(ends)} {_were(ends)} asked to end, by {ends[0].signal_name}."
             )
         if signs <= {"connection", "fault"}:
@@ -112,48 +110,48 @@ class Judge:
         if len(ends) > 1 and _are_alike(ends, num_ranks):
             common = f"{ends[0].manner} on {'all' if num_ranks == len(ends) else len(ends)} ranks, at one step."
             if signs & {"exception", "exit", "crash", "memory"}:
-                return _blame("code", "stop", ends, f"The same happened everywhere: it {common}")
+                return _cause("code", "stop", ends, f"The same happened everywhere: it {common}")
         return self._single(ends, num_ranks)
 
-    def _single(self, ends: Sequence[End], num_ranks: int) -> Blame:
-        """The verdict on failures of some ranks only, or of different kinds."""
+    def _single(self, ends: Sequence[End], num_ranks: int) -> Cause:
+        """The cause of failures of some ranks only, or of different kinds."""
         own = [end for end in ends if sign_of(end) in _NODE_FAULTS]
         if own:
             what = _NODE_FAULTS[sign_of(own[0])]
             where = f"{own[0].host} " if own[0].host else f"The machine of rank {own[0].rank} "
             return self._node(own, f"{where}{what}: rank {own[0].rank} {own[0].manner}.")
-        if sign_of(ends[0]) in ("exception", "crash", "exit") and (verdict := self._repeated(ends)) is not None:
-            return verdict
+        if sign_of(ends[0]) in ("exception", "crash", "exit") and (cause := self._repeated(ends)) is not None:
+            return cause
         host = ends[0].host
         gone = "" if len(ends) == 1 else f", {len(ends)} of {num_ranks} ranks at once"
         where = f" (all on {host})" if host and len(ends) > 1 and len({end.host for end in ends}) == 1 else ""
         return self._node(ends, f"{_did(ends)}{gone}{where}.")
 
-    def _repeated(self, ends: Sequence[End]) -> Blame | None:
-        """The verdict on a failure with the same error as earlier ones, where that shows its cause; else `None`."""
+    def _repeated(self, ends: Sequence[End]) -> Cause | None:
+        """The cause of a failure with the same error as earlier ones, if that shows it; else `None`."""
         first = ends[0]
         again = [end for _, end in self._before if end.signature == first.signature and sign_of(end) == sign_of(first)]
         same_step = [end for end in again if end.step == first.step]
         if same_step and all(end.rank == first.rank for end in same_step):
             text = f"{_did(ends)}, at the same step again, though in another process and with other samples."
-            return _blame("code", "stop", ends, text)
+            return _cause("code", "stop", ends, text)
         if same_step:
             text = f"{_did(ends)}, as rank {same_step[-1].rank} had at the same step with the same samples."
             return self._data(ends, text)
         elsewhere = {(end.host, end.rank) for end in again} - {(first.host, first.rank)}
         if len(again) >= 2 and elsewhere:
             steps = ", ".join(str(end.step) for end in again[-3:])
-            return _blame("code", "stop", ends, f"{_did(ends)}, as other ranks had after steps {steps}.")
+            return _cause("code", "stop", ends, f"{_did(ends)}, as other ranks had after steps {steps}.")
         return None
 
-    def _node(self, ends: Sequence[End], text: str) -> Blame:
+    def _node(self, ends: Sequence[End], text: str) -> Cause:
         host = ends[0].host
         faults = len({at for at, end in self._before if end.host == host and sign_of(end) != "asked"}) + 1
         if host and faults >= self.policy.host_faults:
-            return _blame("node", "exclude", ends, f"{text} That is fault {faults} of {host} in a short time.")
-        return _blame("node", "shrink", ends, text)
+            return _cause("node", "exclude", ends, f"{text} That is fault {faults} of {host} in a short time.")
+        return _cause("node", "shrink", ends, text)
 
-    def _network(self, ends: Sequence[End]) -> Blame:
+    def _network(self, ends: Sequence[End]) -> Cause:
         unreached = [end for end in ends if end.is_alive] or list(ends)
         host = unreached[0].host
         known = [(at, end) for at, end in self._before if end.host == host]
@@ -164,13 +162,13 @@ class Judge:
         else:
             text = f"{_did(unreached)}, and no rank had died before."
         if host and faults >= self.policy.host_faults:
-            return _blame("network", "exclude", unreached, f"{text} That is fault {faults} of {host} in a short time.")
-        return _blame("network", "retry", unreached, text)
+            return _cause("network", "exclude", unreached, f"{text} That is fault {faults} of {host} in a short time.")
+        return _cause("network", "retry", unreached, text)
 
-    def _data(self, ends: Sequence[End], text: str) -> Blame:
+    def _data(self, ends: Sequence[End], text: str) -> Cause:
         named = next((end.batch for end in ends if end.batch), "")
         evidence = f"{text} {named[:1].upper()}{named[1:]}." if named else text
-        return _blame("data", self.policy.data, ends, evidence)
+        return _cause("data", self.policy.data, ends, evidence)
 
 
 def _root_causes(ends: Sequence[End]) -> list[End]:
@@ -188,9 +186,9 @@ def _are_alike(ends: Sequence[End], num_ranks: int) -> bool:
     return count > num_ranks // 2 and count == len(ends)
 
 
-def _blame(sort: Sort, action: Action, ends: Sequence[End], evidence: str) -> Blame:
+def _cause(kind: Kind, action: Action, ends: Sequence[End], evidence: str) -> Cause:
     hosts = tuple(dict.fromkeys(end.host for end in ends if end.host))
-    return Blame(sort, action, tuple(end.rank for end in ends), hosts, evidence, ends[0].step)
+    return Cause(kind, action, tuple(end.rank for end in ends), hosts, evidence, ends[0].step)
 
 
 def _ranks(ends: Sequence[End]) -> str:

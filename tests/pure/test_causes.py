@@ -1,4 +1,4 @@
-"""Whom a lost rank is blamed on, and what follows: from how ranks ended."""
+"""Classification of lost ranks: the cause and the action, from how ranks ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.elastic.blame import Blame, Judge, Policy
+from shardwise.elastic.causes import Cause, Classifier, Policy
 from shardwise.elastic.signs import End, sign_of
 
 VALUE = "ValueError: expected 7 columns, found 8 in row 1523"
@@ -114,31 +114,31 @@ CASES: dict[str, tuple[list[End], str, str, tuple[int, ...], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_is_sorted_with_evidence(case: str) -> None:
     ends, sort, action, ranks, words = CASES[case]
-    verdict = Judge().judge(ends, 4, now=0.0)
-    assert (verdict.sort, verdict.action, verdict.ranks) == (sort, action, ranks)
+    verdict = Classifier().classify(ends, 4, now=0.0)
+    assert (verdict.kind, verdict.action, verdict.ranks) == (sort, action, ranks)
     assert re.search(words, verdict.evidence), verdict.evidence
-    assert json.loads(json.dumps(verdict.record()))["sort"] == sort
+    assert json.loads(json.dumps(verdict.record()))["cause"] == sort
     assert str(verdict).startswith(f"{sort}: ")
 
 
-def judged(faults: list[End], policy: Policy | None = None, *, every: float = 1.0) -> list[Blame]:
-    judge = Judge(policy or Policy())
-    return [judge.judge([one], 4, now=number * every) for number, one in enumerate(faults)]
+def judged(faults: list[End], policy: Policy | None = None, *, every: float = 1.0) -> list[Cause]:
+    classifier = Classifier(policy or Policy())
+    return [classifier.classify([one], 4, now=number * every) for number, one in enumerate(faults)]
 
 
 def test_what_comes_again_with_the_samples_is_their_fault() -> None:
     first, again = judged([end(1, VALUE), end(2, VALUE, batch="it had samples 4, 5 of step 11")])
-    assert (first.sort, first.action) == ("node", "shrink")
-    assert (again.sort, again.action) == ("data", "stop")
+    assert (first.kind, first.action) == ("node", "shrink")
+    assert (again.kind, again.action) == ("data", "stop")
     assert "as rank 1 had at the same step with the same samples. It had samples 4, 5" in again.evidence
     assert judged([end(1, VALUE), end(2, VALUE)], Policy(data="skip"))[1].action == "skip"
     own = judged([end(0, VALUE), end(0, VALUE)])[1]  # what one rank alone does, such as logging, whoever it is
-    assert (own.sort, own.action) == ("code", "stop")
+    assert (own.kind, own.action) == ("code", "stop")
 
 
 def test_what_comes_again_everywhere_is_the_codes_fault_and_what_stays_at_a_host_the_hosts() -> None:
     verdicts = judged([end(rank, VALUE, step=rank) for rank in range(3)])
-    assert [verdict.sort for verdict in verdicts] == ["node", "node", "code"]
+    assert [verdict.kind for verdict in verdicts] == ["node", "node", "code"]
     assert "after steps 0, 1" in verdicts[2].evidence
     kills = judged([end(2, exit_code=-9, step=step) for step in range(3)])
     assert [verdict.action for verdict in kills] == ["shrink", "shrink", "exclude"]
@@ -159,12 +159,16 @@ def test_faults_are_borne_within_a_budget_of_time() -> None:
 
 
 def test_a_host_that_was_lost_is_one_fault_however_many_ranks_it_had() -> None:
-    judge = Judge()
+    classifier = Classifier()
     found = []
     for moment in (0.0, 10.0, 20.0):
         ends = [End(rank, "gpu2", text="no word", is_alive=True) for rank in range(8)]
-        found.append(judge.judge(ends, 16, moment).action)
+        found.append(classifier.classify(ends, 16, moment).action)
     assert found == ["retry", "retry", "exclude"]
-    judge = Judge()
+    classifier = Classifier()
     kills = [[End(rank, "gpu2", exit_code=-9) for rank in range(2)] for _ in range(3)]
-    assert [judge.judge(ends, 16, 1.0 * at).action for at, ends in enumerate(kills)] == ["shrink", "shrink", "exclude"]
+    assert [classifier.classify(ends, 16, 1.0 * at).action for at, ends in enumerate(kills)] == [
+        "shrink",
+        "shrink",
+        "exclude",
+    ]

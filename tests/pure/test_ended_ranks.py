@@ -1,4 +1,4 @@
-"""From what became of processes to a verdict in the letter and in the record of the run."""
+"""From the ends of processes to the cause in the launcher's report and in the run record."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.data import Loader, Mixture
 from shardwise.data_ranks import HANDED_OUT, DataRanks
-from shardwise.elastic.blame import Judge
-from shardwise.launch.elastic.blaming import Blaming
+from shardwise.elastic.causes import Classifier
 from shardwise.launch.elastic.changes import Change, change_report
+from shardwise.launch.elastic.ended_ranks import EndedRanks
 from shardwise.launch.elastic.notes import FolderNotes, OomKills
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.worker import _record
@@ -30,47 +30,47 @@ def test_a_verdict_stands_in_the_letter_and_in_the_record(tmp_path: Path) -> Non
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 0\noom_kill 0\n")
     oom_kills = OomKills(events)
-    blaming = Blaming(Judge(), FolderNotes(tmp_path))
-    assert blaming.conclude(4, 7) is None
+    ended_ranks = EndedRanks(Classifier(), FolderNotes(tmp_path))
+    assert ended_ranks.classify(4, 7) is None
 
     events.write_text("low 0\noom 1\noom_kill 1\n")
-    blaming.note(outcome(2, -signal.SIGKILL), 2, 7, ran_out=oom_kills.has_risen())
+    ended_ranks.add(outcome(2, -signal.SIGKILL), 2, 7, ran_out=oom_kills.has_risen())
     assert not oom_kills.has_risen()
-    blaming.note(outcome(0, 1, "shardwise.errors.FaultError: Rank 2 is gone", time=1.0), 0, 7)
-    first = blaming.conclude(4, 7)
+    ended_ranks.add(outcome(0, 1, "shardwise.errors.FaultError: Rank 2 is gone", time=1.0), 0, 7)
+    first = ended_ranks.classify(4, 7)
     assert first is not None
     assert "ran out of memory" in first.evidence
-    blaming.note(outcome(1, 1, "ValueError: nan\nin two lines", batch="it had samples 4, 5 of source"), 1, 8)
-    blaming.conclude(3, 8)
-    blaming.note(outcome(0, 1, "ValueError: nan", batch="it had samples 4, 5 of source"), 0, 8)
-    second = blaming.conclude(2, 8)
+    ended_ranks.add(outcome(1, 1, "ValueError: nan\nin two lines", batch="it had samples 4, 5 of source"), 1, 8)
+    ended_ranks.classify(3, 8)
+    ended_ranks.add(outcome(0, 1, "ValueError: nan", batch="it had samples 4, 5 of source"), 0, 8)
+    second = ended_ranks.classify(2, 8)
     assert second is not None
-    assert (second.sort, second.action) == ("data", "stop")
-    blaming.note(outcome(3, -signal.SIGKILL), 3, 9, "kept the others waiting for more than 3 s")
+    assert (second.kind, second.action) == ("data", "stop")
+    ended_ranks.add(outcome(3, -signal.SIGKILL), 3, 9, "kept the others waiting for more than 3 s")
     record.write("step", step=9, loss=1.0)
 
     lines = read_record(tmp_path / "record.jsonl").lines
-    assert [(line["kind"], line["step"], line.get("sort")) for line in lines] == [
+    assert [(line["kind"], line["step"], line.get("cause")) for line in lines] == [
         ("fault", 7, "node"),
         ("fault", 8, "node"),
         ("fault", 8, "data"),
         ("step", 9, None),
     ]
-    third = blaming.conclude(2, 9)
+    third = ended_ranks.classify(2, 9)
     assert third is not None
-    assert (third.sort, third.action) == ("network", "retry")
+    assert (third.kind, third.action) == ("network", "retry")
     text = change_report(Change((), {}, 0, 0, 2, 9, 0.1, 0, "0 of 3"), second)
-    assert "Blame: data: Rank 0 raised ValueError: nan, as rank 1 had at the same step" in text
+    assert "Cause: data: Rank 0 raised ValueError: nan, as rank 1 had at the same step" in text
     assert "It had samples 4, 5 of source." in text
     record.close()
 
 
 def test_what_all_raise_is_told_at_the_end() -> None:
-    blaming = Blaming(Judge(), FolderNotes(None))
-    blaming.note(outcome(0, 1, "KeyError: 'labels'"), 0, 3)
-    verdict = blaming.conclude_all([outcome(rank, 1, "KeyError: 'labels'") for rank in range(2)], 3)
+    ended_ranks = EndedRanks(Classifier(), FolderNotes(None))
+    ended_ranks.add(outcome(0, 1, "KeyError: 'labels'"), 0, 3)
+    verdict = ended_ranks.classify_all([outcome(rank, 1, "KeyError: 'labels'") for rank in range(2)], 3)
     assert verdict is not None
-    assert (verdict.sort, verdict.ranks) == ("code", (0, 1))
+    assert (verdict.kind, verdict.ranks) == ("code", (0, 1))
 
 
 class Engine:
@@ -102,17 +102,17 @@ def test_an_exception_is_recorded_with_the_samples(tmp_path: Path) -> None:
 
 def test_a_bad_batch_is_left_out_where_the_plan_says_so(tmp_path: Path) -> None:
     (tmp_path / BAD_BATCH).write_text("skip")
-    blaming = Blaming(Judge(), FolderNotes(tmp_path))
+    ended_ranks = EndedRanks(Classifier(), FolderNotes(tmp_path))
     words = "shardwise.errors.DataError: Sample 7 of source cannot be read"
-    blaming.note(outcome(2, 1, words, batch="it had samples 7, 9 of source"), 2, 5)
-    verdict = blaming.conclude(4, 5)
+    ended_ranks.add(outcome(2, 1, words, batch="it had samples 7, 9 of source"), 2, 5)
+    verdict = ended_ranks.classify(4, 5)
     assert verdict is not None
-    assert (verdict.sort, verdict.action) == ("data", "skip")
+    assert (verdict.kind, verdict.action) == ("data", "skip")
     assert "samples 7, 9 of source" in verdict.evidence
     assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5]
-    blaming.note(outcome(1, -signal.SIGKILL), 1, 6)
-    blaming.conclude(3, 6)
+    ended_ranks.add(outcome(1, -signal.SIGKILL), 1, 6)
+    ended_ranks.classify(3, 6)
     assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5], "nobody's batch"
-    blaming.note(outcome(1, 1, words), 1, 8)
-    blaming.conclude(2, 8)
+    ended_ranks.add(outcome(1, 1, words), 1, 8)
+    ended_ranks.classify(2, 8)
     assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5, 8]
