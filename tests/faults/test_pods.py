@@ -50,7 +50,7 @@ class Pods:
         self._start("launcher", words)
 
     def pod(self, name: str, token: str = "secret") -> None:
-        self._start(name, ["-m", "shardwise.launch.hosts", "dial", f"127.0.0.1:{self.port}"], token)
+        self._start(name, ["-m", "shardwise.launch.hosts", "connect", f"127.0.0.1:{self.port}"], token)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """The process in the pod, and with it, as in a pod, all others."""

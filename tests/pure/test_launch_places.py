@@ -258,7 +258,7 @@ class TestKubernetes:
         containers = {name: spec["template"]["spec"]["containers"][0] for name, spec in jobs.items()}
         launcher, ranks = containers["t-launcher"], containers["t-hosts"]
         host = "t-launcher-0.t" if kind == "job" else "t-launcher-0-0.t"
-        assert ranks["command"] == ["python", "-m", "shardwise.launch.hosts", "dial", f"{host}:29500"]
+        assert ranks["command"] == ["python", "-m", "shardwise.launch.hosts", "connect", f"{host}:29500"]
         assert (ranks["resources"]["limits"], launcher.get("resources")) == ({"nvidia.com/gpu": "2"}, None)
         words = launcher["command"]
         assert words[:4] == ["python", "-m", "shardwise", "launch"]

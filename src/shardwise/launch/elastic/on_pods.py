@@ -19,8 +19,8 @@ from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise import run_attempts
 from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
 from shardwise.launch.folder import Folder
-from shardwise.launch.hosts.door import Door
 from shardwise.launch.hosts.logs import Logs
+from shardwise.launch.hosts.pod_server import PodServer
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.port import listen
 from shardwise.launch.report import report_stop, say
@@ -44,9 +44,9 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         store = TCPStore(
             address, plan.port + 1, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        door = Door(listen(plan.port, address), token, say)
-        stack.callback(door.close)
-        workers = PodWorkers(plan, door, (address, plan.port + 1), Logs(folder, job.log_dir is not None), say)
+        server = PodServer(listen(plan.port, address), token, say)
+        stack.callback(server.close)
+        workers = PodWorkers(plan, server, (address, plan.port + 1), Logs(folder, job.log_dir is not None), say)
         stack.callback(workers.disconnect)
         budget = Budget(elastic.retries, elastic.retry_seconds)
         slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
@@ -59,7 +59,7 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         context = Context(job, elastic, store, *meeting, run_id, folder, workers, slots, signals, say, token)
         status = run_attempts(context)
         if not signals.received:  # else this pod may be evicted, and the next launcher needs the others
-            workers.end_well_or_not(status)
+            workers.end_pods(status)
         return status
 
 

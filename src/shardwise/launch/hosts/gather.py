@@ -39,29 +39,36 @@ class Answers:
     def collect(
         self, hosts: Iterable[Connection], said: str, seconds: float, python: str
     ) -> tuple[dict[Connection, Message], dict[str, str]]:
-        """The `said` message of each host, and by name the reason why others sent none."""
+        """The `said` message of each host, and by name the reason why others sent none.
+
+        A host that is lost meanwhile is marked so, even if it has answered or is not asked.
+        """
         waiting, answers, problems = set(hosts), {}, {}
+        for host in [host for host in waiting if host.is_lost]:
+            problems[host.name] = str(connection_problem(host.status, host.complaints, python))
+            waiting.discard(host)
         deadline = time.monotonic() + seconds
         while waiting and time.monotonic() < deadline:
             if self._is_stopped():
                 raise Stopped
             arrival = next_arrival(self._arrivals, 0.1)
-            if arrival is None or arrival[0] not in waiting:
+            if arrival is None:
                 continue
             host, message = arrival
+            host.is_lost = host.is_lost or message["said"] == "lost"
+            if host not in waiting:
+                continue
             if message["said"] == said:
                 answers[host] = message
             elif message["said"] == "lost":
-                host.is_lost = True
                 problems[host.name] = str(connection_problem(host.status, host.complaints, python))
             elif message["said"] == "problem":
                 problems[host.name] = str(message["text"])
             else:
                 continue
             waiting.discard(host)
-        return answers, problems | {
-            host.name: str(connection_problem(None, host.complaints, python)) for host in waiting
-        }  # fmt: skip
+        silent = {host.name: str(connection_problem(None, host.complaints, python)) for host in waiting}
+        return answers, problems | silent
 
 
 def next_arrival(arrivals: Arrivals, seconds: float) -> tuple[Connection, Message] | None:

@@ -124,6 +124,9 @@ class _HostsJob:
 
     def _follow(self) -> None:
         """Handle messages until every host has reported the end of its ranks, or is lost."""
+        for host in self._hosts:
+            if host.is_lost:  # while the first host prepared
+                self._lose_connection(host)
         alive_at = look_at = 0.0
         while len(self._outcomes) + len(self._lost) < len(self._hosts):
             arrival = next_arrival(self._arrivals, 0.05)
@@ -158,12 +161,13 @@ class _HostsJob:
             say(f"{host.name}: {message['text']}.")
             self._lose(host)
         elif said == "lost":
-            grace = ALIVE_SECONDS * LOST_AFTER
-            why = host.complaints.strip().rpartition("\n")[2] or f"ssh ended with status {host.status}"
-            say(
-                f"{host.name}: the connection is lost ({why.rstrip('.')}). Its ranks end within a minute and {grace} s."
-            )
-            self._lose(host)
+            self._lose_connection(host)
+
+    def _lose_connection(self, host: Connection) -> None:
+        grace = ALIVE_SECONDS * LOST_AFTER
+        why = host.complaints.strip().rpartition("\n")[2] or f"ssh ended with status {host.status}"
+        say(f"{host.name}: the connection is lost ({why.rstrip('.')}). Its ranks end within a minute and {grace} s.")
+        self._lose(host)
 
     def _lose(self, host: Connection) -> None:
         if host not in self._outcomes and host not in self._lost:

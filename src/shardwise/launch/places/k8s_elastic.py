@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job_token import VARIABLE
-from shardwise.launch.hosts.pod import DIAL, JOB_FAILED, NAME
+from shardwise.launch.hosts.pod import CONNECT, JOB_FAILED, NAME
 from shardwise.launch.job import Job
 from shardwise.launch.places.pods import PORT
 
@@ -71,7 +71,7 @@ def ranks_container(address: str, port: int) -> Manifest:
     name = {"name": NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     return {
         "name": "ranks",
-        "command": ["python", "-m", "shardwise.launch.hosts", DIAL, f"{address}:{port}"],
+        "command": ["python", "-m", "shardwise.launch.hosts", CONNECT, f"{address}:{port}"],
         "env": [name],
     }
 
