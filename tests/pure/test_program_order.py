@@ -64,7 +64,7 @@ def units_of(name: str, num: int = 3) -> tuple[UnitSpec, ...]:
         update = Update(matrix=(16, 15) if table.step == "device" else None)
         updates = (PlacedUpdate(Span(0, 240), update),)
         is_behind = "behind the step" in name
-        return FlatSpec(plain.name, plain.numel, 1, plain.table, mesh, True, updates, runs_beside=is_behind)
+        return FlatSpec(plain.name, plain.numel, 1, plain.table, mesh, True, updates, overlaps_compute=is_behind)
 
     frozen = flat("h.1:frozen", table, mesh, trainable=False)
     return tuple(

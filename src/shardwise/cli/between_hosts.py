@@ -145,8 +145,8 @@ def measure_links(hosts: Sequence[str], remote: Remote, port: int) -> list[dict[
         if not port_text.isdigit():
             return f"{hosts[0]}: {_last_line(processes[0])}"
         for rank, host in enumerate(hosts[1:], start=1):
-            arguments = (str(rank), num, address, port_text, str(remote.timeout_seconds))
-            processes.append(remote.start(host, "shardwise.cli.between_rank", *arguments))
+            here = (str(rank), num, address, port_text, str(remote.timeout_seconds))
+            processes.append(remote.start(host, "shardwise.cli.between_rank", *here))
         result = _line_after("RESULT ", processes[0])
         if result:
             rows: list[dict[str, float]] = json.loads(result)

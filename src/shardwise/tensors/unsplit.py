@@ -1,6 +1,6 @@
-"""`model.state_dict()` and `model.load_state_dict()` of a model whose parameters are cut along a model axis.
+"""`model.state_dict()` and `model.load_state_dict()` of a model whose parameters are split along a model axis.
 
-[Note: uncut states] The parameter itself is this rank's part, which its module's forward computes with. State dicts
+[Note: unsplit states] The parameter itself is this rank's part, which its module's forward computes with. State dicts
 have the tensor of the unsplit model under the parameter's name, both when saved and when loaded: anybody can read files
 of it, and load them into any mesh.
 """
@@ -24,7 +24,7 @@ from shardwise.tensors.use import use
 Tensor = torch.Tensor
 
 
-class CutHome(Home, Protocol):
+class SplitHome(Home, Protocol):
     """The `Home` of a parameter of which other ranks have other parts."""
 
     @property
@@ -34,17 +34,17 @@ class CutHome(Home, Protocol):
         """The tensor of the unsplit model, of which this rank has `part`. All ranks call it."""
         ...
 
-    def uncut(self) -> Whole:
+    def unsplit(self) -> Whole:
         """A tensor that stands for it."""
         ...
 
 
 @dataclass(frozen=True)
-class UncutSource:
+class UnsplitSource:
     """The tensor of the unsplit model of which this rank has a part: a `Source`. Ranks along the model axis read and
     write it together as well."""
 
-    home: CutHome
+    home: SplitHome
 
     @property
     def name(self) -> str:
@@ -76,9 +76,9 @@ class UncutSource:
         self.home.refuse(what)
 
 
-def use_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | None]) -> Callable[[], None]:
+def use_unsplit_states(model: nn.Module, home_of: Callable[[object], SplitHome | None]) -> Callable[[], None]:
     """Make state dicts of `model` and of its modules those of the unsplit model. `home_of` gives the home of a
-    parameter, if it is cut. Returns a function that undoes this."""
+    parameter, if it is split. Returns a function that undoes this."""
     hooks = []
     for module in model.modules():
         homes = {name: home for name, param in module._parameters.items() if (home := home_of(param))}
@@ -94,9 +94,9 @@ def use_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | Non
 
 
 class _StateHook:
-    """A hook of a module that has cut parameters. Copies of the model have whole parameters of their own."""
+    """A hook of a module that has split parameters. Copies of the model have whole parameters of their own."""
 
-    def __init__(self, homes: Mapping[str, CutHome]) -> None:
+    def __init__(self, homes: Mapping[str, SplitHome]) -> None:
         self._homes = homes
 
     def __deepcopy__(self, memo: object) -> _StateHook:
@@ -110,7 +110,7 @@ class _WholeOnSave(_StateHook):
         for name, home in self._homes.items():
             given = state.get(prefix + name)
             if given is not None and given is not module._parameters[name]:
-                state[prefix + name] = home.uncut()
+                state[prefix + name] = home.unsplit()
 
 
 class _PartOnLoad(_StateHook):
