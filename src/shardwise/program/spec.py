@@ -20,8 +20,8 @@ class FlatSpec:
 
     `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1. `updates` gives
     the update of each parameter; it is empty where no optimizer is known. With `keeps_grad_buffer` the memory in which
-    gradients wait for the step is kept from one step to the next. With `overlaps_compute` collectives along the axes that
-    shard the update overlap with computation.
+    gradients wait for the step is kept from one step to the next. With `overlaps_compute` collectives along the axes
+    that shard the update overlap with computation.
     """
 
     name: str

@@ -202,7 +202,7 @@ def _num_tokens(tensors: Mapping[str, Tensor]) -> int:
         if tensors[name].dim() > 1:
             return tensors[name].shape[1]
     raise ConfigError(
-        "engine.split_sequence found no tensor [batch, tokens, ...] in the batch, such as input_ids, to split by tokens."
+        "engine.split_sequence found no tensor [batch, tokens, ...] in the batch to split by tokens, such as input_ids."
     )
 
 
