@@ -12,7 +12,7 @@ import warm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 
-from launched import launch
+from launching import launch
 
 from shardwise.checkpoint import checkpoints_in
 

@@ -1,4 +1,4 @@
-"""A rank of an elastic job that is asked to end leaves after its step; whom the launcher blames for others."""
+"""Ranks of an elastic job that get SIGTERM leave after their step; and the causes that the launcher reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warm
 from shardwise.comm.members.departure import ENDING, Departure
 from tests.thorough import thorough_only
 
-SCRIPT = Path(__file__).with_name("blamed_rank.py")
+SCRIPT = Path(__file__).with_name("departing_rank.py")
 
 
 class Membership:

@@ -1,4 +1,4 @@
-"""Elastic jobs that cannot lose a rank: all start again from the last checkpoint, without anybody's doing."""
+"""Elastic jobs that cannot lose a rank restart all ranks from the last checkpoint, automatically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warm
 from tests.faults.test_survival import oracle
 from tests.thorough import one_in
 
-SCRIPT = Path(__file__).with_name("restarted.py")
+SCRIPT = Path(__file__).with_name("restarting_rank.py")
 NUM_STEPS, DIES_AT = 8, 5
 PLANS = {
     "tp": {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}},

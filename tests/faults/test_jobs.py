@@ -116,7 +116,7 @@ def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
     """No thread, no socket, and of the keys only the one that counts the worlds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    rounds = Path(__file__).with_name("rounds.py")
+    rounds = Path(__file__).with_name("many_worlds.py")
     ranks = [subprocess.Popen([warm.python(), str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Elastic jobs in pods that call their launcher: processes of this machine, as a cluster would start and end them."""
+"""Elastic jobs in pods that connect to their launcher: processes of this machine, started and ended as by a cluster."""
 
 from __future__ import annotations
 

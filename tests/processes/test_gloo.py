@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launching import launch
 
 import warm
 
-RACE = Path(__file__).with_name("race.py")
+RACE = Path(__file__).with_name("preset_races.py")
 
 
 @pytest.mark.parametrize(("num_ranks", "num_cases"), [(2, 10), (4, 4)])

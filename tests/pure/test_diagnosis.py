@@ -1,4 +1,4 @@
-"""What ranks report, and what it comes to: late is told from wrong without a rank in sight."""
+"""Diagnosis of faults from what ranks report, without starting any."""
 
 from __future__ import annotations
 

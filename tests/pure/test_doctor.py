@@ -1,4 +1,4 @@
-"""What doctor says about facts that are handed to it: sick machines are arguments."""
+"""The checks of `shardwise doctor`, from facts that are given as arguments."""
 
 from __future__ import annotations
 

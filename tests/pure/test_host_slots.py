@@ -1,4 +1,4 @@
-"""On which hosts processes are started, when hosts come, go and are excluded: decided without any host."""
+"""On which hosts processes are started when hosts join, leave and are excluded; no host is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank gets, who failed first, what is said about it: without starting a process."""
+"""A rank's environment, which rank failed first, and the report about it; no process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would run where, for every place: nothing is started, nobody is asked."""
+"""What `shardwise launch` would run in each place; nothing is started, and no host is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank a process is, by the variables of whoever started it."""
+"""A process's rank, from the variables of its launcher."""
 
 from __future__ import annotations
 

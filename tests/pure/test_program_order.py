@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drawn import ONE, TWO, flat, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Wrong, simulate
+from simulated_pass import Wrong, simulate
+from strategies import ONE, TWO, flat, with_dtypes
 
 from shardwise.errors import ProgramError
 from shardwise.placement import PRESETS, Span

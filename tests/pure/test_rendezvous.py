@@ -1,4 +1,4 @@
-"""Who goes on is decided from what members say and who dies, in whatever order that comes."""
+"""Which ranks continue is decided from messages and deaths, in any order."""
 
 from __future__ import annotations
 

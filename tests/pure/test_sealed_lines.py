@@ -1,4 +1,4 @@
-"""Lines that two ends seal with the token of a job: from nobody else, each once, in order."""
+"""Lines authenticated with the token of a job: from nobody else, each once, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tiers cost a step in seconds, by what a machine was measured to give."""
+"""The estimated time of offload in a step, from the calibration of a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that comes to others, who wait for it, has done before whatever takes long the first time."""
+"""A replacement imports what takes long before it joins the ranks that wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every feature together with every other: each pair races its twin. See `docs/compatibility.md`."""
+"""Every feature together with every other, each pair raced against its twin. See `docs/compatibility.md`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.errors import ConfigError
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
-from tests.ranks.threads_that_die import run_mortals
+from tests.ranks.threads_as_members import run_members
 from tests.thorough import one_in
 
 Tensor = torch.Tensor
@@ -99,7 +99,7 @@ def trained(
         engine.close()
         return result
 
-    return list(run_mortals(NUM_RANKS, work, folder).values())
+    return list(run_members(NUM_RANKS, work, folder).values())
 
 
 def compare(found: Sequence[Found], whole: Found, bound: float) -> None:
@@ -197,4 +197,4 @@ def test_meshes_that_split_models_or_samples_lose_no_rank(axis: str, tmp_path: P
         with pytest.raises(ConfigError, match=f"survive: host is not possible: the mesh splits .* along {axis}"):
             sw.shard(model, {**plan, "survive": "host"}, optimizer=adamw(model), world=world)
 
-    assert len(run_mortals(2, work, tmp_path)) == 2
+    assert len(run_members(2, work, tmp_path)) == 2

@@ -1,4 +1,4 @@
-"""A model with dropout, cut over two ranks; each tells what it dropped. Started by `test_tensor_dropout.py`."""
+"""Run by `test_tensor_dropout.py`: a model with dropout, split over two ranks; each prints what it dropped."""
 
 from __future__ import annotations
 

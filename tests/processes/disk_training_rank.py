@@ -1,6 +1,6 @@
 """Run by `test_disk_kills.py`: training with states on a disk, a checkpoint after every second step.
 
-    trains_on_disk.py FOLDER SCRATCH STEPS [PHASE NUMBER]
+    disk_training_rank.py FOLDER SCRATCH STEPS [PHASE NUMBER]
 
 The last rank is killed (SIGKILL) at the NUMBER-th event of PHASE in the step after a checkpoint, or while one is
 written or read. Rank 0 prints the losses; with PHASE `waits` it says that it has begun, and waits for its standard

@@ -1,5 +1,5 @@
-"""Threads as ranks of an elastic job: one that raises `Killed` is gone, and what it had in its folder stays. Others may
-come in the place of the dead. Ranks may be of several hosts, each with a folder of its own that goes with it."""
+"""Threads as ranks of an elastic job. One that raises `Killed` is lost, and the files in its folder stay. Replacements
+may join. Ranks may be on several hosts; each host has a folder that is lost with it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class ThreadMembership:
         )
 
 
-def run_mortals(
+def run_members(
     num_ranks: int,
     work: Callable[[World, int], Result],
     folder: Path | None,

@@ -1,4 +1,4 @@
-"""Models born sharded have the values that they would have had whole."""
+"""Models built by `deferred_init` have the values that they would have had whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd import Odd
+from constructors import Odd
 from torch import nn
 from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
 

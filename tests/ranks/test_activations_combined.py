@@ -1,4 +1,4 @@
-"""Activations that are recomputed or lie elsewhere, beside everything else that a plan may say."""
+"""Activations that are recomputed or offloaded, combined with every other feature of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has edited, checksums renewed: refused in a sentence with nothing changed, or the same."""
+"""Edited checkpoints with renewed checksums are refused with nothing changed, or load the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeing a run: where a step's time goes, what a reader makes of a record, and the pages that show it."""
+"""What readers of a run show: where a step's time goes, the state of the run, and the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start scripts the way people do."""
+"""Runs scripts under `shardwise launch`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run by `test_departure.py` on real processes: ranks of an elastic job that are asked to leave, or that raise.
 
-blamed_rank.py WHAT: `leave`, `leave-plain` (without a StopRequest), `end` (the launcher is asked), `code` (all raise at
-one step), `data` (whoever has the last place raises at one step)
+departing_rank.py WHAT: `leave`, `leave-plain` (without a StopRequest), `end` (the launcher is asked), `code` (all raise
+at one step), `data` (whoever has the last place raises at one step)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.comm import World
 from shardwise.elastic.survival import Survival
-from tests.ranks.threads_that_die import run_mortals
+from tests.ranks.threads_as_members import run_members
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
@@ -57,5 +57,5 @@ def test_a_shadow_that_follows_while_a_checkpoint_is_copied_is_no_change_by_hand
             engine.wait_for_save()
             return engine.num_steps
 
-    assert run_mortals(1, work, images) == {0: 2}
+    assert run_members(1, work, images) == {0: 2}
     assert (saved / "step-00000002").is_dir()

@@ -1,7 +1,7 @@
 """Run by `test_elastic_restarts.py` on real processes: a loop that saves and resumes, as anybody writes it, of
 whose ranks one is killed once.
 
-restarted.py OUT PLAN STEPS VICTIM AT     OUT: a folder; PLAN: JSON
+restarting_rank.py OUT PLAN STEPS VICTIM AT     OUT: a folder; PLAN: JSON
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from shardwise.comm.generation import RECORD_PATH
 from shardwise.errors import FaultError
 from shardwise.monitor import read_record
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn
 
 Point = Callable[[sw.Engine, int, int, str], None]
@@ -80,7 +80,7 @@ def trained(
         engine.close()
         return found, state, sizes
 
-    results = run_mortals(NUM_RANKS, work, images, num_newcomers=num_newcomers, least=least)
+    results = run_members(NUM_RANKS, work, images, num_newcomers=num_newcomers, least=least)
     assert results
     for found, state, _ in results.values():
         wrong = [step for step, loss in found.items() if loss != pytest.approx(losses[step], rel=1e-5)]
@@ -175,7 +175,7 @@ def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: boo
         engine.close()
         return state
 
-    results = run_mortals(NUM_RANKS, work, tmp_path, num_newcomers=1)
+    results = run_members(NUM_RANKS, work, tmp_path, num_newcomers=1)
     assert len(results) == NUM_RANKS
     plain = copy.deepcopy(model)
     optimizer = adamw(plain)

@@ -1,4 +1,4 @@
-"""Run by `test_jobs.py`: twenty worlds, one after the other, over one store. What is left of each?"""
+"""Run by `test_jobs.py`: twenty worlds, one after the other, over one store; each must leave nothing behind."""
 
 from __future__ import annotations
 

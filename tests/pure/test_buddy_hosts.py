@@ -1,4 +1,4 @@
-"""Who keeps whose copies: always on another host, as evenly as hosts allow; nobody where copies are there anyway."""
+"""Which rank keeps whose copies: always on another host, as evenly as possible, and none where copies exist anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that have not met yet: whoever cannot come is named, and nobody waits in silence."""
+"""Ranks that cannot complete a rendezvous: the missing ones are named, and no rank waits silently."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Run by `test_promised_memory.py`: one process that says what training a model is foreseen to take, or takes.
+"""Run by `test_promised_memory.py`: the memory of training a model, estimated or measured.
 
-`trains_alone.py foresee|measure whisper|mixtral PRECISION` prints a number of bytes. A process does only one of both,
-as a rehearsal leaves Python objects behind. What is measured is the most that was resident, less what was before the
-model was built; by then a step of another model has had all modules imported.
+`promised_memory_rank.py foresee|measure whisper|mixtral PRECISION` prints a number of bytes. A process does only one of
+the two, because a rehearsal leaves Python objects behind. The measurement is the peak of resident memory, less what was
+resident before the model was built; by then a step of another model has imported all modules.
 """
 
 from __future__ import annotations

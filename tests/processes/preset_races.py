@@ -1,4 +1,4 @@
-"""Run by `test_gloo.py` on real processes: presets race the plain model, over real gloo."""
+"""Run by `test_gloo.py` on real processes: presets compared with the plain model, over real gloo."""
 
 from __future__ import annotations
 

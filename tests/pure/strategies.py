@@ -1,4 +1,4 @@
-"""Meshes, tables, units and traces that hypothesis draws: anything the library accepts, nothing it refuses."""
+"""Hypothesis strategies: meshes, tables, units and traces that the library accepts."""
 
 from __future__ import annotations
 

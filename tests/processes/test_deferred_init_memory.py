@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launching import launch
 
 MODEL, UNIT = 256, 16
 """MiB; a unit of the model is one tensor."""
@@ -33,7 +33,7 @@ def write_zeros(path: Path, *, num_blocks: int, width: int) -> None:
 def test_a_birth_takes_a_shard_and_a_unit_and_a_tensor(tmp_path: Path) -> None:
     zeros = tmp_path / "model.safetensors"
     write_zeros(zeros, num_blocks=16, width=2048)
-    run = launch(Path(__file__).with_name("born.py"), 2, str(zeros), by_forks=False)
+    run = launch(Path(__file__).with_name("deferred_init_rank.py"), 2, str(zeros), by_forks=False)
     assert run.returncode == 0, run.stderr
     taken: dict[str, list[int]] = {}
     for way, mib in re.findall(r"(\w+) (\d+) MiB", run.stdout):

@@ -1,4 +1,4 @@
-"""Run by `test_birth_memory.py` on real processes: build a model of 256 MiB in several ways and say what it took.
+"""Run by `test_deferred_init_memory.py` on real processes: build a model of 256 MiB in several ways; print the memory.
 
 Each line: the way, and MiB of resident memory at the peak over what there was before. The largest comes last,
 because the allocator keeps some of it.
