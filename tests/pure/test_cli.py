@@ -132,6 +132,7 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
         (["launch", "--where", "slurn", "train.py"], "argument --where: there is no 'slurn'. Did you mean 'slurm'?"),
         (["launch", "--bind", "core", "train.py"], "argument --bind: there is no 'core'. Did you mean 'cores'?"),
         (["launch", "--kind", "x", "train.py"], "there is no 'x'. Known: job, jobset, trainjob."),
+        (["launch", "--profile", "12:10", "train.py"], "--profile 12:10: give the first and the last step"),
     ],
 )
 def test_an_unknown_option_or_choice_gets_the_nearest(

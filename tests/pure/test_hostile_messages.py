@@ -290,14 +290,14 @@ class TestWire:
         """Of messages that are made of a class's fields, which may come to have more of them."""
         plan = plan_ssh(Job(("a.py",), 2, threads=1, port=2), [Share(Host("h"), 0, 2)], SshSettings("/"), {"A": "b"})
         job = job_as_message(plan, _Host(plan.shares[0]))  # type: ignore[arg-type]
-        seat = {"size": 2, "host": 0, "num_hosts": 1}
+        position = {"size": 2, "host": 0, "num_hosts": 1}
         verdict = Classifier().classify([End(1, "h", exit_code=-9)], 2, 0.0)
         sent: list[dict[str, Any]] = [
             {"do": "look", "directory": "/", "job": job},
             {
                 "do": "start",
                 "first_rank": 0,
-                "seat": seat,
+                "position": position,
                 "attempt": asdict(Attempt("h", 1)),
                 "environment": {"A": "b"},
             },

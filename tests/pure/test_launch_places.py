@@ -49,13 +49,13 @@ class TestHosts:
         ("text", "words"),
         [
             ("a slots=two", "line 1: 'slots=two' is not understood"),
-            ("a\nb slots=0", "line 2: a host has at least one slot"),
+            ("a\nb slots=0", "line 2: a host needs at least one slot"),
             ("a:2\na slots=2", "a is named twice"),
             ("-oProxyCommand=evil", "is not a host"),
             ("me@-oProxyCommand=evil:2", "is not a host"),
             ("-me@a", "is not a host"),
             ("a;rm", "is not a host"),
-            ("# nobody", "there is no host in it"),
+            ("# nobody", "it lists no host"),
         ],
     )
     def test_what_is_no_host(self, text: str, words: str) -> None:
@@ -72,8 +72,8 @@ class TestHosts:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"include": "a", "exclude": "b"}, "two ways to say the same"),
-            ({"include": "aa"}, "names 'aa', which is none of the hosts. Did you mean 'a'"),
+            ({"include": "a", "exclude": "b"}, "cannot be combined"),
+            ({"include": "aa"}, "names 'aa', which is not in the host list. Did you mean 'a'"),
             ({"include": "a:9"}, "a has slots 0 to 3"),
             ({"include": "a:x"}, "after the colon come slots"),
             ({"exclude": "a@b"}, "leaves no host"),
@@ -87,7 +87,7 @@ class TestHosts:
         split = shares(parse_hosts("a:2,b:1,c:3"))
         assert [list(share.ranks) for share in split] == [[0, 1], [2], [3, 4, 5]]
         assert [share.num_ranks for share in shares(parse_hosts("a,b:4"), nproc=3)] == [3, 3]
-        with pytest.raises(ConfigError, match="how many ranks are to run on b"):
+        with pytest.raises(ConfigError, match="number of ranks on b is unknown"):
             shares(parse_hosts("a:2,b"))
         with pytest.raises(ConfigError, match="more than the 2 slots of a"):
             shares(parse_hosts("a:2"), nproc=3)
@@ -132,7 +132,7 @@ class TestSsh:
         assert command[-2] == "me@b"
         assert shlex.split(command[-1])[1:] == ["env", "PYTHONPATH=/a b", "/opt/python", "-m", "shardwise.launch.hosts"]
         assert plan.copy(plan.shares[1])[-2:] == ["./", "me@b:/shared/run/"]
-        with pytest.raises(ConfigError, match="need a path from the root"):
+        with pytest.raises(ConfigError, match="give an absolute path"):
             plan_ssh(JOB, plan.shares, SshSettings("here"), {})
 
 
@@ -199,11 +199,11 @@ class TestSlurm:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"time": "soon"}, "is not a time of Slurm's"),
-            ({"time": "2"}, "is all of the time"),
+            ({"time": "soon"}, "is not a time limit"),
+            ({"time": "2"}, "is not less than --time 2"),
             ({"nodes": 0}, "at least one"),
             ({"arguments": ("x\n#SBATCH -n 9",)}, "is not an option of sbatch"),
-            ({"name": "a\nrm"}, "is not a name"),
+            ({"name": "a\nrm"}, "is not a valid job name"),
         ],
     )
     def test_what_cannot_be_asked(self, fields: dict[str, Any], words: str) -> None:
@@ -286,8 +286,8 @@ class TestKubernetes:
         ("fields", "words"),
         [
             ({"image": ""}, "needs --image"),
-            ({"name": "My_Job"}, "is not a name of Kubernetes'"),
-            ({"claims": {"a": "data"}}, "begins with a slash"),
+            ({"name": "My_Job"}, "is not a valid Kubernetes name"),
+            ({"claims": {"a": "data"}}, "must begin with a slash"),
             ({"kind": "trainjob", "secrets": ("s",)}, "from its runtime"),
         ],
     )
@@ -343,7 +343,7 @@ class TestBinding:
         ("--hosts a:2 --elastic 1:2 --host-timeout 0", "--host-timeout is 0"),
         ("--where slurm --elastic 1:2", "works within an allocation"),
         ("--where mpi --nproc 2 --elastic 1:2", "does not work with --where mpi"),
-        ("--where k8s --image i --elastic 4:8 --nodes 3", "4 ranks are needed, and 3 pods of 1 have 3 slots"),
+        ("--where k8s --image i --elastic 4:8 --nodes 3", "4 ranks are needed, but 3 pods of 1 have 3 slots"),
         ("--where k8s --image i --kind trainjob --elastic 1:8", "Use --kind jobset"),
         ("--where k8s --image i --port 65535 --elastic 1:8", "give 65534 or less"),
         ("--where k8s --image i --host-timeout 5", "are for elastic jobs"),
@@ -482,9 +482,9 @@ class TestConnections:
             "--hosts a:1 --rsync --chdir /there",
             "a: there is no rsync on this machine; install it, or remove --rsync",
         ),
-        ("--where mpi --nproc 2", "There is no mpirun here. Install an MPI"),
+        ("--where mpi --nproc 2", "This machine has no mpirun. Install an MPI"),
         ("--where mpi --nproc 2 --mpi mpich", "mpirun could not be started: No such file or directory."),
-        ("--where slurm", "There is no sbatch here. Run this on a login node of a Slurm cluster"),
+        ("--where slurm", "This machine has no sbatch. Run this on a login node of a Slurm cluster"),
     ],
 )
 def test_tools_that_are_absent(
@@ -515,15 +515,15 @@ def test_what_would_be_sent_without_rsync(
         (
             "echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2\n"
             "echo 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1",
-            "No Slurm controller is reached from here (fetch_config: DNS SRV lookup failed; Could not establish a "
-            "configuration source). Run this on a login node, or look at SLURM_CONF and `scontrol ping`.",
+            "The Slurm controller cannot be reached from here (fetch_config: DNS SRV lookup failed; Could not "
+            "establish a configuration source). Run this on a login node, or check SLURM_CONF and `scontrol ping`.",
         ),
         (
             "echo 'sbatch: error: invalid partition specified: absent' >&2\nexit 1",
             "Slurm refused the job: invalid partition specified: absent.",
         ),
         ("exit 1", "Slurm refused the job: it does not say why."),
-        ("exec sleep 60", "sbatch did not answer within 0.5 s. Is the Slurm controller up? `scontrol ping` tells."),
+        ("exec sleep 60", "sbatch did not answer within 0.5 s. See with `scontrol ping` if the controller is up."),
     ],
 )
 def test_what_sbatch_says_is_one_sentence(

@@ -141,10 +141,11 @@ def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]]) -> str:
         for rank in range(job.nproc)
     ]
     common = set.intersection(*(set(environment.items()) for environment in environments))
-    lines = [f"{job.nproc} times: {shlex.join(job.rank_command())}", "every rank:"]
+    ranks = "1 rank runs" if job.nproc == 1 else f"{job.nproc} ranks run"
+    lines = [f"{ranks}: {shlex.join(job.rank_command())}", "environment of all ranks:"]
     lines += [f"  {name}={value}" for name, value in sorted(common)]
     for rank, environment in enumerate(environments):
-        lines.append(f"rank {rank}:")
+        lines.append(f"environment of rank {rank}:")
         lines += [f"  {name}={value}" for name, value in sorted(set(environment.items()) - common)]
     return "\n".join(lines)
 

@@ -20,14 +20,14 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.launch.ending import end_soon
+from shardwise.launch.fast_exit import skip_last_collection
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
-    end_soon()
+    skip_last_collection()
     _die_with_launcher()
     _bind_to_cores()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")

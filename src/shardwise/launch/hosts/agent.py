@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LaunchError
 from shardwise.launch.cores import bindings, numa_nodes
 from shardwise.launch.echo import Echo
-from shardwise.launch.environment import Attempt, Seat, seat_environment
+from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.folder import Folder
 from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.server import HostServer
@@ -58,10 +58,10 @@ class HostAgent(HostServer):
             self._store.next_rendezvous()
         self._say(said="prepared")
 
-    def _do_start(self, first_rank: int, seat: Message, attempt: Message, environment: dict[str, str]) -> None:
+    def _do_start(self, first_rank: int, position: Message, attempt: Message, environment: dict[str, str]) -> None:
         self._ranks, self._first_rank, self._deadline, self._num_killed = Ranks(), first_rank, None, 0
         self._reported = {"failed": False, "ended": []}
-        inherited = os.environ | self._network(int(seat["num_hosts"])) | environment
+        inherited = os.environ | self._network(int(position["num_hosts"])) | environment
         kind = facts.kind_by_files()
         bound = bindings(
             self._job.nproc,
@@ -71,9 +71,9 @@ class HostAgent(HostServer):
         )
         files = [self._files(int(attempt["number"]), local) for local in range(self._job.nproc)]
         for local, paths in enumerate(files):
-            rank_seat = Seat(first_rank + local, local_rank=local, local_size=self._job.nproc, **seat)
-            own = seat_environment(
-                rank_seat,
+            rank = RankPosition(first_rank + local, local_rank=local, local_size=self._job.nproc, **position)
+            own = environment_at(
+                rank,
                 Attempt(**attempt),
                 inherited,
                 threads=self._job.threads,

@@ -117,7 +117,7 @@ class _HostsJob:
             host.send(
                 "start",
                 first_rank=host.share.first_rank,
-                seat={"size": self._plan.num_ranks, "host": index, "num_hosts": len(self._hosts)},
+                position={"size": self._plan.num_ranks, "host": index, "num_hosts": len(self._hosts)},
                 attempt=asdict(attempt),
                 environment={**self._plan.environment, **devices_of(host)},
             )

@@ -59,7 +59,7 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "prepare": {"run_id": str, "token": str},
     "start": {
         "first_rank": int,
-        "seat": {"size": int, "host": int, "num_hosts": int},
+        "position": {"size": int, "host": int, "num_hosts": int},
         "attempt": _ATTEMPT,
         "environment": {str: str},
     },

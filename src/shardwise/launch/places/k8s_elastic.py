@@ -43,7 +43,7 @@ def options_of(job: Job, nodes: int) -> list[str]:
     elastic = job.elastic
     assert elastic is not None
     if job.port == 65535:
-        raise ConfigError("--port is 65535: ranks meet at the next one, so give 65534 or less.")
+        raise ConfigError("--port is 65535: the store uses the next port, so give 65534 or less.")
     where = ["--where", "pods", "--nodes", str(nodes), "--nproc", str(job.nproc), "--master-addr", "$(POD_IP)"]
     limits = ["--elastic", f"{elastic.least}:{elastic.most}", "--port", str(job.port or PORT)]
     times = ["--retries", f"{elastic.retries}:{elastic.retry_seconds:g}", "--timeout", f"{job.grace_seconds:g}"]

@@ -37,7 +37,7 @@ def run_k8s(plan: K8sPlan, pause_seconds: float = _PAUSE_SECONDS) -> int:
         library.config.load_config(**({"config_file": named} if named else {}))
     except library.config.ConfigException as error:
         raise LaunchError(
-            f"No cluster is known here: {str(error).rstrip('.')}. Log in to one, so that kubectl finds it."
+            f"No Kubernetes cluster is configured here: {str(error).rstrip('.')}. Log in to one, so that kubectl works."
         ) from error
     job = _Submitted(plan, library, pause_seconds)
     job.submit()
@@ -47,7 +47,7 @@ def run_k8s(plan: K8sPlan, pause_seconds: float = _PAUSE_SECONDS) -> int:
     try:
         return job.follow()
     except KeyboardInterrupt:
-        say(f"the job goes on; `{plan.delete_command}` ends it.")
+        say(f"the job continues; `{plan.delete_command}` ends it.")
         return 130
 
 
@@ -161,7 +161,7 @@ class _Submitted:
 
     def _complain(self, why: str) -> None:
         if not self._complaint:
-            say(f"the cluster does not say how the job is: {why.rstrip('.')}. It is asked again.")
+            say(f"the state of the job is unknown: {why.rstrip('.')}. It is asked again.")
         self._complaint = why
 
     def _watch_job(self) -> None:

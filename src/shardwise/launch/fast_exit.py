@@ -16,7 +16,7 @@ import io
 import itertools
 
 
-def end_soon() -> None:
+def skip_last_collection() -> None:
     """Skip the last collection of this process. Call it first, so that its exit handler runs last."""
     atexit.register(_end)
 
