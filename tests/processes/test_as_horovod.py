@@ -98,7 +98,7 @@ def test_an_unmodified_script_trains(folder: Path) -> None:
     done = run(folder, "horovodrun", *options, "--output-filename", "out", "python", "-u", "train.py")
     assert done.returncode == 0, done.stderr
     assert "LOSSES True 2 0 1 True" in done.stdout
-    assert "--cycle-time-ms has no meaning here: collectives are carried out when they are ready" in done.stderr
+    assert "--cycle-time-ms has no effect: collectives run when they are ready" in done.stderr
     assert any("DistributedOptimizer" not in event and event.get("ph") == "X" for event in trace(folder))
     assert (folder / "out").is_dir()
 

@@ -1,4 +1,4 @@
-"""What people type after `horovodrun`, as what they would type after `shardwise launch`."""
+"""Translates command lines of `horovodrun` into those of `shardwise launch`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shardwise.integrations.horovod.command_line_hosts import (
     words_for_ssh,
 )
 
-# Option, number of words after it, and the variable that ranks read, of what is a number of ours too.
+# Options and the variables that ranks read.
 _VARIABLES = {
     "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
     "--timeline-filename": "HOROVOD_TIMELINE",
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
 }
-_RANKS_MEET = "ranks of one host meet by themselves"
-_NO_CYCLES = "collectives are carried out when they are ready, not in cycles"
-_NOTHING_TO_TUNE = "there is nothing to tune"
+_ONE_HOST = "all ranks are on this host"
+_NO_CYCLES = "collectives run when they are ready, not in cycles"
+_NOTHING_TO_TUNE = "nothing needs tuning"
 _NO_HIERARCHY = "ranks of one host share memory anyway"
-_WITHOUT_MEANING = {
-    "--gloo": (0, "gloo is what reaches other hosts anyway"),
+_WITHOUT_EFFECT = {
+    "--gloo": (0, "gloo is used between hosts anyway"),
     "--cycle-time-ms": (1, _NO_CYCLES),
     "--timeline-mark-cycles": (0, _NO_CYCLES),
     "--no-timeline-mark-cycles": (0, _NO_CYCLES),
@@ -47,21 +47,21 @@ _WITHOUT_MEANING = {
     "--autotune-gaussian-process-noise": (1, _NOTHING_TO_TUNE),
     "--num-nccl-streams": (1, "NCCL has one stream for gathers and one for reductions"),
     "--thread-affinity": (1, "threads are not bound"),
-    "--gloo-timeout-seconds": (1, "a rank that is gone is told by its connection"),
-    "--mpi-threads-disable": (0, "no MPI is called"),
-    "--no-mpi-threads-disable": (0, "no MPI is called"),
-    "--start-timeout": (1, _RANKS_MEET),
-    "--ssh-port": (1, _RANKS_MEET),
-    "--ssh-identity-file": (1, _RANKS_MEET),
-    "--network-interfaces": (1, _RANKS_MEET),
-    "--elastic-timeout": (1, _RANKS_MEET),
-    "--tcp": (0, "no MPI is called"),
-    "--binding-args": (1, "no MPI is called"),
+    "--gloo-timeout-seconds": (1, "a lost rank is detected by its connection"),
+    "--mpi-threads-disable": (0, "MPI is not used"),
+    "--no-mpi-threads-disable": (0, "MPI is not used"),
+    "--start-timeout": (1, _ONE_HOST),
+    "--ssh-port": (1, _ONE_HOST),
+    "--ssh-identity-file": (1, _ONE_HOST),
+    "--network-interfaces": (1, _ONE_HOST),
+    "--elastic-timeout": (1, _ONE_HOST),
+    "--tcp": (0, "MPI is not used"),
+    "--binding-args": (1, "MPI is not used"),
     "--prefix-output-with-timestamp": (0, "lines are prefixed by their rank"),
     "--log-level": (1, "shardwise logs by Python's logging, as `shardwise`"),
     "--log-with-timestamp": (0, "shardwise logs by Python's logging, as `shardwise`"),
     "--log-without-timestamp": (0, "shardwise logs by Python's logging, as `shardwise`"),
-    "--stall-check": (0, "ranks that never come are reported anyway"),
+    "--stall-check": (0, "missing ranks are always reported"),
 }
 _MANY_SECONDS = 10**9
 _REFUSED = {
@@ -75,41 +75,47 @@ _REFUSED = {
 
 @dataclass
 class LaunchCommand:
-    """What a command line of `horovodrun` comes to."""
+    """A command line of `horovodrun`, translated."""
 
     launch: list[str]
-    """Words for `shardwise launch`."""
+    """Arguments of `shardwise launch`."""
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What has no meaning here, and why."""
+    """Options without an effect, with the reason."""
     uses_ssh: bool = False
     """Whether ranks are on other hosts, which get the environment from here."""
     num_ranks: int = 0
-    """On all hosts together."""
+    """On all hosts."""
 
 
 def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
-    """Horovod's own options, those without a meaning and those that are refused included."""
+    """Add Horovod's options, including those that have no effect or are refused."""
+    parser.usage = "%(prog)s [options] [python] script.py [arguments of the script]"
     option = parser.add_argument
-    option("-np", "--num-proc", type=int, metavar="N", help="ranks to start")
-    option("-H", "--hosts", metavar="HOST:N,...", help="where, by ssh: a:4,b:4 (default: this host)")
-    option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same, a host in each line")
-    option("--check-build", action="store_true", help="print what there is, and start nothing")
-    option("--output-filename", metavar="DIR", help="also write each rank's stdout and stderr there")
-    option("--fusion-threshold-mb", type=float, metavar="MB", help="all-reduces that are ready go together, up to this")
-    option("--disable-cache", action="store_true", help="send every message whole")
-    option("--no-stall-check", action="store_true", help="do not report ranks that others wait for")
-    option("--reset-limit", type=int, metavar="N", help="new attempts after a failure; if elastic, new ranks")
-    option("--min-np", "--min-num-proc", type=int, metavar="N", help="elastic: the fewest ranks to go on with")
-    option("--host-discovery-script", metavar="CMD", help="elastic: prints `host:slots`, asked again and again")
+    option("-np", "--num-proc", type=int, metavar="N", help="number of ranks")
+    option(
+        "-H",
+        "--hosts",
+        metavar="HOST:N,...",
+        help="hosts and their ranks, over ssh, such as a:4,b:4 (default: this host)",
+    )
+    option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same from a file, one host per line")
+    option("--check-build", action="store_true", help="print the available frameworks, and start nothing")
+    option("--output-filename", metavar="DIR", help="also write each rank's stdout and stderr to files in DIR")
+    option("--fusion-threshold-mb", type=float, metavar="MB", help="largest size of fused all-reduces")
+    option("--disable-cache", action="store_true", help="do not cache the negotiation of collectives")
+    option("--no-stall-check", action="store_true", help="do not report stalled ranks")
+    option("--reset-limit", type=int, metavar="N", help="restarts after a failure; if elastic, replacements")
+    option("--min-np", "--min-num-proc", type=int, metavar="N", help="elastic: minimum number of ranks")
+    option("--host-discovery-script", metavar="CMD", help="elastic: prints the present hosts as lines `host:slots`")
     option("--blacklist-cooldown-range", type=float, nargs=2, metavar=("MIN", "MAX"), help=argparse.SUPPRESS)
-    option("--max-np", "--max-num-proc", type=int, metavar="N", help="elastic: the most ranks (default: -np)")
-    option("--verbose", action="store_true", help="print what is started")
+    option("--max-np", "--max-num-proc", type=int, metavar="N", help="elastic: maximum number of ranks (default: -np)")
+    option("--verbose", action="store_true", help="print the equivalent `shardwise launch` command")
     option("-p", dest="ssh_port", help=argparse.SUPPRESS)
     option("-i", dest="ssh_identity_file", help=argparse.SUPPRESS)
-    for name in _VARIABLES:
-        option(name, metavar="X")
-    for name, (count, _) in {**_WITHOUT_MEANING, **_REFUSED}.items():
+    for name, variable in _VARIABLES.items():
+        option(name, metavar="X", help=f"set {variable}")
+    for name, (count, _) in {**_WITHOUT_EFFECT, **_REFUSED}.items():
         if count:
             option(name, nargs=count if count > 1 else None, help=argparse.SUPPRESS)
         else:
@@ -118,14 +124,14 @@ def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_command(args: argparse.Namespace) -> LaunchCommand:
-    """Raises `LaunchError` for what is refused: by name, and before anything is started."""
+    """Translate the options. Raises `LaunchError` for one that is not supported."""
     for name, (_, why) in _REFUSED.items():
         if _given(args, name):
             raise LaunchError(f"{name}: {why}")
     understood = _start(args, named_hosts(args.hosts, args.hostfile))
-    for name, why in ((name, why) for name, (_, why) in _WITHOUT_MEANING.items() if _given(args, name)):
+    for name, why in ((name, why) for name, (_, why) in _WITHOUT_EFFECT.items() if _given(args, name)):
         if not (understood.uses_ssh and name in BY_SSH):
-            understood.notes.append(f"{name} has no meaning here: {why}")
+            understood.notes.append(f"{name} has no effect: {why}")
     if args.output_filename is not None:
         understood.launch += ["--log-dir", args.output_filename]
     understood.launch += _elastic(args, understood)
@@ -135,7 +141,7 @@ def launch_command(args: argparse.Namespace) -> LaunchCommand:
 
 
 def _elastic(args: argparse.Namespace, understood: LaunchCommand) -> list[str]:
-    """Words for ranks that come and go, or for new attempts."""
+    """Arguments for elastic jobs, or for restarts."""
     limit = args.reset_limit
     if args.min_np is None and args.max_np is None and args.host_discovery_script is None:
         return [] if limit is None else ["--max-restarts", str(limit)]
@@ -146,7 +152,7 @@ def _elastic(args: argparse.Namespace, understood: LaunchCommand) -> list[str]:
         if understood.uses_ssh:
             words += ["--cooldown", f"{args.blacklist_cooldown_range[0]:g}"]
         else:
-            understood.notes.append("--blacklist-cooldown-range has no meaning here: it is about other hosts")
+            understood.notes.append("--blacklist-cooldown-range has no effect: all ranks are on this host")
     return words if limit is None else [*words, "--retries", f"{limit}:{_MANY_SECONDS}"]
 
 
@@ -166,7 +172,7 @@ def _given(args: argparse.Namespace, name: str) -> object:
 
 
 def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> LaunchCommand:
-    """Words that say how many ranks there are, and on which hosts."""
+    """Arguments for the number of ranks and their hosts."""
     if args.host_discovery_script is not None:
         if hosts is not None:
             raise LaunchError("--host-discovery-script names the hosts. Leave out -H and --hostfile.")
@@ -176,7 +182,7 @@ def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> LaunchCommand:
     if nproc is None:
         raise LaunchError("Give the number of ranks: -np 2.")
     if hosts is not None and nproc > hosts.num_slots:
-        raise LaunchError(f"-np {nproc} is more than the {hosts.num_slots} slots that the hosts have.")
+        raise LaunchError(f"-np {nproc} is more than the {hosts.num_slots} slots of the hosts.")
     filled = None if hosts is None else hosts.filled(nproc)
     if filled is None or not filled.is_elsewhere:
         return LaunchCommand(["--as-horovod", "--nproc", str(nproc)], num_ranks=nproc)
