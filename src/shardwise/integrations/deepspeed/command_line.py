@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-H",
         "--hostfile",
         metavar="FILE",
-        help="lines `host slots=N`: N ranks on each host, over ssh if there are several",
+        help="lines `host slots=N`, for N ranks on each host; several use ssh",
     )
     option("-i", "--include", default="", metavar="HOST:0,1", help="hosts and devices to use")
     option("-e", "--exclude", default="", metavar="HOST:0,1", help="hosts and devices not to use")

@@ -97,7 +97,7 @@ def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
         "-H",
         "--hosts",
         metavar="HOST:N,...",
-        help="hosts and their ranks, over ssh, such as a:4,b:4 (default: this host)",
+        help="hosts and ranks, over ssh, such as a:4,b:4 (default: this host)",
     )
     option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same from a file, one host per line")
     option("--check-build", action="store_true", help="print the available frameworks, and start nothing")
