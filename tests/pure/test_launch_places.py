@@ -522,7 +522,7 @@ def test_what_would_be_sent_without_rsync(
             "echo 'sbatch: error: invalid partition specified: absent' >&2\nexit 1",
             "Slurm refused the job: invalid partition specified: absent.",
         ),
-        ("exit 1", "Slurm refused the job: it does not say why."),
+        ("exit 1", "Slurm refused the job: it gave no reason."),
         ("exec sleep 60", "sbatch did not answer within 0.5 s. See with `scontrol ping` if the controller is up."),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_host_lost_while_the_first_one_prepares_ends_the_job(
         {
             "prepare": [{"said": "prepared"}],
             "end": [{"said": "over", "outcomes": [ended], "killed": 0}],
-            "words": [{"said": "words", "words": []}],
+            "last_status": [{"said": "last_status", "statuses": []}],
         },
     )
     second: Any = FakeConnection(SHARES[1], arrivals, {})

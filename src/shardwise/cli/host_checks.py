@@ -32,7 +32,7 @@ def check_limits(soft: Mapping[str, int], *, has_rdma: bool) -> Check:
 def check_network(found: Sequence[Interface], own: str, environ: Mapping[str, str]) -> Check:
     """`own` is the address of this host's name. It matters between hosts; on one, loopback is enough."""
     others = [one for one in found if not one.address.startswith(LOOPBACK)]
-    said = ", ".join(
+    names = ", ".join(
         f"{one.name} {one.address}{f' {one.megabits} Mbit/s' if one.megabits > 0 else ''}" for one in others
     )
     chosen = environ.get("GLOO_SOCKET_IFNAME")
@@ -42,14 +42,14 @@ def check_network(found: Sequence[Interface], own: str, environ: Mapping[str, st
     if not others:
         return Check("network", "ok", "only loopback", "That is enough for ranks on one host.")
     if chosen is not None:
-        return Check("network", "ok", f"{said}; GLOO_SOCKET_IFNAME={chosen}")
+        return Check("network", "ok", f"{names}; GLOO_SOCKET_IFNAME={chosen}")
     if not own:
         cure = "gloo needs it: add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME."
-        return Check("network", "warn", f"{said}; this host's name does not resolve", cure)
+        return Check("network", "warn", f"{names}; this host's name does not resolve", cure)
     if own.startswith(LOOPBACK):
         cure = "Other hosts cannot reach that. For several hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
-        return Check("network", "ok", f"{said}; this host's name resolves to {own}", cure)
-    return Check("network", "ok", said)
+        return Check("network", "ok", f"{names}; this host's name resolves to {own}", cure)
+    return Check("network", "ok", names)
 
 
 def check_driver(version: str, facts: TorchFacts) -> Check:

@@ -76,7 +76,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         for line in _pipeline_lines(explained.schedule, explained):
             console.print(Text(f"  {line}"), soft_wrap=True)
     if explained.subject.experts:
-        note = Text(f"They are placed as the table says, but never over {EXPERT_AXIS}.", "dim")
+        note = Text(f"They follow the table above, but are never sharded over {EXPERT_AXIS}.", "dim")
         _section(console, "experts", Text(explained.subject.experts.rstrip()), note)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))

@@ -46,7 +46,7 @@ def main() -> None:
         if code:
             _record(error_file, error, "", wanted=code)
             if "SHARDWISE_MEMBER" in os.environ:
-                sys.last_value = error  # as of other exceptions: the others are told that this rank is not through
+                sys.last_value = error  # as for other exceptions: the others learn that this rank failed
         raise
     except BaseException as error:
         if type(error).__name__ == "TurnedAwayError" and getattr(error, "has_asked", False):
@@ -73,8 +73,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _import_before_joining() -> None:
-    """In an elastic job, import what the first optimizer needs, which takes seconds, before `World.join`: from then on
-    the others wait for a rank that joins."""
+    """In an elastic job, import what the first optimizer needs before `World.join`: it takes seconds, and from then on
+    the other ranks wait for this one."""
     if "SHARDWISE_MEMBER" in os.environ:
         importlib.import_module("torch._dynamo")
         importlib.import_module("shardwise.elastic.session")

@@ -74,7 +74,7 @@ class ElasticAgent:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the ranks have said that if one is lost, all are to start again."""
+        """Whether the ranks have reported that if one is lost, all must restart."""
         return self._rendezvous.needs_all
 
     def begin_again(self) -> None:

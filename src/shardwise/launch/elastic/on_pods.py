@@ -64,7 +64,7 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
 
 
 def _gather(plan: PodsPlan, workers: PodWorkers, slots: Slots, signals: SignalLog, fewer_seconds: float) -> None:
-    """Wait for as many pods as were asked for, or, after a while, for as many as the job needs."""
+    """Wait for the requested pods, or, after a while, for as many as the job needs."""
     assert plan.job.elastic is not None
     least, wanted = plan.job.elastic.least, plan.job.nproc
     enough_at, tell_at, pause = float("inf"), time.monotonic() + _TELL_SECONDS, _TELL_SECONDS

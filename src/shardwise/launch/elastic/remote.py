@@ -78,7 +78,7 @@ class RemoteWorkers:
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
         host = self._hosts.get(slot.host)
         if host is None or host.connection is None:  # it was lost, and the event is not handled yet
-            outcome = self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="it was gone before")
+            outcome = self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="before it started")
             self._events.append(Ended(number, outcome))
             return
         if attempt.number != self._attempt or not self._num_started:

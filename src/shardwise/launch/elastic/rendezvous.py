@@ -67,7 +67,7 @@ class Rendezvous:
     """Members of the generation announced last that were not in the one before it."""
     why_lost: str = ""
     needs_all: bool = False
-    """Whether members have said that if one is lost, all are to start again."""
+    """Whether members have reported that if one is lost, all must restart."""
     _since: float = 0.0
     _num_not_formed: int = 0
     _wanted: int = -1

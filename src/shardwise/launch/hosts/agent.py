@@ -96,9 +96,9 @@ class HostAgent(HostServer):
         if self._store is not None:
             self._store.cancel_meeting(attempt, ended, living)
 
-    def _do_words(self, attempt: int, ranks: list[int]) -> None:
+    def _do_last_status(self, attempt: int, ranks: list[int]) -> None:
         last = {} if self._store is None else {rank: self._store.last_status(rank, attempt) for rank in ranks}
-        self._say(said="words", words=[[rank, words] for rank, words in last.items()])
+        self._say(said="last_status", statuses=[[rank, status] for rank, status in last.items()])
 
     def _watch(self) -> None:
         """Poll the ranks, and report changes."""

@@ -204,9 +204,9 @@ class _HostsJob:
         first = self._hosts[0]
         if not self._is_ending or first in self._lost:
             return outcomes
-        first.send("words", attempt=self._number, ranks=[outcome.rank for outcome in outcomes])
-        words = _last_status(self._arrivals, first)
-        return [replace(outcome, last_status=words.get(outcome.rank, "")) for outcome in outcomes]
+        first.send("last_status", attempt=self._number, ranks=[outcome.rank for outcome in outcomes])
+        statuses = _last_status(self._arrivals, first)
+        return [replace(outcome, last_status=statuses.get(outcome.rank, "")) for outcome in outcomes]
 
     def _report(self, outcomes: list[Outcome]) -> int:
         logs = self._folder.place(self._number)
@@ -224,12 +224,12 @@ class _HostsJob:
 
 
 def _last_status(arrivals: Arrivals, host: Connection) -> dict[int, str]:
-    """The last published activity of each rank, from the first host; empty if it does not answer soon."""
+    """The last published status of each rank, from the first host; empty if it does not answer soon."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     while time.monotonic() < deadline:
         arrival = next_arrival(arrivals, 0.1)
-        if arrival is not None and arrival[0] is host and arrival[1]["said"] in ("words", "lost"):
-            return {int(rank): str(words) for rank, words in arrival[1].get("words", ())}
+        if arrival is not None and arrival[0] is host and arrival[1]["said"] in ("last_status", "lost"):
+            return {int(rank): str(status) for rank, status in arrival[1].get("statuses", ())}
     return {}
 
 

@@ -66,7 +66,7 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "end": {"number": int},
     "kill": {},
     "meeting": {"attempt": int, "ended": [int], "living": [int]},
-    "words": {"attempt": int, "ranks": [int]},
+    "last_status": {"attempt": int, "ranks": [int]},
     "bye": {},
     "over": {"status": int},
     "members": {"silence_seconds": float},
@@ -82,7 +82,7 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "leave_out": {"steps": [int]},
     "record": {"line": {str: OneOf(None, bool, int, float, str, [int], [str])}},
 }
-"""What a host is told to `do`."""
+"""Orders to a host, by their key `do`."""
 REPORTS: dict[str, dict[str, Shape]] = {
     "facts": {**dict.fromkeys(("python", "shardwise", "torch", "problem"), str), "time": float},
     "listening": {"address": str, "port": int},
@@ -93,7 +93,7 @@ REPORTS: dict[str, dict[str, Shape]] = {
     "failed": {},
     "signal": {"number": int},
     "over": {"outcomes": [_OUTCOME], "killed": int},
-    "words": {"words": [(int, str)]},
+    "last_status": {"statuses": [(int, str)]},
     "output": {"rank": int, "is_error": bool, "text": str},
     "members": {"address": str, "launcher": str, "problem": str},
     "member": {"outcome": _OUTCOME, "ran_out": bool, "skips": bool},
@@ -134,8 +134,8 @@ def report(line: bytes) -> Message | None:
 
 
 def is_about(message: Message, ranks: Container[int]) -> bool:
-    """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. Excepted are the
-    last words of ranks, which come from the store."""
+    """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. The last
+    status of ranks is exempt, because it comes from the store."""
     named = [message[key] for key in ("rank", "number") if key in message and message["said"] != "signal"]
     outcomes = [*message.get("outcomes", ()), *([message["outcome"]] if "outcome" in message else ())]
     named = [*named, *message.get("ranks", ()), *(outcome["rank"] for outcome in outcomes)]

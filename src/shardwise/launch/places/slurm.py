@@ -39,7 +39,7 @@ class SlurmRequest:
     """As Slurm writes it (`30`, `2:00:00`, `1-12`); `""` is what the partition gives."""
     gpus_per_node: int = 0
     save_seconds: int = 120
-    """How long before the end of the time the ranks are told to save."""
+    """How long before the time limit the ranks get SIGTERM, to save."""
     requeue: bool = True
     bind: str = "none"
     arguments: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def run_sbatch(plan: SbatchPlan, environment: Mapping[str, str]) -> str:
 def _refusal(stderr: str) -> str:
     """What `sbatch` says, in one sentence."""
     lines = [re.sub(r"^sbatch: ((error|fatal): )?", "", line.strip()).rstrip(".") for line in stderr.splitlines()]
-    said = "; ".join(filter(None, lines)) or "it does not say why"
+    said = "; ".join(filter(None, lines)) or "it gave no reason"
     if re.search(_NO_CONTROLLER, said):
         return (
             f"The Slurm controller cannot be reached from here ({said}). Run this on a login node, or check SLURM_CONF "

@@ -20,7 +20,7 @@ ALIVE_SECONDS = 5
 LEFT_OUT = ("--filter=:- .gitignore", "--exclude=.git", "--exclude=.venv*", "--exclude=__pycache__")
 """What is not copied, as rsync takes it. It understands most of what .gitignore files contain, in every folder."""
 MEMBERS = "members"
-"""What tells the process on a host that the job is elastic."""
+"""The argument of the process on a host if the job is elastic."""
 LOST_AFTER = 3
 """So many messages without an answer, one every `ALIVE_SECONDS`, and ssh takes the connection for lost."""
 
