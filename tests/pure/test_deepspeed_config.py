@@ -248,7 +248,7 @@ def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "AdamW(lr=0.001)" in out.read_text()
     told = capsys.readouterr().err
     assert "overlap_comm: not needed" in told
-    assert "csv_monitor.enabled: available elsewhere; name a folder as run in the plan" in told
+    assert "csv_monitor.enabled: available elsewhere; set run and trackers in the plan" in told
     assert main(["convert", str(source), str(out), "--world", "4"]) == 2
     assert "already exists" in capsys.readouterr().err
 

@@ -26,10 +26,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _yaml_of(reading: TranslatedConfig, source: Path, num_ranks: int) -> str:
-    batch = (
-        f"{reading.micro_batch} samples per micro-batch and rank, {reading.global_batch} per step on {num_ranks} ranks"
-    )
-    lines = [f"# From {source.name}: {batch}."]
+    samples = f"{reading.micro_batch} samples per micro-batch and rank, {reading.global_batch} per step"
+    lines = [f"# From {source.name}: {samples} on {num_ranks} ranks."]
     for what, named in (("optimizer", reading.optimizer), ("scheduler", reading.scheduler)):
         if named is not None:
             values = ", ".join(f"{key}={value!r}" for key, value in named.params.items())
