@@ -126,7 +126,7 @@ def test_an_api_server_that_is_away_for_a_while(cluster: Cluster, capsys: pytest
     assert said.count("the state of the job is unknown: the server is starting. It is asked again.") >= 1
 
 
-def test_a_job_that_somebody_deletes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deleted_job(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     path = "/apis/batch/v1/namespaces/default/jobs/train"
     threading.Timer(0.7, cluster.delete, (path,)).start()
     assert run_k8s(saying(plan("job"), "exec sleep 60"), 0.05) == 1

@@ -119,7 +119,7 @@ def test_callbacks_and_the_users_optimizer() -> None:
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), **CLOSE)
 
 
-def test_its_trackers_and_our_record_are_told_by_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_writes_its_trackers_and_our_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TensorBoard by report_to, a callback, and the run of the plan; then from a checkpoint at another size."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = tmp_path / "run"

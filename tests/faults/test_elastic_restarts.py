@@ -57,7 +57,7 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(240)
-def test_without_retries_it_ends_with_the_status_of_the_dead(tmp_path: Path) -> None:
+def test_without_retries_it_ends_with_the_status_of_the_failed_rank(tmp_path: Path) -> None:
     ran = launched(tmp_path, PLANS["checkpoint"], "--retries", "0")
     assert ran.returncode == 137, ran.stderr
     assert "begins" not in ran.stderr

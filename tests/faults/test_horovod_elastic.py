@@ -58,7 +58,7 @@ def test_the_others_go_on(tmp_path: Path, samples: str, faults: list[str], left:
 
 
 @pytest.mark.parametrize("samples", ["plain", "sampler"])
-def test_others_come_in_the_place_of_the_dead(tmp_path: Path, samples: str) -> None:
+def test_replacements_join(tmp_path: Path, samples: str) -> None:
     """Rank 0 among them; and what they begin with is what the others have."""
     status, said = run(tmp_path, ["--min-np", "1"], str(STEPS), "2", samples, "kill:0:5", "kill:2:5")
     assert status == 0, said

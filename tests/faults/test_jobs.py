@@ -102,7 +102,7 @@ def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: P
         ("skip", "contradiction (2,)", "rank 2 waits in 'before step' for 'agree * verdict"),
     ],
 )
-def test_all_others_are_told_what_one_did(fault: str, expected: str, words: str, tmp_path: Path) -> None:
+def test_all_ranks_raise_what_one_did(fault: str, expected: str, words: str, tmp_path: Path) -> None:
     run_plainly(3, fault, tmp_path)
     messages = [told(tmp_path, rank) for rank in (range(3) if fault == "skip" else range(2))]
     for seconds, kind, text in messages:
@@ -126,7 +126,7 @@ def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
         assert {keys for _, _, keys in counts} == {1}
 
 
-def test_the_launcher_tells_what_a_killed_rank_was_doing(tmp_path: Path) -> None:
+def test_the_report_has_the_last_status_of_a_killed_rank(tmp_path: Path) -> None:
     run = launch(4, "kill", tmp_path)
     ended = time.time() - float((tmp_path / "moment").read_text())
     assert run.returncode == 137

@@ -82,7 +82,7 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
     assert "4 ranks go on" in said
 
 
-def test_deaths_while_the_others_meet_and_one_that_is_stopped(tmp_path: Path) -> None:
+def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path) -> None:
     """One dies before it says that it is ready, the next while groups open, and the last is only stopped."""
     faults = ["kill:0:20", "opening:1:1", "stop:2:20"]
     status, said = run(tmp_path, ["--elastic", "1:4", "--retries", "0"], "40", "0", *faults)
@@ -123,7 +123,7 @@ def await_facts(out: Path, what: str, number: int) -> None:
 
 
 @varies
-def test_whoever_is_killed_whenever_sums_stay_right(tmp_path: Path) -> None:
+def test_sums_stay_right_whichever_rank_is_killed(tmp_path: Path) -> None:
     """Random members, at random moments, often while others meet again; the dead are replaced."""
     chance = random.Random(1)
     num_kills = drawn(3, 20)
@@ -149,7 +149,7 @@ def test_whoever_is_killed_whenever_sums_stay_right(tmp_path: Path) -> None:
     assert "ended by SIGTERM" in said
 
 
-def test_what_a_dead_launcher_left_in_memory_is_taken_away_by_the_next(tmp_path: Path) -> None:
+def test_the_next_launcher_removes_what_a_dead_one_left_in_memory(tmp_path: Path) -> None:
     with Images(tmp_path) as first:
         assert first.folder is not None
         (first.folder / "image").write_text("state")

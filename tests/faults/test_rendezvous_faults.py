@@ -99,7 +99,7 @@ def test_ranks_of_worlds_of_other_sizes(connect: Connect) -> None:
         assert "WORLD_SIZE=2" in str(error)
 
 
-def test_the_launcher_cancels_a_meeting_to_which_a_rank_can_no_longer_come(connect: Connect) -> None:
+def test_the_launcher_cancels_a_rendezvous_that_cannot_complete(connect: Connect) -> None:
     launcher = Meeting(connect(), "0", me="launcher")
     launcher.cancel_without([1], [0])  # nobody waits yet
     results: list[FaultError | None] = []
@@ -121,7 +121,9 @@ def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
     assert not any(key.endswith("/message") for key in store.list_keys())
 
 
-def test_a_host_that_does_not_answer_is_told_of(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture) -> None:
+def test_a_host_that_does_not_answer_is_reported(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -134,7 +136,7 @@ def test_a_host_that_does_not_answer_is_told_of(caplog: pytest.LogCaptureFixture
     assert capfd.readouterr().err == ""
 
 
-def test_a_port_that_is_taken_is_told_by_one_sentence(capfd: pytest.CaptureFixture) -> None:
+def test_a_port_that_is_taken_is_one_error(capfd: pytest.CaptureFixture) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

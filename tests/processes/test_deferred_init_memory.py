@@ -30,7 +30,7 @@ def write_zeros(path: Path, *, num_blocks: int, width: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_birth_takes_a_shard_and_a_unit_and_a_tensor(tmp_path: Path) -> None:
+def test_deferred_init_takes_a_shard_a_unit_and_a_tensor(tmp_path: Path) -> None:
     zeros = tmp_path / "model.safetensors"
     write_zeros(zeros, num_blocks=16, width=2048)
     run = launch(Path(__file__).with_name("deferred_init_rank.py"), 2, str(zeros), by_forks=False)

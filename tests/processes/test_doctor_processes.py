@@ -83,7 +83,7 @@ def test_a_port_that_is_taken_is_the_reason(remote: Remote) -> None:
     assert check_links(["127.0.0.1", "localhost"], trouble).status == "fail"
 
 
-def test_ranks_that_never_meet_are_ended() -> None:
+def test_ranks_that_never_connect_are_ended() -> None:
     started, before = time.monotonic(), children()
     meeting = run_loopback(0.5, (sys.executable, "-c", "import time; time.sleep(600)"))
     assert meeting.trouble == "two processes did not start within 0.5 s"

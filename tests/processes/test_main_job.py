@@ -106,7 +106,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert [step for step, _ in losses(out)] == list(range(1, stopped + 3))
 
 
-def test_a_batch_that_does_not_divide_is_refused_in_one_letter(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_divide_is_refused_in_one_error(tmp_path: Path) -> None:
     refused = run(tmp_path, "--batch", "3")
     assert refused.returncode != 0
     assert "--batch 3 does not divide among 2 ranks" in refused.stderr

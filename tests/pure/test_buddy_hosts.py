@@ -53,7 +53,7 @@ def spec(preset: str, mesh: dict[str, int]) -> FlatSpec:
         ("hpz", {"node": 2, "local": 2}, "aabb", (2, 3, 0, 1)),
     ],
 )
-def test_nobody_keeps_what_another_host_has(
+def test_there_are_no_copies_of_what_another_host_has(
     preset: str, mesh: dict[str, int], hosts: str, expected: tuple[int | None, ...]
 ) -> None:
     assert keepers([spec(preset, mesh)], hosts) == expected

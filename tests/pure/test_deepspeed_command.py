@@ -48,7 +48,7 @@ def test_a_hostfile_of_one_host_counts_ranks(tmp_path: Path) -> None:
         asked(f"--hostfile {file}", 0)
 
 
-def test_what_means_nothing_is_told() -> None:
+def test_options_without_effect_are_reported() -> None:
     notes = asked("--launcher pdsh --master_addr 10.0.0.1 --bind_core_list 0-3 --hostfile nowhere", 2).notes
     assert [note.split()[0].rstrip(":") for note in notes] == [
         "--launcher", "--master_addr", "--bind_core_list", "--hostfile",
@@ -75,7 +75,7 @@ def test_refused(text: str, sentence: str) -> None:
         asked(text, 2)
 
 
-def test_a_dry_run_tells_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
     words = ["deepspeed", "--dry-run", "--num_gpus", "2", "--launcher", "pdsh", str(script), "--deepspeed", "-x", "1"]

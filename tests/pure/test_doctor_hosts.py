@@ -138,7 +138,7 @@ def test_versions_that_do_not_fit_are_named() -> None:
     assert second == "no-such-thing is not installed"
 
 
-def test_what_dead_jobs_leave_is_found_and_what_lives_is_left_alone(tmp_path: Path) -> None:
+def test_leftovers_of_dead_jobs_are_found(tmp_path: Path) -> None:
     for name in ("shardwise-dead", "shardwise-alive", "shardwise-other"):
         (tmp_path / name).mkdir()
     for name in ("dead", "alive"):

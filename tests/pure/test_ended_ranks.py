@@ -24,7 +24,7 @@ def outcome(rank: int, exit_code: int, summary: str = "", **more: Any) -> Outcom
     return Outcome(rank, exit_code, None, summary=summary, recorded=bool(summary), **{"time": 0.0, **more})
 
 
-def test_a_verdict_stands_in_the_letter_and_in_the_record(tmp_path: Path) -> None:
+def test_a_cause_is_in_the_report_and_in_the_record(tmp_path: Path) -> None:
     record = RunRecord.start(tmp_path / "record.jsonl", plan={}, world_size=4)
     (tmp_path / RECORD_PATH).write_text(str(tmp_path / "record.jsonl"))
     events = tmp_path / "memory.events"
@@ -65,7 +65,7 @@ def test_a_verdict_stands_in_the_letter_and_in_the_record(tmp_path: Path) -> Non
     record.close()
 
 
-def test_what_all_raise_is_told_at_the_end() -> None:
+def test_an_error_of_all_ranks_is_reported_at_the_end() -> None:
     ended_ranks = EndedRanks(Classifier(), FolderNotes(None))
     ended_ranks.add(outcome(0, 1, "KeyError: 'labels'"), 0, 3)
     verdict = ended_ranks.classify_all([outcome(rank, 1, "KeyError: 'labels'") for rank in range(2)], 3)

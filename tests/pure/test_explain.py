@@ -126,7 +126,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return "\n".join(line.rstrip() for line in out.splitlines())
 
 
-def test_images_are_told_where_the_plan_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_explained_if_the_plan_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("preset: zero3\nsurvive: host\n")
     mib = 2**20
@@ -136,7 +136,7 @@ def test_images_are_told_where_the_plan_has_them(tmp_path: Path, capsys: pytest.
     assert "image_bytes" not in as_json(capsys, "zero3", "--world", "4")
 
 
-def test_copies_on_other_hosts_are_told_where_the_plan_has_them(
+def test_copies_on_other_hosts_are_explained_if_the_plan_keeps_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.yaml"
@@ -163,7 +163,7 @@ def test_copies_on_other_hosts_are_told_where_the_plan_has_them(
         ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),
     ],
 )
-def test_a_plan_of_which_a_lost_rank_restarts_the_job_says_so(
+def test_explain_says_if_a_lost_rank_restarts_the_job(
     said_by_plan: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.yaml"
@@ -464,7 +464,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
         run("ddp", "--world", "2", "--set", "acumulate=2")
 
 
-def test_torch_is_imported_for_a_model_alone() -> None:
+def test_torch_is_imported_only_for_a_model() -> None:
     script = (
         "import sys; from shardwise.cli.main import main; "
         "assert main(['explain', 'zero3', '--world', '4']) == 0; "

@@ -135,7 +135,7 @@ def boards(token: str, size: int = 2) -> tuple[Store, list[StoreBoard]]:
 
 @varies
 @pytest.mark.parametrize("token", ["token", ""])
-def test_strangers_at_the_board(token: str) -> None:
+def test_forged_entries_of_the_board(token: str) -> None:
     """Whatever they write: with a token nothing of it is believed, without one what is no message is not there."""
     store, (mine, theirs) = boards(token)
     theirs.publish(status(1, [1]))
@@ -253,7 +253,7 @@ class TestMembers:
 
 
 @pytest.mark.parametrize("key", ["who/0", "size", "fault"])
-def test_strangers_at_the_meeting(key: str) -> None:
+def test_forged_entries_of_the_rendezvous(key: str) -> None:
     """They can keep ranks from meeting, but not have them blame one of their own."""
     store = HashStore()
     place = "shardwise/attempt-0/meeting"
@@ -319,7 +319,7 @@ class TestWire:
     @varies
     @FUZZED
     @given(st.data())
-    def test_orders_are_found_however_they_are_cut(self, data: st.DataObject) -> None:
+    def test_orders_are_found_in_any_blocks(self, data: st.DataObject) -> None:
         orders = [{"do": "end", "number": number} for number in range(3)]
         noise = st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"") + b"\n")
         whole = b"".join(data.draw(noise) + wire.packed(one) for one in orders)
@@ -429,7 +429,7 @@ def at_the_door(door: Listener, size: int) -> Iterator[dict[str, Any]]:
     assert not thread.is_alive()
 
 
-def test_strangers_at_horovods_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_horovod_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may know all that the store has; without the token they stay outside, and so does who is too slow."""
     monkeypatch.setattr("shardwise.integrations.horovod.links._PROOF_SECONDS", 0.3)
     monkeypatch.setenv(VARIABLE, "token")

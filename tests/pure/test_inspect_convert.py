@@ -94,7 +94,7 @@ def test_a_truncated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "instead of" in capsys.readouterr().out
 
 
-def test_a_long_list_is_cut_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_list_is_shortened_without_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(FIXTURES / "universal")]) == 0
     assert "more (--full prints all)" in capsys.readouterr().out
     assert main(["inspect", str(FIXTURES / "universal"), "--full"]) == 0

@@ -378,7 +378,7 @@ def test_an_allocation_of_slurm_has_a_step_for_each_node() -> None:
         plan_nodes(job, {}, {"SLURM_JOB_ID": "7"}, SshSettings("/work"))
 
 
-def test_dry_runs_ask_nobody(
+def test_dry_runs_contact_no_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No tool of any place is found, and no script; the command line's options come out in the plans."""

@@ -488,7 +488,7 @@ class TestReport:
             assert said in page.text
         assert '"preset": "zero3"' in page.text
 
-    def test_what_a_stranger_wrote_is_text(self, run: Path) -> None:
+    def test_untrusted_text_is_escaped(self, run: Path) -> None:
         evil = "<script>alert(1)</script><img src=http://x.invalid/>"
         note = {"time": 1.0, "rank": 1, "level": evil, "text": evil}
         (run / "notes-rank-1.jsonl").write_text(json.dumps(note) + "\n")

@@ -104,7 +104,7 @@ def test_an_order_that_is_forged_closes_the_connection(server: tuple[PodServer, 
     caller.close()
 
 
-def test_strangers_are_not_let_in(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
+def test_connections_without_the_token_are_refused(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
     made, where, said = server
     held = [call(where, token="guess"), call(where, name="../x")]
     random.seed(1)
@@ -127,7 +127,7 @@ def test_strangers_are_not_let_in(server: tuple[PodServer, tuple[str, int], list
     mine.close()
 
 
-def test_the_same_name_counts_once_and_those_who_come_late_are_told(
+def test_a_name_counts_once_and_late_pods_get_the_last_message(
     server: tuple[PodServer, tuple[str, int], list[str]],
 ) -> None:
     made, where, _ = server
