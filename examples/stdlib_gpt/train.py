@@ -147,7 +147,7 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
         if stopping or step == steps or step % run.args.save_every == 0:
             save(run, step)
         if stopping and step < steps:
-            report.note(f"Stopped and saved after step {step}. The same command goes on from there.")
+            report.note(f"Stopped and saved after step {step}. The same command continues from there.")
             return False
         if step == steps or step % run.args.validate_every == 0:
             report.validation(step, validate(run))
