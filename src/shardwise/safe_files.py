@@ -125,7 +125,9 @@ def read_exactly(file: BinaryIO, start: int, num_bytes: int, path: Path) -> byte
     """Bytes `start` to `start + num_bytes` of `file` at `path`; checks the size before allocating memory."""
     size = os.fstat(file.fileno()).st_size
     if not 0 <= start <= start + num_bytes <= size:
-        raise CheckpointError(f"{path} has {size} bytes, but {num_bytes} from byte {start} were expected: it is truncated.")
+        raise CheckpointError(
+            f"{path} has {size} bytes, but {num_bytes} from byte {start} were expected: it is truncated."
+        )
     content = bytearray(num_bytes)
     fill_exactly(file, start, memoryview(content), path)
     return bytes(content)
