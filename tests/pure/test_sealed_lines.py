@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -143,3 +145,35 @@ def test_a_name_counts_once_and_late_pods_get_the_last_message(
         assert SealedInbox(meeting.connection, meeting.to_host).take(5) == [{"do": "over", "status": 7}]
     for meeting in (first, second, late):
         meeting.connection.close()
+
+
+class InterruptedListener:
+    """A listener whose first `accept` fails, as it does while a process has too many open files."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._has_failed = False
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if not self._has_failed:
+            self._has_failed = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def shutdown(self, how: int) -> None:
+        self._listener.shutdown(how)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_pods_are_accepted_after_an_accept_that_failed() -> None:
+    """The server ended at the first error, and no pod could join any more."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    interrupted: Any = InterruptedListener(listener)
+    server = PodServer(interrupted, "token", print)
+    try:
+        with call(listener.getsockname(), "pod-a").connection:
+            names(server, "pod-a")
+    finally:
+        server.close()

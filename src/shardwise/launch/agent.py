@@ -138,7 +138,7 @@ class Agent(SimpleElasticAgent):
         """If a rank ends before all have joined the world, tell those that wait; they do not watch each other yet."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
-            self._launcher_store.cancel_meeting(self.attempt, *self._ranks.ended_and_living())
+            self._launcher_store.cancel_rendezvous(self.attempt, *self._ranks.ended_and_living())
 
     def _pass_on(self, received: signal.Signals) -> None:
         # a closed terminal is a request to end; only SIGINT and SIGTERM mean that to a script

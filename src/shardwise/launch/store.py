@@ -59,7 +59,7 @@ class LauncherStore(RendezvousHandler):
         except RuntimeError:
             return ""
 
-    def cancel_meeting(self, attempt: int, ended: list[int], living: list[int]) -> None:
+    def cancel_rendezvous(self, attempt: int, ended: list[int], living: list[int]) -> None:
         """Tell `living` ranks that wait in `World.join` for one that has `ended`."""
         if ended and living:
             Meeting(self._store, str(attempt), seal=Seal(self.token, str(attempt))).cancel_without(ended, living)

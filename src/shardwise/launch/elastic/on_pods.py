@@ -55,8 +55,8 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         if signals.received:
             return report_stop([], 0, signals.received[0], None)
         run_id = f"{os.getpid()}-{int(time.time())}"
-        meeting = (address, plan.port + 1)
-        context = Context(job, elastic, store, *meeting, run_id, folder, workers, slots, signals, say, token)
+        location = (address, plan.port + 1)
+        context = Context(job, elastic, store, *location, run_id, folder, workers, slots, signals, say, token)
         status = run_attempts(context)
         if not signals.received:  # else this pod may be evicted, and the next launcher needs the others
             workers.end_pods(status)

@@ -47,10 +47,10 @@ class PodWorkers(RemoteWorkers):
     """`Workers` in the pods that connect to a server."""
 
     def __init__(
-        self, plan: PodsPlan, server: PodServer, meeting: tuple[str, int], logs: Logs, say: Callable[[str], None]
+        self, plan: PodsPlan, server: PodServer, store: tuple[str, int], logs: Logs, say: Callable[[str], None]
     ) -> None:
         self._pod_messages: Arrivals = queue.Queue(256)
-        super().__init__(plan, [], self._pod_messages, meeting, logs, say)
+        super().__init__(plan, [], self._pod_messages, store, logs, say)
         self._server = server
 
     def events(self) -> list[Event]:

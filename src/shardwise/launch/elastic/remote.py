@@ -43,7 +43,7 @@ class RemoteWorkers:
         plan: SshPlan,
         hosts: Sequence[RemoteHost],
         arrivals: Arrivals,
-        meeting: tuple[str, int],
+        store: tuple[str, int],
         logs: Logs,
         say: Callable[[str], None],
         host_list: HostList | None = None,
@@ -57,7 +57,7 @@ class RemoteWorkers:
         self._plan, self._logs, self._say = plan, logs, say
         self._silence_seconds = plan.job.elastic.host_timeout_seconds
         self._hosts = {host.name: host for host in hosts}
-        self._checks = HostChecks(meeting, self._silence_seconds, hosts[0].facts if hosts else {})
+        self._checks = HostChecks(store, self._silence_seconds, hosts[0].facts if hosts else {})
         self._host_list = host_list
         self._arrivals = arrivals
         self._pending: list[tuple[Connection, Message]] = []

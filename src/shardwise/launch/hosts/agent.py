@@ -92,9 +92,9 @@ class HostAgent(HostServer):
     def _do_kill(self) -> None:
         self._deadline = time.monotonic()
 
-    def _do_meeting(self, attempt: int, ended: list[int], living: list[int]) -> None:
+    def _do_cancel_rendezvous(self, attempt: int, ended: list[int], living: list[int]) -> None:
         if self._store is not None:
-            self._store.cancel_meeting(attempt, ended, living)
+            self._store.cancel_rendezvous(attempt, ended, living)
 
     def _do_last_status(self, attempt: int, ranks: list[int]) -> None:
         last = {} if self._store is None else {rank: self._store.last_status(rank, attempt) for rank in ranks}

@@ -178,9 +178,9 @@ def have_a_port(hosts: list[Connection], plan: SshPlan, answers: Answers) -> tup
     return address, port
 
 
-def require_reach(hosts: list[Connection], first: str, meeting: tuple[str, int], python: str, answers: Answers) -> None:
+def require_reach(hosts: list[Connection], first: str, store: tuple[str, int], python: str, answers: Answers) -> None:
     """Check that `hosts` reach `first` at an address and port. Raises `LaunchError` that names all that do not."""
-    address, port = meeting
+    address, port = store
     for host in hosts:
         host.send("reach", address=address, port=port)
     reached, problems = answers.collect(hosts, "reached", ANSWER_SECONDS, python)

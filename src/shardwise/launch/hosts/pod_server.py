@@ -13,6 +13,7 @@ from shardwise.launch.hosts.sealed_lines import SealedConnection, SealedSink, Se
 from shardwise.launch.hosts.wire import Message, packed
 
 _ACCEPT_SECONDS = 10.0
+_RETRY_SECONDS = 0.2
 _MOST_AT_ONCE = 256
 
 
@@ -58,6 +59,7 @@ class PodServer:
         self._last_message: Message | None = None
         self._num_accepting = threading.Semaphore(_MOST_AT_ONCE)
         self._has_complained = False
+        self._closing = threading.Event()
         threading.Thread(target=self._listen, name="shardwise-pods", daemon=True).start()
 
     def names(self) -> list[str]:
@@ -78,6 +80,7 @@ class PodServer:
             self._send_last(carrier)
 
     def close(self) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -87,13 +90,16 @@ class PodServer:
             self._waiting.clear()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while not self._closing.is_set():
+            try:
                 connection, where = self._listener.accept()
-                if not self._num_accepting.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._accept, args=(connection, str(where[0])), daemon=True).start()
+            except OSError:  # closed; or too many open files for now, or a connection that was reset while it waited
+                self._closing.wait(_RETRY_SECONDS)
+                continue
+            if not self._num_accepting.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._accept, args=(connection, str(where[0])), daemon=True).start()
 
     def _accept(self, connection: socket.socket, where: str) -> None:
         try:

@@ -197,7 +197,7 @@ class _HostsJob:
         ended = sorted(rank for ranks in self._ended.values() for rank in ranks)
         living = [rank for rank in range(self._plan.num_ranks) if rank not in ended]
         if living:
-            self._hosts[0].send("meeting", attempt=self._number, ended=ended, living=living)
+            self._hosts[0].send("cancel_rendezvous", attempt=self._number, ended=ended, living=living)
 
     def _all_outcomes(self) -> list[Outcome]:
         outcomes = [outcome for host in self._hosts for outcome in self._outcomes.get(host, [])]

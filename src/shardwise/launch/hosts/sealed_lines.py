@@ -101,7 +101,7 @@ def connect_to_launcher(connection: socket.socket, name: str, token: str, second
 
 
 class SealedSink:
-    """Where one end writes its messages."""
+    """Writes the messages of one end."""
 
     def __init__(self, connection: socket.socket, lines: SealedLines) -> None:
         self._socket, self._lines = connection, lines
@@ -119,7 +119,7 @@ class SealedSink:
 
 
 class SealedSource:
-    """What comes over a connection, line by line, to its end; a forged line is its end."""
+    """The lines that arrive over a connection; a forged line ends them."""
 
     def __init__(self, connection: socket.socket, lines: SealedLines) -> None:
         self._file, self._lines = connection.makefile("rb"), lines
@@ -135,7 +135,7 @@ class SealedSource:
 
 
 class SealedInbox(Inbox):
-    """Orders that the launcher has sealed; a forged one closes it."""
+    """The orders of the launcher; a forged one closes the inbox."""
 
     def __init__(self, connection: socket.socket, lines: SealedLines) -> None:
         super().__init__(connection.fileno())

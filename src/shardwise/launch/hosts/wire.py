@@ -65,7 +65,7 @@ ORDERS: dict[str, dict[str, Shape]] = {
     },
     "end": {"number": int},
     "kill": {},
-    "meeting": {"attempt": int, "ended": [int], "living": [int]},
+    "cancel_rendezvous": {"attempt": int, "ended": [int], "living": [int]},
     "last_status": {"attempt": int, "ranks": [int]},
     "bye": {},
     "over": {"status": int},

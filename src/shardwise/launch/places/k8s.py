@@ -197,7 +197,7 @@ def _service(request: PodRequest, selector: Mapping[str, str]) -> Manifest:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # ranks meet before any pod counts as ready
             "selector": dict(selector),
-            "ports": [{"name": "meeting", "port": _PORT}],
+            "ports": [{"name": "rendezvous", "port": _PORT}],
         },
     }
 
@@ -239,7 +239,7 @@ def _job_spec(job: Job, request: PodRequest, environment: Mapping[str, str], add
             *_script(job),
         ],
         "env": _environment(job, environment),
-        "ports": [{"name": "meeting", "containerPort": _PORT, "protocol": "TCP"}],
+        "ports": [{"name": "rendezvous", "containerPort": _PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
     }
     if request.secrets:
