@@ -242,7 +242,7 @@ def test_a_script_names_a_host_that_comes_and_then_leaves_after_its_step(site: S
     assert "'is' is not understood" in said
     assert "The list of hosts is unchanged." in said
     assert f"host {net}.2 is no longer in the list of hosts: 2 ranks there leave after their step." in said
-    assert "2 ranks left on request. 1 rank goes on" in said
+    assert "2 ranks left on request. 1 rank continues" in said
 
 
 def test_a_host_that_is_asked_to_end_is_left_and_the_job_ends_where_it_needs_its_ranks(site: Site) -> None:

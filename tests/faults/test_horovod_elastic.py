@@ -69,7 +69,7 @@ def test_replacements_join(tmp_path: Path, samples: str) -> None:
     assert found[1]["rank"] == 0
     assert found[1]["sizes"][0] == 2
     assert found[1]["resets"] >= 2
-    assert "4 ranks go on" in said
+    assert "4 ranks continue" in said
 
 
 def test_one_that_is_asked_to_end_leaves_after_its_commit(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_one_that_is_asked_to_end_leaves_after_its_commit(tmp_path: Path) -> Non
     assert sorted(found) == [0, 1, 2], said
     assert all((one["size"], one["step"], one["resets"]) == (3, STEPS, 1) for one in found.values())
     assert "Back to the last commit" not in said
-    assert "1 rank left on request. 3 ranks go on" in said
+    assert "1 rank left on request. 3 ranks continue" in said
 
 
 def test_too_few_are_left(tmp_path: Path) -> None:

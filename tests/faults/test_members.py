@@ -79,7 +79,7 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
     assert "killed by SIGKILL" in said
     assert "Last status: rank " in said
     assert "continue after step 20" in said
-    assert "4 ranks go on" in said
+    assert "4 ranks continue" in said
 
 
 def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_too_few_begin_again_and_one_that_raises_or_leaves_is_no_failure(tmp_pat
     status, said = run(tmp_path, [*options[:1], "3:4", *options[2:]], "40", "0", *faults)
     assert status == 1, said  # of four one left and one raised, which is one too many
     assert "restart 1 of 1 begins" in said
-    assert "1 rank left on request. 3 ranks go on" in said
+    assert "1 rank left on request. 3 ranks continue" in said
     assert "2 ranks are left, and the job needs 3 (--elastic)." in said
     assert "raised ValueError: a bad batch" in said
     (away,) = all_facts(tmp_path, "turned away", "has_asked")
