@@ -28,6 +28,7 @@ from shardwise.integrations.preparing import (
     generate_in_step,
     ids_of,
     refuse_engines,
+    refuse_no_sync,
     zero_apart,
     zero_together,
 )
@@ -184,6 +185,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, DealingAccelerator):
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             self._engines[model].give_whole_outputs()
             zero_together(model, self._engines[model])
+            refuse_no_sync(model)
             records = plan.run is not None and not self.keeps_engines
             self._together.follow(model, reads_alone=self.reads_alone, records=records)
             if self.num_processes > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.folders import STATE_FOLDER
 
 _ZERO_GRAD = "zero_grad"
+_NO_SYNC = "no_sync"
 _MANAGED = "_is_fsdp_managed_module"
 """What transformers looks for: https://github.com/huggingface/transformers/blob/main/src/transformers/distributed/fsdp.py"""
 _REFUSED = {
@@ -72,6 +73,21 @@ def zero_together(model: nn.Module, engine: sw.Engine) -> None:
     model.__dict__[_ZERO_GRAD] = zero_grad
 
 
+def refuse_no_sync(model: nn.Module) -> None:
+    """Let `model.no_sync()`, which only DDP's wrapper has, say what is there in its place."""
+
+    def no_sync() -> NoReturn:
+        raise ConfigError(
+            "model.no_sync() is DistributedDataParallel's, and a sharded model is not wrapped: use accelerator.no_sync("
+            "model), or accelerate's accumulate(). LocalSGD, which calls it, lets each rank train a copy of its own, "
+            "and here ranks share one: leave LocalSGD out, or give it enabled=False."
+        )
+
+    if not hasattr(model, _NO_SYNC):
+        model.__dict__[_NO_SYNC] = no_sync
+
+
 def zero_apart(model: nn.Module) -> None:
     """Take that back."""
-    model.__dict__.pop(_ZERO_GRAD, None)
+    for name in (_ZERO_GRAD, _NO_SYNC):
+        model.__dict__.pop(name, None)

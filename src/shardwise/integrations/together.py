@@ -124,7 +124,7 @@ class Together:
                     self.is_saving = False
         folder = next(filter(None, world.exchange(self.folder.encode(), "folder"))).decode()
         for number, engine in enumerate(self._engines.values()):
-            engine.save(engine_folder(folder, number))
+            engine.save(engine_folder(folder, number), without_gradients=True)  # as DDP's
         return result
 
     def take_out(self, _models: object, weights: list[Any], folder: str) -> None:
