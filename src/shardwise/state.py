@@ -233,7 +233,9 @@ def _resharded(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    updates = {**sharded.sharding.updates, **(sharded.optimizer.added if sharded.optimizer is not None else {})}
+    updates = dict(sharded.sharding.updates)
+    if sharded.optimizer is not None:
+        updates |= sharded.optimizer.added
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan

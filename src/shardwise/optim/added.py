@@ -17,14 +17,12 @@ from shardwise.placement import Span
 from shardwise.program import Update
 from shardwise.storage import Flat
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True)
 class GroupAdded:
     """How its parameters are updated, and pieces of them without any elements: there is no memory for states yet."""
 
-    updates: Mapping[Tensor, Update]
+    updates: Mapping[nn.Parameter, Update]
     pieces: Sequence[Piece]
 
 
@@ -67,7 +65,7 @@ def added_group(
     return GroupAdded(updates, [_empty(*homes[param]) for param in group["params"]])
 
 
-def _updates(member: torch.optim.Optimizer, group: dict[str, Any]) -> dict[Tensor, Update]:
+def _updates(member: torch.optim.Optimizer, group: dict[str, Any]) -> dict[nn.Parameter, Update]:
     params: list[nn.Parameter] = group["params"]
     if isinstance(member, Cooperative):
         return {param: member.update_of(param, group) for param in params}

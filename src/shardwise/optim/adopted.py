@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
@@ -61,7 +62,7 @@ class AdoptedOptimizer:
         self.updates = Updates(self._groups, self.rows)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._flats = flats
-        self.added: dict[Tensor, Update] = {}
+        self.added: dict[nn.Parameter, Update] = {}
         """How parameters will be updated whose group was added since the model was sharded; they have no memory yet."""
         self.on_added: Callable[[], None] = _nothing
         self._handles: list[RemovableHandle] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,11 @@ from shardwise.integrations.lightning_parts.states import ENGINE, StateMixin
 from shardwise.integrations.lightning_parts.uneven import Pace
 from shardwise.integrations.plans import PlanLike, require_no_stages, share_of_data
 from shardwise.integrations.preparing import ids_of, zero_apart, zero_together
+
+
+def _call(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A method that is looked up now: the engine replaces them, and again where it plans again."""
+    return getattr(optimizer, name)(*args, **kwargs)
 
 
 class StrategyMixin(StateMixin):
@@ -130,7 +136,7 @@ class StrategyMixin(StateMixin):
         the other."""
         for shown in self._lightning_optimizers:
             for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-                shown.__dict__[name] = getattr(shown.optimizer, name)
+                shown.__dict__[name] = partial(_call, shown.optimizer, name)
 
     def release(self) -> None:
         """Make the module plain again: whole parameters on every rank, no engine. All ranks call.
