@@ -21,6 +21,7 @@ COPY src ./src
 RUN SETUPTOOLS_SCM_PRETEND_VERSION="$VERSION" python -m pip install -c constraints.txt . && shardwise --version
 
 RUN useradd --create-home --uid 1000 ranks
-USER ranks
+# by number: Kubernetes cannot tell that a name is not root (runAsNonRoot)
+USER 1000:1000
 WORKDIR /home/ranks
 CMD ["shardwise", "doctor"]

@@ -136,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     saves = parser.add_argument_group("checkpoint, tiers and generation")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
+    between = parser.add_argument_group("hosts")
+    between.add_argument(
+        "--hosts", type=hosts.shape_of, nargs="+", metavar="N", help="how many, or 2x2 with 2 ranks on each (2x2 2 4)"
+    )
+    between.add_argument("--gbit", type=_rate, nargs="+", metavar="G", help="rates of links in Gbit/s (0.1 1)")
+    between.add_argument("--delay-ms", type=_delay, default=0.0, metavar="MS", help="that each packet takes longer (0)")
     peers = parser.add_argument_group("peers")
     option = peers.add_argument
     option("--sizes", type=_some_of(SIZES), metavar="A,B", help=f"of {', '.join(SIZES)}")
@@ -160,6 +166,20 @@ def _some_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return names_in
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0.001 <= rate <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0.001 to 1000 Gbit/s")
+    return rate
+
+
+def _delay(text: str) -> float:
+    delay = float(text)
+    if not 0 <= delay <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000 ms")
+    return delay
 
 
 def _positive(text: str) -> int:

@@ -32,6 +32,7 @@ from benchmarks.summary import TOLERANCE
 RATES: tuple[float, ...] = (FREE, 0.1e9, 1e9)
 SHAPES: tuple[tuple[int, int], ...] = ((2, 2), (2, 1), (4, 1))
 """Hosts, and ranks on each."""
+MOST_HOSTS = 100
 BLOCK_SECONDS = 0.12
 TIMEOUT_SECONDS = 1800
 
@@ -45,7 +46,10 @@ def main(args: argparse.Namespace, console: Console) -> int:
     if args.quick:
         size, rates, shapes, num_steps, seconds = "tiny", (FREE, 0.1e9), ((2, 2),), 2, 0.01
     result: dict[str, Any] = header(args.note) | {"benchmark": "hosts", "size": size, "block_seconds": seconds}
-    result["races"] = []
+    rates = (FREE, *(gbit * 1e9 for gbit in args.gbit)) if args.gbit else rates
+    shapes = tuple(args.hosts or shapes)
+    delay_seconds = args.delay_ms / 1e3
+    result |= {"delay_seconds": delay_seconds, "races": []}
     wrong = []
     for num_hosts, num_local in shapes:
         engines = engines_for(num_local, has_deepspeed=find_spec("deepspeed") is not None)
@@ -53,7 +57,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
         options += [f"--rounds={args.rounds or (1 if args.quick else 2)}", f"--steps={num_steps}"]
         options += [f"--block-seconds={seconds}"]
         before = load_average()
-        ranks = run_on_hosts("benchmarks.hosts_rank", options, num_hosts, num_local)
+        ranks = run_on_hosts("benchmarks.hosts_rank", options, num_hosts, num_local, delay_seconds)
         turns = [[Turn(*turn) for turn in rank["turns"]] for rank in ranks]
         rows = rows_of(turns, num_local, ranks[0]["promised"])
         race: dict[str, Any] = {"hosts": num_hosts, "ranks_per_host": num_local, "load_average_before": before}
@@ -61,7 +65,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
         result["races"].append(race)
         file = write_result(args.out / "hosts.json", result)
         for rate in rates:
-            _show(num_hosts, num_local, rate, [row for row in rows if row.rate == rate], console)
+            _show((num_hosts, num_local), rate, delay_seconds, [row for row in rows if row.rate == rate], console)
         wrong += [f"{num_hosts} x {num_local}: {sentence}" for sentence in faults_of(rows, TOLERANCE["fp32"])]
     console.print(f"\n{file}", markup=False)
     for sentence in wrong:
@@ -69,7 +73,9 @@ def main(args: argparse.Namespace, console: Console) -> int:
     return 1 if wrong else 0
 
 
-def run_on_hosts(module: str, options: Sequence[str], num_hosts: int, num_local: int) -> list[Figures]:
+def run_on_hosts(
+    module: str, options: Sequence[str], num_hosts: int, num_local: int, delay_seconds: float = 0.0
+) -> list[Figures]:
     """What ranks of `python -m module options --out FOLDER` on hosts of their own found, by rank.
 
     They have their links shaped as they ask for it, by a file `rate` in that folder. Raises `RunError`.
@@ -79,7 +85,7 @@ def run_on_hosts(module: str, options: Sequence[str], num_hosts: int, num_local:
     with ExitStack() as stack:
         stack.enter_context(ended_by_signals())
         folder = stack.enter_context(folder_for_all())
-        hosts = stack.enter_context(Hosts(num_hosts))
+        hosts = stack.enter_context(Hosts(num_hosts, delay_seconds))
         log = stack.enter_context((folder / "log").open("wb"))
         processes = [
             hosts.start(host, [*command, "--out", str(folder)], variables, num_ranks=num_local, out=log.fileno())
@@ -112,10 +118,20 @@ def _attend(processes: Sequence[subprocess.Popen[bytes]], hosts: Hosts, folder: 
         time.sleep(0.02)
 
 
-def _show(num_hosts: int, num_local: int, rate: float, rows: Sequence[Row], console: Console) -> None:
+def shape_of(text: str) -> tuple[int, int]:
+    """`4x2` as hosts and ranks on each; `4` has one rank on each. `ValueError` for anything else."""
+    num_hosts, _, num_local = text.partition("x")
+    shape = int(num_hosts), int(num_local or 1)
+    if not (2 <= shape[0] <= MOST_HOSTS and shape[1] >= 1):
+        raise ValueError(f"{text} is not 2 to {MOST_HOSTS} hosts of one rank or more")
+    return shape
+
+
+def _show(shape: tuple[int, int], rate: float, delay_seconds: float, rows: Sequence[Row], console: Console) -> None:
     links = f"links of {rate / 1e9:g} Gbit/s" if rate else "links not shaped"
+    links += f", {delay_seconds * 1e3:g} ms" if delay_seconds else ""
     columns = ["engine", "ms/step", "CPU ms", "MB over a link", "promised", "ranks say", "hidden", "loss"]
-    show_figures(f"{num_hosts} hosts x {num_local}, {links}", columns, list(map(_line, rows)), console)
+    show_figures(f"{shape[0]} hosts x {shape[1]}, {links}", columns, list(map(_line, rows)), console)
 
 
 def _line(row: Row) -> list[str]:

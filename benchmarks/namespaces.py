@@ -1,7 +1,8 @@
 """Hosts that are namespaces of this machine, behind a switch, with links of a given rate. Needs root.
 
 Each host has its own network, processes, mounts and name, so that ranks on two of them share no memory. Links are
-shaped in both directions by `tc tbf`; there is no delay but that of its queues. `tests/cluster` puts sshd on them.
+shaped in both directions by `tc tbf`, and have no delay but that of its queues; or, with a delay, by `tc tbf` on their
+way out and by a relay (`relay.py`), which is the switch then, on their way in. `tests/cluster` puts sshd on them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO
+
+from benchmarks.relay import MTU
 
 NETWORK = "10.78.0"
 INTERFACE = "eth0"
@@ -28,6 +32,8 @@ OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "
 _PREFIX = "swb"
 _TOOLS = ("ip", "tc", "unshare", "setpriv")
 _QUEUE_SECONDS = 0.05
+_SPACES = Path("/run/netns")
+_ROOT = Path(__file__).parents[1]
 _BURST_BYTES = 2**18
 """At once: four of the largest packets that a stack hands down in one piece."""
 
@@ -178,12 +184,85 @@ class Network:
         _run(*self._switch(), *command)
 
 
+class DelayedNetwork(Network):
+    """A network whose links have a delay: hosts are connected by a relay, and nothing else reaches them."""
+
+    def __init__(self, mark: str, network: str, delay_seconds: float) -> None:
+        super().__init__(mark, network, reached_from_here=False)
+        self._delay_seconds = delay_seconds
+        self._relay: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> None:
+        """Remove what whoever had the mark has left; the relay starts when all hosts are known."""
+        self._remove()
+
+    def add(self, name: str) -> str:
+        """A host that is connected by `connect`; returns its address."""
+        address = self.addresses[name] = f"{self.network}.{len(self.addresses) + 1}"
+        _run("ip", "netns", "add", self._space(name))
+        return address
+
+    def connect(self) -> None:
+        """Connect all hosts. Raises `NetworkError`."""
+        hosts = [f"{address}={_SPACES / self._space(name)}" for name, address in self.addresses.items()]
+        command = [sys.executable, "-m", "benchmarks.relay", "--delay-ms", str(self._delay_seconds * 1e3)]
+        self._relay = subprocess.Popen(
+            [*UNTIL_WE_END, *command, "--interface", INTERFACE, *hosts],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+            start_new_session=True,
+        )
+        self._processes.append(self._relay)
+        self._await_relay()
+        for name, address in self.addresses.items():
+            for words in (
+                f"address add {address}/24 dev {INTERFACE}",
+                f"link set {INTERFACE} up mtu {MTU}",
+                "link set lo up",
+            ):
+                self.ip(name, *words.split())
+
+    def link(self, name: str, state: str) -> None:
+        """See `Network.link`."""
+        self.ip(name, "link", "set", INTERFACE, state)
+
+    def shape(self, bits_per_second: float | None) -> None:
+        """See `Network.shape`."""
+        for name in self.addresses:
+            _shape(bits_per_second, INTERFACE, *self.within(name))
+        assert self._relay is not None
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(f"{bits_per_second or 0}\n".encode())
+        self._relay.stdin.flush()
+        self._await_relay()
+
+    def _await_relay(self) -> None:
+        assert self._relay is not None
+        assert self._relay.stdout is not None
+        if self._relay.stdout.readline() != b"ok\n":
+            raise NetworkError(f"the relay between hosts has ended with status {self._relay.wait()}")
+
+    def close(self) -> None:
+        """See `Network.close`."""
+        super().close()
+        for stream in (self._relay.stdin, self._relay.stdout) if self._relay is not None else ():
+            if stream is not None:
+                stream.close()
+
+
 class Hosts:
     """`num_hosts` of them, from 0, for ranks; number n has the address `10.78.0.{n + 1}`. Use it in a `with`."""
 
-    def __init__(self, num_hosts: int) -> None:
+    def __init__(self, num_hosts: int, delay_seconds: float = 0.0) -> None:
+        """With a delay each packet takes so much longer."""
         self.num_hosts = num_hosts
-        self._network = Network(f"{_PREFIX}{os.getpid()}", NETWORK, reached_from_here=False)
+        mark = f"{_PREFIX}{os.getpid()}"
+        self._network = (
+            DelayedNetwork(mark, NETWORK, delay_seconds)
+            if delay_seconds
+            else Network(mark, NETWORK, reached_from_here=False)
+        )
 
     def __enter__(self) -> Hosts:
         remove_leftovers()
@@ -191,6 +270,8 @@ class Hosts:
             self._network.open()
             for host in range(self.num_hosts):
                 self._network.add(_name(host))
+            if isinstance(self._network, DelayedNetwork):
+                self._network.connect()
         except BaseException:
             self.close()
             raise

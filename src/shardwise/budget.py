@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from shardwise.config import Offload, Plan
-from shardwise.cuts import boxes_for, rows_for, split_of
 from shardwise.errors import ConfigError
 from shardwise.experts import ExpertSplit, expert_split
 from shardwise.mesh import Mesh
+from shardwise.model_axes import boxes_for, rows_for, split_of
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.placement import check_offload, table_for
 from shardwise.program import (

@@ -8,20 +8,21 @@ through `access.py` and `state.py`) and `engine_reports.py` (reports for people,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Saver
+from shardwise.checkpoint import Begun, Saver
+from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.data_ranks import DataRanks
 from shardwise.engine_state import PlanLike
 from shardwise.engine_training import EngineTraining, arrive, open_log, open_session
-from shardwise.errors import ModelError, StateError
+from shardwise.errors import CommError, ModelError, StateError
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
 from shardwise.pipeline import PLAIN_LOOP
@@ -136,6 +137,9 @@ class Engine(EngineTraining):
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         self._state.coming = dict(arrival.loop["objects"])
+        self._state.begun = None if arrival.loop["begun"] is None else Begun.of(arrival.loop["begun"])
+        theirs = arrival.loop["state"]
+        self._state.user_state = None if theirs is None else decode(theirs, "state")
         self._session = open_session(self, self._sharded, world.membership, arrival)
 
     @property
@@ -337,9 +341,11 @@ class Engine(EngineTraining):
             return
         self._is_open = False
         try:
-            self._state.saver.close()
+            self._state.close(self.world.rank)
             if error is None and not self._sharded.is_taken_down:
-                self._sharded.runner.gathering.await_updates()
+                # in a job that can lose ranks, one that is lost here has the others end: this rank needs nothing more
+                with suppress(*(() if self._session is None else (CommError,))):
+                    self._sharded.runner.gathering.finish_updates()
         finally:
             if self._run_log is not None:
                 self._run_log.close(error)

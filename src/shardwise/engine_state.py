@@ -61,6 +61,7 @@ class EngineState:
             "objects": objects,
             "loaders": loaders,
             "state": None if user is None else encode(dict(user), "state"),
+            "begun": None if self._state.begun is None else self._state.begun.facts(),
         }
 
     # -- loaders that follow (`shardwise.data_ranks.Follows`) -------------------------------------------
@@ -82,7 +83,7 @@ class EngineState:
     def take_over(self, world: World, sharded: ShardedModel) -> None:
         """Continue with `sharded`, the same model on the remaining ranks, in `world`."""
         self.world, self._sharded, self._owns_world = world, sharded, True
-        self._state.saver = self._state.saver.renewed(world)
+        self._state.renew(world)
         if self._run_log is not None:
             self._run_log.go_on(world, sharded)
 
@@ -165,8 +166,11 @@ class EngineState:
                 thing.load_state_dict(decode(self._state.coming.pop(name), name))
 
     def wait_for_save(self) -> None:
-        """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call."""
-        self._asking(lambda: self._state.saver.settle())  # noqa: PLW0108  # the saver may be another by then
+        """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call.
+
+        In an elastic job, what a lost rank has not finished is written again, if no step was taken since.
+        """
+        self._asking(lambda: self._state.settle(self._sharded))
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and no change, if there is none.

@@ -41,6 +41,12 @@ class Seal:
         """The seal for the job and attempt in the environment of a rank."""
         return cls(env.get(VARIABLE, ""), env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
+    def within(self, scope: str) -> Seal:
+        """The seal for one part of an attempt, such as a generation: content from another part is not accepted."""
+        inner = Seal()
+        inner._key = hmac.digest(self._key, f"within {scope}".encode(), "sha256") if self._key else b""
+        return inner
+
     def close(self, name: str, content: bytes) -> bytes:
         """`content` in the form in which it is stored under `name`."""
         return self._code(name, content) + content if self._key else content

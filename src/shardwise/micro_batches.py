@@ -93,19 +93,19 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
         parts = list(islice(value, num)) if isinstance(value, Iterator) else value
         if len(parts) != num:
             raise ConfigError(
-                f"{what} has {len(parts)} micro-batches, but the plan's accumulate is {num}: give as many, or one "
-                f"{what} as a tensor, tuple or dict, which is cut along its first dimension."
+                f"{what} has {len(parts)} micro-batches, but the plan's accumulate is {num}. Give as many, or one "
+                f"{what} as a tensor, tuple or dict, which is split along its first dimension."
             )
         return parts
     if num == 1:
         return [value]
     rows = {one.shape[0] if one.dim() else 0 for one in _tensors_in(value)}
     if not rows:
-        raise ConfigError(f"{what} has no tensor that could be cut into {num} micro-batches (the plan's accumulate).")
+        raise ConfigError(f"{what} has no tensor that could be split into {num} micro-batches (the plan's accumulate).")
     if len(rows) > 1 or (is_even and next(iter(rows)) % num) or not next(iter(rows)):
         told = " and ".join(map(str, sorted(rows)))
         raise ConfigError(
-            f"{what} has tensors of {told} rows, which cannot be cut into {num} even micro-batches (the plan's "
+            f"{what} has tensors of {told} rows, which cannot be split into {num} even micro-batches (the plan's "
             f"accumulate). Give a multiple of {num} rows, or a list of {num} micro-batches."
         )
     each, more = divmod(next(iter(rows)), num)

@@ -196,7 +196,7 @@ class Assembly:
         return Gradients(self._flats, executor.agreement, runner, verdict, exchanges, self._steps.scaler)
 
     def pipeline(self, parts: Parts) -> Pipeline | None:
-        """The pipeline, if the model is cut into stages."""
+        """The pipeline, if the model is split into stages."""
         sharding = self._sharding
         if sharding.staged is None:
             return None

@@ -80,7 +80,7 @@ class ShardedModel:
         self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
         self.data_group = DataGroup(world, self.mesh)
         self.peers = DataGroup(world, self.mesh, self.mesh.params_axes)
-        """The ranks that list the same parameters, including those that a model axis cuts."""
+        """The ranks that list the same parameters, including those that a model axis splits."""
         self.progress = progress
         self.before_change = before_change
         self.before_update = before_change
@@ -196,9 +196,9 @@ class ShardedModel:
     # -- what a loop asks for ---------------------------------------------------------------------------
 
     def refuse_stages(self, what: str, cure: str) -> None:
-        """Raise `StateError` if the model is cut into pipeline stages, for which `what` is not available."""
+        """Raise `StateError` if the model is split into pipeline stages, for which `what` is not available."""
         if self.pipeline is not None:
-            raise StateError(f"A model that is cut into pipeline stages has no {what} in this version. {cure}")
+            raise StateError(f"A model that is split into pipeline stages has no {what} in this version. {cure}")
 
     def treat(self, plan: Plan, treatments: Treatments) -> None:
         """Go on with other treatments of activations, which is all in which `plan` differs. Before the first pass; all

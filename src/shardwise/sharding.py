@@ -14,7 +14,13 @@ from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Budget, Plan, flatten
-from shardwise.cuts import (
+from shardwise.errors import ConfigError, ModelError
+from shardwise.experts import AXIS as EXPERTS
+from shardwise.experts import ExpertSplit, check_routers, expert_split
+from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
+from shardwise.machine import Cgroups, host_memory
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.model_axes import (
     Boxes,
     boxes_after,
     boxes_for,
@@ -24,12 +30,6 @@ from shardwise.cuts import (
     sequence_parts,
     split_of,
 )
-from shardwise.errors import ConfigError, ModelError
-from shardwise.experts import AXIS as EXPERTS
-from shardwise.experts import ExpertSplit, check_routers, expert_split
-from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.machine import Cgroups, host_memory
-from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
@@ -50,7 +50,7 @@ from shardwise.storage import (
     unit_spec,
 )
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Split, Verifier, ViewCheck
+from shardwise.tensor import AXIS, ModelSplit, Verifier, ViewCheck
 
 _log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
@@ -69,7 +69,7 @@ class Sharding:
     shared_buffers: list[SharedBuffers]
     meter: ByteMeter
     boxes: Boxes = field(default_factory=dict)
-    """This rank's parts of parameters, if an axis cuts or copies them."""
+    """This rank's parts of parameters, if an axis splits or replicates them."""
     staged: StagedModel | None = None
     """The pipeline stages of this rank, if there is a pipeline."""
     experts: ExpertSplit | None = None
@@ -113,8 +113,8 @@ class Design:
     choices: list[UnitChoice] = field(repr=False)
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
     boxes: Boxes = field(repr=False)
-    split: Split | None = field(repr=False, default=None)
-    """How the model itself is to be cut."""
+    split: ModelSplit | None = field(repr=False, default=None)
+    """How the model itself is split."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
     treatments: Treatments = field(default_factory=Treatments)
@@ -170,20 +170,10 @@ class Design:
         def runs_beside(axis: str) -> bool:
             return collectives.runs_beside(world.group(self.mesh, axis))
 
-        every = [
-            make_unit(
-                replace(choice, boxes=self.boxes),
-                self.rows,
-                self.mesh,
-                coordinate,
-                meter,
-                device,
-                updates,
-                on_host=collectives.is_host,
-                runs_beside=runs_beside,
-            )
-            for choice in self.choices
-        ]
+        every = []
+        for choice in (replace(choice, boxes=self.boxes) for choice in self.choices):
+            spec = unit_spec(choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, runs_beside=runs_beside)
+            every.append(make_unit(choice, spec, self.rows, coordinate, meter, device))
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
@@ -293,20 +283,20 @@ def lay(
 def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
     """A check of the heads that a forward counts, for the user's own tensor plans, on models without stages."""
     asked = designed.plan.tensor.plan
-    if designed.split is None or asked is None or designed.stages is not None or not ViewCheck.can_watch(model):
+    if designed.split is None or asked is None or designed.stages is not None:
         return None
     return ViewCheck(model, {1 if isinstance(rule, str) else int(rule.get("parts", 1)) for rule in asked.values()})
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that needs whole matrices of which ranks have parts."""
+    """Raise `ModelError` for an optimizer that needs whole matrices if ranks have only parts of them."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
             axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
-                f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
-                f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+                f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
+                f"Put split parameters into a group that is updated element by element (Muon: use_muon=False)."
             )
 
 
@@ -327,17 +317,18 @@ def log_fitted(fitted: Fitted, world: World) -> None:
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that looks at several units together, where units are updated one by one."""
+    """Raise `ModelError` for an optimizer that needs whole parameters, where states are read unit by unit from a
+    disk."""
     for name, param in model.named_parameters():
         row = designed.rows.get(param)
-        if row is None or row.table.step == "device":
+        if row is None or row.table.optim.tier != "disk":
             continue
         if param in updates and (updates[param].matrix or updates[param].needs_norm):
             what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
             raise ModelError(
-                f"The optimizer needs {what} of {name}, whose states the plan has on the {row.table.optim.tier}, where "
-                f"each unit is updated by itself. Take an elementwise optimizer such as AdamW, or leave "
-                f"rows.optim.tier out for it."
+                f"The optimizer needs {what} of {name}, whose states the plan has on a disk, where each unit is "
+                f"updated by itself. Put them on the host (rows: {{optim: {{tier: host}}}}), or take an elementwise "
+                f"optimizer such as AdamW."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from shardwise import checkpoint
 from shardwise.access import with_extra_state
 from shardwise.budget import within_budget
 from shardwise.checkpoint import (
+    Begun,
     Content,
     Entry,
     Held,
@@ -30,11 +32,11 @@ from shardwise.checkpoint import (
 )
 from shardwise.comm import World
 from shardwise.config import Budget, Plan
-from shardwise.cuts import agree_on_generators, carry_out_experts
 from shardwise.errors import ConfigError, StateError
 from shardwise.experts import ExpertSplit
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
+from shardwise.model_axes import carry_out_experts, synchronize_generators
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
@@ -66,6 +68,14 @@ class State:
         """On a rank that has joined others: the states of objects that it has not remembered yet."""
         self.user_state: Mapping[str, Any] | None = None
         """The caller's own state, as saved or resumed last."""
+        self.begun: Begun | None = None
+        """The last checkpoint begun with `wait=False`, until it is known to be complete."""
+
+    def renew(self, world: World) -> None:
+        """Continue in another world, after ranks were lost or have joined."""
+        self.saver = self.saver.renewed(world)
+        if self.begun is not None:
+            self.begun.is_at_risk = True
 
     def save(
         self,
@@ -115,7 +125,32 @@ class State:
             return request, content(sharded)
 
         target = folder / (step_name(number) if isinstance(number, int) else str(number))
-        return self.saver.save(target, make, wait=wait)
+        before, self.begun = self.begun, None
+        path = self.saver.save(target, make, wait=wait)
+        if before is not None and before.target != target and sharded.world.rank == 0 and before.is_incomplete():
+            logging.getLogger("shardwise").warning("%s", before.error(f"{target} takes its place."))
+        if not wait:
+            self.begun = Begun(target, number, progress.num_steps, keep, numbers_of(metrics))
+        return path
+
+    def settle(self, sharded: ShardedModel) -> None:
+        """Wait for a checkpoint in the background. If a rank was lost while it was being written, write it again. All
+        ranks call."""
+        self.saver.settle()
+        begun, rank = self.begun, sharded.world.rank
+        if begun is not None and begun.is_at_risk and sharded.world.any_rank(rank == 0 and begun.is_incomplete()):
+            if sharded.progress.num_steps != begun.num_steps:
+                raise begun.error("Save again.")
+            folder, user = begun.target.parent, self.user_state or {}
+            self.save(sharded, folder, begun.number, user, wait=True, keep=begun.keep, metrics=begun.metrics)
+        self.begun = None
+
+    def close(self, rank: int) -> None:
+        """Wait for a checkpoint in the background, and raise what this rank knows of it. If ranks were lost, `rank` 0
+        knows whether it is complete."""
+        self.saver.close()
+        if rank == 0 and self.begun is not None and self.begun.is_incomplete():
+            raise self.begun.error("Call engine.wait_for_save() before close(): it writes it again.")
 
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
@@ -143,7 +178,7 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
         sharded.runner.step.restore_params()
-        agree_on_generators(sharded.model, sharded.mesh, sharded.world)
+        synchronize_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
             if name in extra:
@@ -178,7 +213,7 @@ def _of_stages(content: Content, staged: StagedModel) -> Content:
 
 
 def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
-    """A change of plan moves values along data axes, including `ep`, but not along axes that cut layers."""
+    """A change of plan moves values along data axes, including `ep`, but not along axes that split layers."""
     before, after = sharded.mesh, mesh_for(plan, sharded.world.size, sharded.world.local_size)
 
     def places(mesh: Mesh) -> list[dict[str, int]]:
@@ -192,7 +227,7 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
         )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
-            f"compile goes over units whose modules send nothing; with {after.model_axes[0]} leave it out."
+            f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
         )
     if plan.budget.device is not None and sharded.sharding.experts is not None:
         raise ConfigError(
@@ -227,7 +262,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 def _resharded(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
-            "reshard() cannot cut a live model into pipeline stages. Save, make an engine with this plan, and resume."
+            "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
+            "resume."
         )
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
@@ -286,6 +322,8 @@ def _moved(
     former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
+    for flat in (flat for unit in former.sharding.units for flat in unit.flats):
+        flat.grads.let_go()
     return move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
 
 

@@ -96,12 +96,13 @@ class _StageTrainer:
     def backward(self, loss: Tensor) -> None:
         self._sharded.backward(loss, self._parts[self._micro_batch].weight)
 
-    def backward_through(self, output: Tensor, gradient: Tensor) -> None:
+    def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         runner = self._sharded.runner
         if self._sharded.progress.scaler is not None:
             runner.passes.note_scaled()  # the loss was scaled on another stage
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         else:  # nothing of this stage is trained, but it still counts as a backward
             runner.end_of_backward()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -297,3 +298,55 @@ def test_an_engine_takes_the_step_again_when_a_host_is_lost_and_again_when_it_is
         assert one["state"] == found[0]["state"]
         wrong = [step for step, loss in one["losses"].items() if abs(loss - losses[int(step)]) > 1e-5 * loss]
         assert len(wrong) <= 2, (wrong, said)
+
+
+WITH_WORDS = """
+    import os, runpy, socket, sys, words
+    shared, member = sys.argv[1:3]
+    os.chdir(shared)
+    with open(f"words-{socket.gethostname()}", "a") as notes:
+        notes.write(words.TEXT + chr(10))
+    sys.argv = [member]
+    runpy.run_path(member, run_name="__main__")
+"""
+
+
+def test_hosts_that_come_later_get_the_code_and_get_it_again_when_it_is_gone(site: Site, tmp_path: Path) -> None:
+    """Each host has a folder of its own for it; and it is told if the code is not what the job began with."""
+    there = site.folder.parent / "sent"
+    there.mkdir()
+    mounts = (f"-t tmpfs none {there}", "-t tmpfs none /dev/shm")
+    near, far = (site.hosts.add(name, *mounts) for name in ("near", "far"))
+    shared, site.folder = site.folder, tmp_path
+    try:
+        site.write("train.py", WITH_WORDS)
+        site.write("words.py", "TEXT = 'first'")
+        listed = shared / "listed"
+        listed.write_text(f"{near} slots=1\n")
+        options = ("--hostfile", str(listed), "--elastic", "1:2", "--rsync", "--chdir", str(there))
+        script = ("train.py", shared, SCRIPT)
+        job = Job(shared, Job.start(site, "", *options, script=script).process)
+    finally:
+        site.folder = shared
+    for old in (*shared.glob("member-*"), shared / "enough"):
+        old.unlink(missing_ok=True)
+    job.wait_for_members(near)
+    (tmp_path / "words.py").write_text("TEXT = 'changed since'")
+    listed.write_text(f"{near} slots=1\n{far} slots=1\n")
+    job.wait_for_members(near, far)
+    agents = [pid for pid in processes_with("shardwise.launch.hosts") if f"{far} 2222" in environment_of(pid)]
+    for path in Path(f"/proc/{agents[0]}/root{there}").iterdir():
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    kill("shardwise.launch.hosts", f"{far} 2222\0")
+    job.wait_for_loss(1)
+    job.wait_for("regrouped", 3)
+    job.wait_for_members(near, far)
+    said = job.end()
+    assert (shared / "words-near").read_text() == "first\n"
+    assert (shared / "words-far").read_text() == "changed since\n" * 2
+    assert said.count(f"this directory has changed since the job began: {far} gets what is here now") == 1
+    assert f"host {far} cannot be used: There is no script 'train.py'" in said
+
+
+def environment_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_text(errors="replace")

@@ -220,3 +220,41 @@ def test_a_host_that_vanishes_is_named_with_its_ranks(hosts: Hosts, tmp_path: Pa
     hosts.kill(1)
     assert job.end(0, seconds=60) == [1]
     assert "Ranks 2 and 3, all that were on host-1, are gone without a word" in job.said(0)
+
+
+ECHO = """
+import socket, sys, time
+if sys.argv[1] == "serve":
+    with socket.create_server(("0.0.0.0", 5000)) as server:
+        print("listening", flush=True)
+        connection, _ = server.accept()
+        while said := connection.recv(100):
+            connection.sendall(said)
+else:
+    with socket.create_connection((sys.argv[1], 5000)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        begun = time.perf_counter()
+        for _ in range(5):
+            connection.sendall(b"x")
+            assert connection.recv(1) == b"x"
+        print(time.perf_counter() - begun)
+"""
+
+
+def test_links_with_a_delay_carry_what_is_sent_that_much_later() -> None:
+    """What comes back has been delayed twice, whether links are shaped or not; and nothing stays behind."""
+    delay = 0.02
+    with Hosts(3, delay) as made:
+        network = made._network
+        serving = [*network.within("host-2"), sys.executable, "-c", ECHO, "serve"]
+        for rate in (None, 1e8):
+            made.shape(rate)
+            with subprocess.Popen(serving, stdout=subprocess.PIPE, text=True) as server:
+                assert server.stdout is not None
+                assert server.stdout.readline() == "listening\n"
+                before = made.counters(0)
+                asking = [*network.within("host-0"), sys.executable, "-c", ECHO, made.address(2)]
+                done = subprocess.run(asking, capture_output=True, text=True, check=True, timeout=60)
+            assert float(done.stdout) >= 5 * 2 * delay
+            assert all(after > count for after, count in zip(made.counters(0), before, strict=True))
+    assert network.left() == []

@@ -1,4 +1,4 @@
-"""What ranks of Accelerate's tests do: loops as its own examples have them, given the Accelerator."""
+"""Jobs for the tests of Accelerate: loops like those in its examples, with a given Accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_jobs import llama, rows
 
 
 def made(plan: Any, **settings: Any) -> Any:
-    """Accelerate's own without a plan."""
+    """Our Accelerator; without a plan, accelerate's own."""
     from shardwise.integrations.accelerate import Accelerator
 
     return (
@@ -24,7 +24,7 @@ def made(plan: Any, **settings: Any) -> Any:
 
 
 class Loop:
-    """A model that is trained with accumulation, clipping and a scheduler, and evaluated."""
+    """Train with accumulation, clipping and a scheduler, and evaluate."""
 
     def __init__(self, plan: Any, *, apart: bool = False, **settings: Any) -> None:
         self.accelerator = made(plan, gradient_accumulation_steps=2, **settings)
@@ -69,7 +69,7 @@ class Loop:
 
 
 def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
-    """Two epochs, the second of them again after a state that was saved between them is loaded."""
+    """Train two epochs, then repeat the second from a state that was saved between them."""
     loop = Loop(plan, **settings)
     accelerator = loop.accelerator
     loop.train()
@@ -129,7 +129,7 @@ def unfrozen(plan: Any, folder: str, rows_of_a_batch: int = 2) -> dict[str, Any]
 
 
 class Attending(nn.Module):
-    """A model that transformers knows nothing of, with positions of its own."""
+    """A model without transformers, with its own positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Attending(nn.Module):
 
 
 def own_model(plan: Any) -> list[float]:
-    """A loop that splits its batches, and works its loss out from whole logits."""
+    """A loop that splits its batches, and computes its loss from whole logits."""
     accelerator = made(plan)
     torch.manual_seed(2)
     model = Attending()
@@ -166,7 +166,7 @@ def own_model(plan: Any) -> list[float]:
 
 
 def continued(plan: Any, folder: str) -> dict[str, Any]:
-    """The second epoch of that loop, by another world: its state is loaded from the folder."""
+    """Run the second epoch of that loop on another number of ranks, from the state in the folder."""
     loop = Loop(plan)
     loop.accelerator.load_state(f"{folder}/state")
     state = loop.accelerator.get_state_dict(loop.model)
@@ -174,7 +174,7 @@ def continued(plan: Any, folder: str) -> dict[str, Any]:
 
 
 def adversaries(plan: Any) -> dict[str, Any]:
-    """Two models, each with an optimizer, and one that is not trained, in the turns of a GAN."""
+    """Train two models with an optimizer each in turns, as in a GAN, and use one without training it."""
     accelerator = made(plan)
     torch.manual_seed(1)
     maker, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Sequential(nn.Linear(4, 1))
@@ -201,7 +201,7 @@ def adversaries(plan: Any) -> dict[str, Any]:
 
 
 def refused(what: str) -> None:
-    """Something that is refused with a sentence."""
+    """Do something that is refused."""
     if what == "plugin":
         made("zero3", fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
     elif what == "clipping":
@@ -232,7 +232,7 @@ def refused(what: str) -> None:
 
 
 def logged(plan: Any, folder: str, *, accumulates: bool) -> dict[str, Any]:
-    """A loop that logs as Accelerate's examples do: on all ranks or the main one, after steps and after evaluations."""
+    """A loop that logs like Accelerate's examples: on all ranks or the main one, after steps and evaluations."""
     accelerator = made(
         plan, gradient_accumulation_steps=2 if accumulates else 1, log_with="tensorboard", project_dir=folder
     )

@@ -1,4 +1,4 @@
-"""What ranks of Fabric's tests do: plain loops over a strategy that is given, and what is seen of them."""
+"""Jobs for the tests of Fabric: plain loops with a given strategy, and their results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 HALF = 6
-"""Steps until a checkpoint is written, half of an epoch."""
+"""Steps before a checkpoint is written: half an epoch."""
 
 
 def fabric_of(plan: Any, *, settings: Any = None, **arguments: Any) -> Fabric:
-    """Fabric's own DDP without a plan."""
+    """Our strategy; without a plan, Fabric's own DDP."""
     from shardwise.integrations.fabric import ShardwiseStrategy
 
     strategy = "ddp" if plan is None else ShardwiseStrategy(plan, **(settings or {}))
@@ -28,7 +28,7 @@ def fabric_of(plan: Any, *, settings: Any = None, **arguments: Any) -> Fabric:
 
 
 def made(fabric: Fabric, *, is_apart: bool = False) -> Any:
-    """A model, its optimizer and a schedule, set up together or one after the other."""
+    """Set up a model, its optimizer and a scheduler, together or one after the other."""
     torch.manual_seed(1)
     with fabric.init_module():
         net = Net()
@@ -47,7 +47,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 def run(
     plan: Any, path: str, *, start: str = "", is_apart: bool = False, settings: Any = None, **arguments: Any
 ) -> Any:
-    """An epoch with accumulated and clipped gradients, saved half-way to `path`; from `start` on the second half."""
+    """Train an epoch with accumulation and clipping, saving to `path` half-way; from `start`, only the second half."""
     fabric = fabric_of(plan, settings=settings, **arguments)
     model, optimizer, scheduler = made(fabric, is_apart=is_apart)
     loader = fabric.setup_dataloaders(DataLoader(Rows(48), batch_size=2))
@@ -84,7 +84,7 @@ def by_ddp(folder: str) -> Any:
 
 
 def by_plans(folder: str) -> Any:
-    """Ours; from our folder and, by another plan, from their file; that is saved into a single file."""
+    """Ours: from the start, from our folder, and under another plan from Fabric's file, saved as a single file."""
     found = run("zero3", f"{folder}/ours.ckpt")
     again = run("zero2", "", start=f"{folder}/ours.ckpt", is_apart=True)
     full = {"state_dict_type": "full"}
@@ -93,7 +93,7 @@ def by_plans(folder: str) -> Any:
 
 
 def split(folder: str) -> Any:
-    """2 x 2 ranks, of which neighbours have halves of the model."""
+    """On 2 x 2 ranks, with the model split over neighbours."""
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": CUT}}
     found = run(plan, f"{folder}/split.ckpt")
     again = run(plan, "", start=f"{folder}/ours.ckpt")
@@ -101,7 +101,7 @@ def split(folder: str) -> Any:
 
 
 def theirs_again(folder: str) -> Any:
-    """Fabric's own from a single file of ours."""
+    """Fabric's own DDP from our single file."""
     return run(None, "", start=f"{folder}/single.ckpt")
 
 
@@ -114,7 +114,7 @@ def precisions(names: list[tuple[Any, str]]) -> Any:
 
 
 def refused(what: str, folder: str) -> None:
-    """Something that is refused with a sentence."""
+    """Do something that is refused."""
     if what in ("clipping", "stages", "ddp's own", "state"):
         plan = {"clipping": {"clip_grad_norm": 1.0}, "stages": {"mesh": {"pp": 2}}}.get(what, {})
         settings = {"ddp's own": {"find_unused_parameters": True}, "state": {"state_dict_type": "some"}}.get(what)

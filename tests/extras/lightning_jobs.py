@@ -1,4 +1,4 @@
-"""What ranks of Lightning's tests do: Trainers with a strategy that is given, and what is seen of them."""
+"""Jobs for the tests of Lightning: Trainers with a given strategy, and their results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks over an embedding that is the head as well."""
+    """Blocks with an embedding that is tied to the head."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Module(pl.LightningModule):
-    """Next tokens; notes losses, norms and what evaluations have seen."""
+    """Predicts next tokens; records losses, norms and evaluations."""
 
     def __init__(self, *, is_deferred: bool = False, lr: float = 0.01) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Module(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """Training rows, rows to validate by, and as many to test as no two ranks share evenly."""
+    """Rows for training and validation, and for tests a number that two ranks cannot divide evenly."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(Rows(46), batch_size=2)
@@ -130,7 +130,7 @@ class Data(pl.LightningDataModule):
 
 
 def strategy_of(plan: Any, **settings: Any) -> Any:
-    """Lightning's own without a plan."""
+    """Our strategy; without a plan, Lightning's own."""
     from shardwise.integrations.lightning import ShardwiseStrategy
 
     return "ddp" if plan is None else ShardwiseStrategy(plan, **settings)
@@ -151,7 +151,7 @@ def values(module: pl.LightningModule) -> dict[str, Any]:
 
 
 def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any = None, **arguments: Any) -> Any:
-    """Two epochs with everything in them, then an evaluation by each of Trainer's calls."""
+    """Train two epochs with all features, then evaluate with each of Trainer's methods."""
     pl.seed_everything(3)
     module, data = Module(is_deferred=is_deferred), Data()
     kept = ModelCheckpoint(folder, "{epoch}", save_last="link", save_top_k=2, monitor="val", mode="min")
@@ -171,7 +171,7 @@ def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any 
 
 
 def resumed(plan: Any, folder: str, checkpoint: str, *, settings: Any = None, save: str = "") -> Any:
-    """The second epoch of that training, from a checkpoint of the first."""
+    """Repeat the second epoch of that training from a checkpoint of the first."""
     module = Module()
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
     trainer = trainer_of(plan, folder, settings=settings, enable_checkpointing=False, **arguments)
@@ -182,13 +182,13 @@ def resumed(plan: Any, folder: str, checkpoint: str, *, settings: Any = None, sa
 
 
 def by_ddp(folder: str) -> Any:
-    """All of it by Lightning's own strategy."""
+    """Both with Lightning's own strategy."""
     found = trained(None, folder)
     return found, resumed(None, folder, f"{folder}/epoch=0.ckpt", save=f"{folder}/end.ckpt")
 
 
 def by_plans(folder: str, theirs: str) -> Any:
-    """The same by ours; the second epoch also from a checkpoint of theirs, by another plan and into a single file."""
+    """Both with ours; the second epoch also from a checkpoint of Lightning's, under another plan, into one file."""
     found = trained("zero3", folder, is_deferred=True)
     again = resumed("zero3", folder, f"{folder}/epoch=0.ckpt")
     full = {"state_dict_type": "full"}
@@ -197,7 +197,7 @@ def by_plans(folder: str, theirs: str) -> Any:
 
 
 def alone(folder: str, theirs: str) -> Any:
-    """The second epoch by one process: ours from ours and theirs, and a third by theirs from our single file."""
+    """The second epoch in one process: ours from both kinds of checkpoint, and Lightning's from our single file."""
     ours = resumed("zero2", folder, f"{folder}/epoch=0.ckpt")
     plain = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 3}
     plain |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "enable_progress_bar": False}
@@ -213,7 +213,7 @@ CUT = {"blocks.*.up": "column", "blocks.*.down": "row", "embed": "vocabulary", "
 
 
 def split(folder: str, theirs: str) -> Any:
-    """The same by 2 x 2 ranks, of which neighbours have halves of the model; and from single files, into one."""
+    """The same on 2 x 2 ranks, with the model split over neighbours; also from and into single files."""
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": CUT}}
     found = trained(plan, folder)
     again = resumed(plan, folder, f"{folder}/epoch=0.ckpt")
@@ -234,7 +234,7 @@ class Attending(nn.Module):
 
 
 class Sequences(Module):
-    """Tokens of a batch are those of all ranks along sp."""
+    """Ranks along `sp` share the tokens of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Experts(Module):
 
 
 def shared(kind: str, plan: Any, folder: str) -> Any:
-    """An epoch of a module whose ranks share in tokens, or in experts, by `plan`."""
+    """Train an epoch with tokens or experts split over ranks by `plan`."""
     module = {"sp": Sequences, "ep": Experts}[kind]()
     trainer = trainer_of(plan, folder, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False)
     trainer.fit(module, DataLoader(Rows(12), batch_size=2))
@@ -269,12 +269,12 @@ def shared(kind: str, plan: Any, folder: str) -> Any:
         try:
             trainer.strategy.release()
         except ValueError as error:
-            found["letter"] = str(error)
+            found["error"] = str(error)
     return found
 
 
 def mixed(plan: Any, precision: str, folder: str) -> Any:
-    """One epoch in a precision, which a plugin says where Lightning would fall back to another on a CPU."""
+    """Train an epoch in a precision, set by a plugin if Lightning would use another one on a CPU."""
     from lightning.pytorch.plugins import MixedPrecision
 
     module = Module()
@@ -285,12 +285,12 @@ def mixed(plan: Any, precision: str, folder: str) -> Any:
 
 
 def several(jobs: list[Any]) -> Any:
-    """One after the other."""
+    """Run several, one after the other."""
     return [mixed(*job) for job in jobs]
 
 
 class Adversaries(pl.LightningModule):
-    """Two optimizers in turn, toggled and clipped by hand, gradients accumulated by hand."""
+    """Manual optimization: two optimizers in turns, toggling, clipping and accumulation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,14 +348,14 @@ def by_hand(plan: Any, folder: str) -> Any:
 
 
 class Own(torch.utils.data.IterableDataset[torch.Tensor]):
-    """As many rows as this rank has, and no more is known of them."""
+    """An iterable dataset of this rank's rows, without a length."""
 
     def __iter__(self) -> Any:
         yield from Rows(2 + 3 * int(os.environ.get("RANK", "0")), 4)
 
 
 def averaged(plan: Any, folder: str) -> Any:
-    """Weights averaged by Lightning's callback, and evaluations in which ranks have different numbers of batches."""
+    """Average weights with Lightning's callback, and evaluate with different numbers of batches per rank."""
     module = Module()
     callbacks = [EMAWeightAveraging(decay=0.5)]
     trainer = trainer_of(plan, folder, max_epochs=1, callbacks=callbacks, use_distributed_sampler=False)
@@ -372,7 +372,7 @@ def averaged(plan: Any, folder: str) -> Any:
 
 
 def refused(what: str, folder: str) -> None:
-    """Something that is refused with a sentence."""
+    """Do something that is refused."""
     arguments: dict[str, Any] = {"max_epochs": 1}
     plan: Any = "zero3"
     settings: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What Ray's workers do in its tests, as functions that a TorchTrainer is given."""
+"""Jobs for the tests of Ray Train: functions that a TorchTrainer runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def plain(steps: int) -> list[float]:
-    """The losses of one process that has the whole batches."""
+    """The losses of one process with whole batches."""
     model, losses = net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
@@ -50,7 +50,7 @@ def plain(steps: int) -> list[float]:
 
 
 def trained(config: dict[str, Any]) -> None:
-    """A loop that goes on from Ray's checkpoint; one worker raises once if the config says so."""
+    """A loop that resumes from Ray's checkpoint; one worker raises once if the config says so."""
     from shardwise.errors import FaultError
 
     try:
@@ -96,7 +96,7 @@ def rows() -> torch.utils.data.TensorDataset:
 
 
 def plain_epochs(epochs: int) -> list[float]:
-    """The losses of one process over a loader."""
+    """The losses of one process with a data loader."""
     model, losses = net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(epochs):
@@ -110,7 +110,7 @@ def plain_epochs(epochs: int) -> list[float]:
 
 
 def shared(config: dict[str, Any]) -> None:
-    """Two workers that share in a model, and so in each batch of a loader; from epoch to epoch by checkpoints."""
+    """Two workers with a split model, and so with the same batches of a loader; each epoch resumes a checkpoint."""
     from shardwise.integrations import ray as ours
 
     model = net()
@@ -131,7 +131,7 @@ def shared(config: dict[str, Any]) -> None:
 
 
 def tokens(step: int) -> torch.Tensor:
-    """Four rows, of which each counts as much as any other."""
+    """Four rows with the same number of counted tokens."""
     return torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(step))
 
 
@@ -142,7 +142,7 @@ def language_model(name: str) -> Any:
 
 
 def plain_language(name: str, steps: int) -> list[float]:
-    """The losses of one process that has the whole model and whole batches."""
+    """The losses of one process with the whole model and whole batches."""
     model, losses = language_model(name), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
@@ -155,7 +155,7 @@ def plain_language(name: str, steps: int) -> list[float]:
 
 
 def language(config: dict[str, Any]) -> None:
-    """Workers that share in a language model by sequences, experts or stages; `steps` more than the checkpoint has."""
+    """Train a language model split by sequence, experts or stages, for `steps` more steps than the checkpoint has."""
     from shardwise.integrations import ray as ours
 
     model = language_model(config["model"])

@@ -1,4 +1,4 @@
-"""Loops of Accelerate over our engine, beside Accelerate's own; its files of settings."""
+"""Accelerate on our engine, compared with Accelerate's own DDP; its config files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
 
 
 def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
-    """Ranks along tp are given the same batches, schedulers count batches, and metrics have each sample once."""
+    """Ranks along tp get the same batches, schedulers count batches, and metrics have each sample once."""
     plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}}
     ours, expected = on_ranks(4, jobs.looped, plan, str(tmp_path / "ours"))[0], plain()[0]
@@ -61,7 +61,7 @@ def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
     ],
 )
 def test_a_loop_over_split_sequences(tmp_path: Path, ranks: int, peers: int, plan: dict[str, Any]) -> None:
-    """The loop gathers losses, and logits for metrics, as those of whole batches."""
+    """The loop gathers losses and logits of whole batches."""
     plain = begin(peers, jobs.looped, None, str(tmp_path / "plain"))
     ours, expected = on_ranks(ranks, jobs.looped, plan, str(tmp_path / "ours")), plain()[0]
     for run in ours:
@@ -89,7 +89,7 @@ def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("accumulates", "ranks"), [(True, 2), (False, 2), (False, 1)])
 def test_what_is_logged_stands_in_the_record(tmp_path: Path, accumulates: bool, ranks: int) -> None:
-    """By all ranks or by the main one alone; Accelerate's own trackers are told too."""
+    """Called by all ranks or by the main one alone; Accelerate's own trackers get the values too."""
     run = tmp_path / "run"
     plan = {"preset": "zero3", "run": str(run), "trackers": ["jsonl", "csv"]}
     first = on_ranks(ranks, jobs.logged, plan, str(tmp_path / "board"), accumulates=accumulates)[0]
@@ -127,8 +127,8 @@ for step in range(3):
 """
 
 
-def test_what_is_logged_last_is_kept_without_an_end(tmp_path: Path) -> None:
-    """The script ends without end_training(), so that ranks do nothing together any more."""
+def test_last_logged_values_are_kept_without_end_training(tmp_path: Path) -> None:
+    """The script ends without `end_training()`, so there is no further collective call."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "plan.yaml").write_text("{preset: zero1, run: run}")
     command = [sys.executable, "-m", "shardwise", "launch", "--nproc", "2", "--shardwise", "plan.yaml", "script.py"]
@@ -150,12 +150,12 @@ def test_several_models() -> None:
 
 
 REFUSED = {
-    "plugin": "fsdp_plugin= asks for FSDP",
-    "clipping": "clips by itself",
-    "accumulation": "accumulate 2 .* says 1",
-    "axes": "mesh has pp, and Accelerate .* then engine.train_step",
-    "spread": "SGD has parameters of Linear and others",
-    "strange state": "was saved without an engine",
+    "plugin": "fsdp_plugin= selects FSDP",
+    "clipping": "with Accelerate the script clips",
+    "accumulation": "accumulate 2 .* is 1",
+    "axes": "mesh has pp, but Accelerate .* then engine.train_step",
+    "spread": "SGD has parameters of Linear and of other modules",
+    "strange state": "was not saved by this Accelerator",
     "alone": "Linear was prepared without its optimizer",
 }
 
@@ -167,7 +167,7 @@ def test_refused_with_a_sentence(what: str) -> None:
 
 
 def test_what_belongs_to_ddp_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"join_uneven_inputs\(\) is DistributedDataParallel's own"):
+    with pytest.raises(RuntimeError, match=r"join_uneven_inputs\(\) needs DistributedDataParallel"):
         on_ranks(2, jobs.refused, "uneven")
     with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*use accelerator.no_sync\(model\).*leave LocalSGD out"):
         on_ranks(2, jobs.refused, "local")
@@ -233,16 +233,16 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_settings_is_a_plan(name: str, tmp_path: Path) -> None:
+def test_a_config_file_becomes_a_plan(name: str, tmp_path: Path) -> None:
     values, plan = FILES[name]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **values}))
     found = read_accelerate_config(tmp_path / "config.yaml")
-    assert (found.plan, found.not_understood) == (plan, [])
+    assert (found.plan, found.unsupported) == (plan, [])
     assert found.nproc == values.get("num_processes")
     assert found.environment == ({"ACCELERATE_MIXED_PRECISION": "bf16"} if "mixed_precision" in values else {})
 
 
-def test_what_a_file_says_besides_is_listed(tmp_path: Path) -> None:
+def test_unsupported_settings_of_a_config_file_are_listed(tmp_path: Path) -> None:
     values = {
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1.0, "transformer_moe_cls_names": "A"},
@@ -253,7 +253,7 @@ def test_what_a_file_says_besides_is_listed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     found = read_accelerate_config(tmp_path / "config.yaml")
     assert found.plan == {"preset": "zero3"}
-    listed = [line.partition(":")[0] for line in found.not_understood]
+    listed = [line.partition(":")[0] for line in found.unsupported]
     assert set(listed) == {
         "transformer_moe_cls_names",
         "gradient_clipping",
@@ -272,7 +272,7 @@ def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> Non
     assert found.environment == {
         "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json",
     }  # fmt: skip
-    assert found.not_understood == ["zero_stage: 3 (the DeepSpeed config ds.json counts)"]
+    assert found.unsupported == ["zero_stage: 3 (the DeepSpeed config ds.json counts)"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> Non
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "there are 0, 1, 2 and 3"),
     ],
 )
-def test_a_file_that_is_none(text: str, sentence: str, tmp_path: Path) -> None:
+def test_an_invalid_config_file(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         read_accelerate_config(tmp_path / "config.yaml")

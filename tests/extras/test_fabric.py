@@ -1,4 +1,4 @@
-"""Loops of Lightning's Fabric over our engine, beside its own DDP strategy."""
+"""Lightning's Fabric on our engine, compared with its own DDP strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_loop_and_its_checkpoints(tmp_path: Path) -> None:
-    """By plans and on split models as by DDP, from checkpoints of each other too."""
+    """Under several plans and with split models, compared with DDP, also from each other's checkpoints."""
     folder = str(tmp_path)
     plain = on_ranks(2, jobs.by_ddp, folder)
     ours = on_ranks(2, jobs.by_plans, folder)
@@ -60,14 +60,14 @@ def test_precisions() -> None:
 
 
 REFUSED = {
-    "clipping": "clip_grad_norm 1.0, and a loop of Fabric does that itself",
-    "stages": "mesh has pp, and Fabric .* then engine.train_step",
+    "clipping": "clip_grad_norm 1.0, but with Fabric the training loop does this",
+    "stages": "mesh has pp, but Fabric .* then engine.train_step",
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "state": "state_dict_type is 'some'",
-    "precision": "precision is '64-true', which a loop of Fabric cannot have",
-    "a second optimizer": "is sharded already, with another optimizer",
+    "precision": "precision '64-true' is not supported with Fabric",
+    "a second optimizer": "is already sharded with another optimizer",
     "no model": "has the optimizer 'optimizer' without its model",
-    "no state": "has the models 'model' in shards",
+    "no state": "has the sharded models 'model'",
     "missing": "has no 'step'",
     "not finite": "The norm of the gradients is (nan|inf)",
 }

@@ -91,8 +91,14 @@ def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, spl
     assert told["deepspeed"] == str(tmp_path / "ds.json")
     assert (ours / "checkpoint-2" / "shardwise").is_dir()
     assert "zero_optimization.overlap_comm: not needed" in done.stdout
-    assert "csv_monitor.enabled: had elsewhere; Trainer tells whom report_to of TrainingArguments names" in done.stdout
-    assert "csv_monitor.enabled: had elsewhere; accelerator.log tells whom log_with of Accelerator names" in done.stdout
+    assert (
+        "csv_monitor.enabled: had elsewhere; Trainer logs to the trackers set by report_to of TrainingArguments"
+        in done.stdout
+    )
+    assert (
+        "csv_monitor.enabled: had elsewhere; accelerator.log writes to the trackers set by log_with of Accelerator"
+        in done.stdout
+    )
     assert not Path("nowhere").exists()
 
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over our engine, beside its own DDP strategy."""
+"""Lightning's Trainer on our engine, compared with its own DDP strategy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_everything_that_a_trainer_does(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_in_a_model(tmp_path: Path) -> None:
-    """Ranks along tp are given the same batches, and all is as on half as many ranks with whole models."""
+    """Ranks along tp get the same batches, and everything equals a run on half as many ranks with whole models."""
     folder, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     plain = on_ranks(2, jobs.by_ddp, theirs)
     ours = on_ranks(4, jobs.split, folder, theirs)
@@ -95,7 +95,7 @@ def test_ranks_that_share_in_experts(tmp_path: Path) -> None:
     found = on_ranks(2, jobs.shared, "ep", {"preset": "zero2", "mesh": {"ep": 2}}, str(tmp_path))
     for run, apart in zip(found, wait(), strict=True):
         same(run, apart, "losses", "state")
-        assert "is cut along ep, and stays so" in run["letter"]
+        assert "is split along ep, which cannot be undone" in run["error"]
 
 
 def test_precisions(tmp_path: Path) -> None:
@@ -131,17 +131,17 @@ def test_averaged_weights_and_uneven_batches(tmp_path: Path) -> None:
 REFUSED = {
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "spawn": "start_method='spawn' starts ranks",
-    "axes": "mesh has pp, and Lightning .* then engine.train_step",
+    "axes": "mesh has pp, but Lightning .* then engine.train_step",
     "state": "state_dict_type is 'sharded_'",
 }
 REFUSED_AT_SETUP = {
-    "batch norms": "sync_batchnorm makes every batch norm",
-    "accumulation": "accumulate 4 .* accumulate_grad_batches of Trainer says 1",
-    "clipping": r"clip_grad_norm 2.0 .* gradient_clip_val of Trainer says 1.0",
-    "precision": "precision fp16, and Lightning was asked for bf16",
-    "double": "precision is '64-true', which no plan has",
-    "scaler": "GradScaler with settings of its own",
-    "compiled": "was given to torch.compile",
+    "batch norms": "sync_batchnorm adds collectives",
+    "accumulation": "accumulate 4 .* accumulate_grad_batches of Trainer is 1",
+    "clipping": r"clip_grad_norm 2.0 .* gradient_clip_val of Trainer is 1.0",
+    "precision": "precision fp16, but Lightning is set to bf16",
+    "double": "precision '64-true' is not supported",
+    "scaler": "GradScaler with custom settings",
+    "compiled": "was passed to torch.compile",
     "cut short": "is a folder without meta.pt",
 }
 
@@ -186,7 +186,7 @@ def test_names() -> None:
 
 
 def script(*words: str) -> None:
-    """The script as it stands, on the ranks that run this."""
+    """The unmodified script, on the ranks that run this."""
     sys.argv = [str(SCRIPT), *words]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

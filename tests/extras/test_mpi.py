@@ -1,4 +1,4 @@
-"""Real `mpirun` of Open MPI and of MPICH: torch's collectives and our engine by MPI, and the end of a job."""
+"""Real `mpirun` of Open MPI and MPICH: torch's collectives and our engine over MPI, and the end of a job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 def mpirun(
     which: str, size: int, *command: str, python: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`mpirun -np SIZE python COMMAND` of one of the two, with the `python` beside it if no other one is given."""
+    """`mpirun -np SIZE python COMMAND` of one of the two, by default with the `python` of its environment."""
     folder = VENVS[which] / "bin"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "RANK"))}
     given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SHARDWISE_SHARED_MEMORY": "0"}
@@ -58,7 +58,7 @@ def told(folder: Path, size: int) -> list[Any]:
 
 
 def fold(name: str, folder: Path) -> None:
-    """A job of `mpi_jobs` on ranks that torch's own variables describe."""
+    """A job of `mpi_jobs` on ranks with torch's own variables."""
     os.environ["SHARDWISE_SHARED_MEMORY"] = "0"
     getattr(mpi_jobs, name)(folder)
 
@@ -76,7 +76,7 @@ def test_every_collective_of_torch_and_ddp(which: str, tmp_path: Path) -> None:
 def test_engines_by_mpi_are_those_by_gloo_to_the_bit(
     which: str, size: int, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """With all threads in MPI, and with one alone; a checkpoint goes on under another launcher."""
+    """With all threads calling MPI, and with only one; a checkpoint is resumed under another launcher."""
     run = mpirun(which, size, str(JOBS), "engines", str(tmp_path), **environment)
     assert run.returncode == 0, run.stderr
     found = told(tmp_path, size)
@@ -93,7 +93,7 @@ def test_engines_by_mpi_are_those_by_gloo_to_the_bit(
 
 @pytest.mark.parametrize("which", VENVS)
 def test_a_rank_that_raises_ends_the_job(which: str, tmp_path: Path) -> None:
-    """All ranks say why; nobody waits in MPI_Finalize."""
+    """All ranks print the reason; none waits in MPI_Finalize."""
     started = time.monotonic()
     run = mpirun(which, 2, str(JOBS), "faulty", str(tmp_path), FAULT="raises")
     assert run.returncode == 1, run.stderr
@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
 
 
 def test_a_collective_that_one_rank_does_not_come_to(tmp_path: Path) -> None:
-    """No world of ours: the rank that raises ends the one that sleeps."""
+    """Without a `World`: the rank that raises ends the one that sleeps."""
     run = mpirun("openmpi", 2, str(JOBS), "absent", str(tmp_path))
     assert run.returncode == 1, run.stderr
     assert "Rank 0 waited 2 s in all_reduce of group" in run.stderr
@@ -133,7 +133,7 @@ def test_an_mpi_that_is_missing_or_another_one(which: str, python: str | None, w
 
 
 def test_the_main_job(tmp_path: Path) -> None:
-    """As people start it."""
+    """Started as users do."""
     small = "--set precision=fp32 --layers 2 --width 32 --heads 2 --context 32 --batch 4"
     options = ["--plan", "zero3", "--steps", "2", "--out", str(tmp_path), *small.split()]
     run = mpirun("mpich", 2, "examples/stdlib_gpt/train.py", *options, SHARDWISE_SHARED_MEMORY="1")

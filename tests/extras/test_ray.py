@@ -1,4 +1,4 @@
-"""Ray Train's workers over our engine: a real cluster of one machine."""
+"""Ray Train on our engine, on a real cluster of one machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_worker_fails_and_all_go_on(cluster: None, tmp_path: Path) -> None:
 
 
 def test_workers_that_share_in_a_model(cluster: None, tmp_path: Path) -> None:
-    """Along tp they are given the same batches, along dp others; each run goes on from the checkpoint before."""
+    """Along tp they get the same batches, along dp different ones; each run resumes the previous checkpoint."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -101,7 +101,7 @@ def test_workers_that_share_in_a_model(cluster: None, tmp_path: Path) -> None:
 def test_workers_that_share_in_a_language_model(
     cluster: None, tmp_path: Path, model: str, mesh: dict[str, int], dealt: int
 ) -> None:
-    """Like one plain process; and on from the checkpoint of stages by zero3, whose workers have rows of their own."""
+    """Like one plain process; then zero3, with separate rows per worker, resumes the checkpoint of pipeline stages."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of shardwise, under `shardwise launch --shardwise`, beside a plain run of themselves."""
+"""Unmodified scripts under `shardwise launch --shardwise`, compared with plain runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACCELERATE = (
 
 
 def plain(arguments: list[str]) -> None:
-    """The script as it stands, on the ranks that run this."""
+    """The unmodified script, on the ranks that run this."""
     sys.argv = [str(SCRIPT), *arguments]
     os.environ["ACCELERATE_USE_CPU"] = "true"
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -71,7 +71,7 @@ def test_a_script_without_either_is_left_alone(tmp_path: Path) -> None:
     ]
     done = command(*words)
     assert done.stdout == "pathlib ['-x', '1'] __main__\n"
-    assert "made no Trainer of transformers and no Accelerator" in done.stderr
+    assert "created no Trainer of transformers or Lightning, and no Accelerator" in done.stderr
     assert done.returncode == 0
 
 

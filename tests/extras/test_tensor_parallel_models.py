@@ -1,4 +1,4 @@
-"""Models of transformers, cut by their own tensor-parallel plan or by ours, against themselves unsplit."""
+"""Models of transformers, split by their own tensor-parallel plan or by ours, against the unsplit models."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ FALCON = {"alibi": False, "bias": True}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 DEEPSEEK |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+THREE_HEADS = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
 SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
 MODELS: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", {}, 2),
@@ -85,6 +86,9 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "mixtral, uneven": ("mixtral", EXPERTS | {"num_local_experts": 4, "intermediate_size": 104}, 2),
     "mixtral, four ranks": ("mixtral", EXPERTS | {"num_local_experts": 4, "num_key_value_heads": 4}, 4),
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "num_experts": 4, "decoder_sparse_step": 1}, 2),
+    "apertus": ("apertus", {}, 2),
+    "deepseek-v2": ("deepseek_v2", EXPERTS | DEEPSEEK, 2),
+    "deepseek-v2, uneven": ("deepseek_v2", EXPERTS | DEEPSEEK | THREE_HEADS, 2),
     "deepseek-v3": ("deepseek_v3", EXPERTS | DEEPSEEK, 2),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, 2),
 }
@@ -227,7 +231,7 @@ def trained_adapters(models: list[nn.Module], preset: str, tp: int) -> list[tupl
     + [(what, preset, 2) for what in ADAPTED if what != "llama" for preset in ("zero1", "zero3")],
 )
 def test_adapters_of_peft_are_cut_with_what_they_adapt(what: str, preset: str, tp: int) -> None:
-    """Four ranks share two heads of keys, and so two of them share a half of the matrix behind an adapter."""
+    """Four ranks share two key heads, and so two of them share one half of the second matrix of an adapter."""
     twin = adapted(what)
     models = [copy.deepcopy(twin) for _ in range(tp)]
     trainable = {name: param for name, param in twin.named_parameters() if param.requires_grad}
@@ -250,7 +254,7 @@ def test_adapters_that_look_at_whole_weights_are_refused() -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     models = [get_peft_model(built("llama", {}), config) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* whole weights"):
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* needs whole weights"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
@@ -258,7 +262,7 @@ def test_adapters_that_look_at_whole_weights_are_refused() -> None:
 def test_a_falcon_that_cannot_be_cut_is_refused(sizes: dict[str, Any]) -> None:
     models = [built("falcon", sizes) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one head of keys)"):
+    with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one key and value head)"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
@@ -267,7 +271,7 @@ def test_experts_with_parameters_that_the_plan_does_not_name_are_refused() -> No
     for model in models:
         model.get_submodule("model.layers.1.mlp.experts").register_parameter("bias", nn.Parameter(torch.zeros(4, 8)))
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"does not cut model.layers.1.mlp.experts.bias .* Add an axis ep"):
+    with pytest.raises(ModelError, match=r"does not split model.layers.1.mlp.experts.bias .* Add an axis ep"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
@@ -282,6 +286,6 @@ def test_key_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
     models = [built("llama", THREE_GROUPS) for _ in range(4)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 4}}
     with pytest.raises(
-        ModelError, match=r"layers.0.self_attn.q_proj has 6 heads with 3 of keys and values for 4 ranks"
+        ModelError, match=r"layers.0.self_attn.q_proj has 6 query heads and 3 key and value heads for 4 ranks"
     ):
         run_ranks(4, lambda world: sw.shard(models[world.rank], plan, world=world))

@@ -1,4 +1,4 @@
-"""Transformers' Trainer over our engine, beside its own: same losses, norms, evaluations, parameters, files."""
+"""Transformers' Trainer on our engine, compared with plain Trainer: losses, norms, evaluations, parameters, files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_same(ours: Run, plain: Run, **bounds: float) -> None:
 
 
 def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
-    """Tens of steps, with accumulation over rows of which different numbers of tokens count, and clipping."""
+    """Tens of steps, with clipping, and accumulation over rows with different numbers of counted tokens."""
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "max_steps": 20, "eval_strategy": "steps"}
     settings |= {"eval_steps": 7, "lr_scheduler_type": "cosine", "warmup_steps": 3}
     alone = begin(1, jobs.race, ["zero3", None], "gpt2", **settings, per_device_train_batch_size=4)
@@ -77,7 +77,7 @@ SEQUENCES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
 def test_split_sequences_are_trained_and_evaluated_as_whole_ones(
     ranks: int, peers: int, plan: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """With accumulation, padding, tokens that do not divide, smoothed labels, and metrics of whole sequences."""
+    """With accumulation, padding, tokens that do not divide, label smoothing, and metrics of whole sequences."""
     settings = {"max_grad_norm": 0.5, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, **settings}
     begun = begin(peers, jobs.over_split_sequences, None, **settings)
     ours = on_ranks(ranks, jobs.over_split_sequences, plan, **settings)
@@ -253,14 +253,14 @@ def test_other_arguments(settings: dict[str, Any]) -> None:
         assert_same(ours, plain)
 
 
-def test_checkpoints_of_others_and_models_without_values(tmp_path: Path) -> None:
+def test_checkpoints_of_plain_trainer_and_models_without_values(tmp_path: Path) -> None:
     plain, *ours = on_ranks(1, jobs.from_elsewhere, str(tmp_path))[0]
     for run in ours:
         assert_same(run, plain)
 
 
-def test_steps_that_overflow_are_left_out() -> None:
-    """And the scheduler waits for those that are taken."""
+def test_steps_that_overflow_are_skipped() -> None:
+    """The scheduler steps only with the optimizer."""
     good, bad = on_ranks(1, jobs.in_half, 1024.0)[0], on_ranks(1, jobs.in_half, 1e9)[0]
     assert (good["precision"], good["taken"], bad["taken"]) == ("fp16", 4, 0)
     assert good["rates"] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
@@ -268,20 +268,20 @@ def test_steps_that_overflow_are_left_out() -> None:
 
 
 REFUSED = {
-    "auto_find_batch_size": ({"auto_find_batch_size": True}, "zero3", "on the rank that ran out of memory"),
-    "bf16_full_eval": ({"bf16_full_eval": True}, "zero3", "bf16_full_eval casts the model"),
-    "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters inside of the backward"),
-    "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* says 1"),
-    "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* says 1.0"),
-    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "pp": 2}}, "mesh has pp, and Trainer .* then engine.train_step"),
-    "order": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2}}, "say the size of tp, and put it last"),
-    "size": ({}, {"preset": "zero3", "mesh": {"sp": -1}}, "say the size of sp, and put it last"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "zero3", "only on the rank that ran out of memory"),
+    "bf16_full_eval": ({"bf16_full_eval": True}, "zero3", "bf16_full_eval casts the whole model"),
+    "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters during the backward"),
+    "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* is 1"),
+    "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* is 1.0"),
+    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "pp": 2}}, "mesh has pp, but Trainer .* then engine.train_step"),
+    "order": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2}}, "Set the size of tp, and put it last"),
+    "size": ({}, {"preset": "zero3", "mesh": {"sp": -1}}, "Set the size of sp, and put it last"),
     "both": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2, "sp": 2}}, "of tp and sp, and put them last"),
-    "precision": ({"bf16": True}, {"preset": "zero3", "precision": "fp16"}, "precision fp16, and .* asked for bf16"),
+    "precision": ({"bf16": True}, {"preset": "zero3", "precision": "fp16"}, "precision fp16, but .* is set to bf16"),
     "compiler": (
         {"torch_compile_backend": "aot_eager"},
         {"preset": "zero3", "compile": "inductor"},
-        "compile inductor, and .* asked for aot_eager",
+        "compile inductor, but .* is set to aot_eager",
     ),
     "no preset": ({}, "zero5", "no preset 'zero5'"),
 }
@@ -295,7 +295,7 @@ def test_refused_with_a_sentence(case: str) -> None:
 
 
 def test_generation_over_split_sequences_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*predict_with_generate makes one token after another"):
+    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*predict_with_generate produces one token at a time"):
         on_ranks(2, jobs.generated, {"preset": "zero3", "mesh": {"sp": 2}})
 
 

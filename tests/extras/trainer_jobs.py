@@ -1,4 +1,4 @@
-"""What ranks of the Trainer's tests do."""
+"""Jobs for the tests of Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = list[dict[str, torch.Tensor]]
 
 
 def rows(count: int, seed: int = 0) -> Rows:
-    """Token ids; of each row another number of labels counts."""
+    """Token ids, with a different number of counted labels in each row."""
     draw = torch.Generator().manual_seed(seed)
     found = []
     for index in range(count):
@@ -87,7 +87,7 @@ def told(trainer: Any, engine: Any) -> dict[str, Any]:
 
 
 def make(plan: Any, model: str | nn.Module, folder: str | None = None, **settings: Any) -> Any:
-    """A Trainer by `plan`, or Transformers' own without one."""
+    """A Trainer with `plan`; without one, Transformers' own."""
     from shardwise.integrations.transformers import Trainer
 
     extra = {name: settings.pop(name) for name in ("callbacks", "compute_metrics", "optimizers") if name in settings}
@@ -100,7 +100,7 @@ def make(plan: Any, model: str | nn.Module, folder: str | None = None, **setting
 
 
 def race(plans: list[Any], model: str, **settings: Any) -> list[dict[str, Any]]:
-    """The same run by each of the plans, one after the other; `None` is Transformers' own Trainer."""
+    """The same run under each of the plans, one after the other; `None` is Transformers' own Trainer."""
     runs = []
     for plan in plans:
         trainer = make(plan, model, **settings)
@@ -112,7 +112,7 @@ def race(plans: list[Any], model: str, **settings: Any) -> list[dict[str, Any]]:
 
 
 def over_split_sequences(plan: Any, length: int = LENGTH, average: bool = True, **settings: Any) -> dict[str, Any]:
-    """Rows with padding, metrics of whole sequences, and tokens that are counted."""
+    """Rows with padding, metrics of whole sequences, and counted tokens."""
     seen: list[list[Any]] = []
 
     def without_padding(logits: Any) -> list[Any]:
@@ -147,7 +147,7 @@ def over_split_sequences(plan: Any, length: int = LENGTH, average: bool = True, 
 
 
 class Watching(transformers.TrainerCallback):
-    """Notes what it is called with, and ends the run early."""
+    """Records its calls, and ends the run early."""
 
     def __init__(self, stop_at: int) -> None:
         self.stop_at = stop_at
@@ -169,7 +169,7 @@ class Watching(transformers.TrainerCallback):
 
 
 def with_callbacks(plan: Any) -> dict[str, Any]:
-    """Evaluated before it is trained, stopped by a callback, trained on, with the user's optimizer and scheduler."""
+    """Evaluate, train until a callback stops it, and train on, with the user's optimizer and scheduler."""
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -192,7 +192,7 @@ def with_callbacks(plan: Any) -> dict[str, Any]:
 
 
 class Listening(transformers.TrainerCallback):
-    """Notes who is told of what, and says a word of its own on rank 0 alone."""
+    """Records what is logged, and logs a value of its own on rank 0 only."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -212,7 +212,7 @@ class Listening(transformers.TrainerCallback):
 
 
 def watched(plan: Any, folder: str, resumed: bool = False) -> dict[str, Any]:
-    """Six steps that TensorBoard and a callback are told of; or the last two of them, from a checkpoint."""
+    """Six steps logged to TensorBoard and a callback; or the last two of them, from a checkpoint."""
     listening = Listening()
     settings = {"report_to": ["tensorboard"], "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
     more = {"save_strategy": "no" if resumed else "steps", "save_steps": 4, "max_steps": 6}
@@ -231,7 +231,7 @@ SAVING: dict[str, Any] = {
 
 
 def saved(plan: Any, model: str, folder: str, **settings: Any) -> dict[str, Any]:
-    """A whole run with checkpoints, and its best model at the end."""
+    """A whole run with checkpoints that loads its best model at the end."""
     trainer = make(plan, model, folder, **{**SAVING, **settings})
     trainer.train()
     trainer.save_model(f"{folder}/final")
@@ -240,7 +240,7 @@ def saved(plan: Any, model: str, folder: str, **settings: Any) -> dict[str, Any]
 
 
 def resumed(plan: Any, model: str, folder: str, checkpoint: str, **settings: Any) -> dict[str, Any]:
-    """The rest of that run from one of its checkpoints, with a model of other values, evaluated before."""
+    """The rest of that run from one of its checkpoints, with a model of other values, evaluated first."""
     other = MODELS[model]()
     with torch.no_grad():
         for param in other.parameters():
@@ -253,8 +253,8 @@ def resumed(plan: Any, model: str, folder: str, checkpoint: str, **settings: Any
 
 
 def from_elsewhere(folder: str) -> list[dict[str, Any]]:
-    """Four steps by Trainer itself with a checkpoint after two, and what ours makes of that; then a model that has no
-    values before it is sharded."""
+    """Four steps of plain Trainer with a checkpoint after two; ours resumed from it; and a model that has no values
+    before it is sharded."""
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     plain = make(None, "llama", folder, **settings)
     plain.train()
@@ -299,7 +299,7 @@ def tuned(plan: Any, folder: str) -> dict[str, Any]:
 
 
 def prompted(plan: Any, folder: str, kind: str) -> dict[str, Any]:
-    """Adapters that `peft` computes or cuts while it saves them."""
+    """Adapters that `peft` computes or truncates while it saves them."""
     import peft
 
     causal = {"task_type": "CAUSAL_LM"}
@@ -328,7 +328,7 @@ def prompted(plan: Any, folder: str, kind: str) -> dict[str, Any]:
 
 
 def generated(plan: Any) -> dict[str, Any]:
-    """An encoder and decoder that is trained, and evaluated by what it generates; ranks generate other lengths."""
+    """Train an encoder-decoder model and evaluate what it generates; ranks generate different lengths."""
     from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from shardwise.integrations.transformers import ShardwiseTrainerMixin

@@ -32,7 +32,8 @@ BLOCK, EMBEDDING = 12 * 256**2, 1000 * 256
 
 def texts() -> dict[str, str]:
     """The program of every preset by file name."""
-    steps = {f"step-{name}.txt": _step(name) for name in ("lamb", "muon")}
+    steps = {f"step-{name}.txt": _step(name, "zero3") for name in ("lamb", "muon")}
+    steps["step-muon-offload.txt"] = _step("muon", "offload")
     return {f"{name}.txt": _text(name) for name in PRESETS} | steps | {"schedule-1f1b-zero3.txt": _schedule()}
 
 
@@ -48,12 +49,12 @@ def _schedule() -> str:
     return header + grid + render(planned.micro_batch)
 
 
-def _step(optimizer: str) -> str:
-    plan = Plan(preset="zero3", precision="bf16")
+def _step(optimizer: str, preset: str) -> str:
+    plan = Plan(preset=preset, precision="bf16")
     mesh = mesh_for(plan, 4)
     units = _units(plan, mesh, optimizer)
     planned = plan_step(units, straight_trace(units))
-    return f"# a step of {optimizer} in zero3 in bf16 on {mesh}. Refresh: {REFRESH}\n" + render(planned.step)
+    return f"# a step of {optimizer} in {preset} in bf16 on {mesh}. Refresh: {REFRESH}\n" + render(planned.step)
 
 
 def _text(name: str) -> str:

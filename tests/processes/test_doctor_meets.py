@@ -14,6 +14,7 @@ import torch
 
 import warm
 from shardwise.cli.between_hosts import Remote, check_links, examine_hosts, measure_links
+from shardwise.cli.checks import check_loopback
 from shardwise.cli.main import main
 from shardwise.cli.meeting import meet
 from tests.thorough import thorough_only
@@ -85,7 +86,12 @@ def test_a_port_that_is_taken_is_the_reason(remote: Remote) -> None:
 def test_ranks_that_never_meet_are_ended() -> None:
     started, before = time.monotonic(), children()
     meeting = meet(0.5, (sys.executable, "-c", "import time; time.sleep(600)"))
+    assert meeting.trouble == "two processes did not start within 0.5 s"
+    assert "--timeout" in check_loopback(meeting).cure  # a busy machine is not one whose ranks cannot talk
+    apart = "import pathlib, sys, time; pathlib.Path(sys.argv[2], 'started-' + sys.argv[1]).touch(); time.sleep(600)"
+    meeting = meet(5, (sys.executable, "-S", "-c", apart))
     assert meeting.trouble == "the two processes did not meet in time"
+    assert check_loopback(meeting).status == "fail"
     assert time.monotonic() - started < 30
     assert children() <= before
 

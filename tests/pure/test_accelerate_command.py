@@ -86,7 +86,7 @@ def test_options_of_ours_and_a_module(capsys: pytest.CaptureFixture[str]) -> Non
     assert "OMP_NUM_THREADS=3" in said
 
 
-def test_the_file_in_its_usual_place_is_read_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_config_file_is_read_and_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "hf" / "accelerate").mkdir(parents=True)
     (folder / "hf" / "accelerate" / "default_config.yaml").write_text(CONFIG)
     assert dry("") == 0
@@ -97,7 +97,7 @@ def test_the_file_in_its_usual_place_is_read_and_told(folder: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("2 times: ")
 
 
-def test_what_means_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert dry("--num_processes 2 --role worker --fsdp_sharding_strategy 1 --dynamo_mode default --tee 3") == 0
     said = capsys.readouterr().err
     for name in ("--role", "fsdp_config.fsdp_sharding_strategy: distributed_type is MULTI_GPU", "--tee", "dynamo_mode"):
@@ -108,17 +108,17 @@ def test_what_means_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "sentence"),
     [
         ("--num_machines 2 --num_processes 4", "machine_rank is missing"),
-        ("--num_machines 2 --machine_rank 2 --num_processes 4", "machine_rank is 2, and num_machines 2: give 0 to 1."),
-        ("--num_machines 2 --machine_rank 1 --num_processes 4", "Give main_process_ip, the address of machine 0"),
+        ("--num_machines 2 --machine_rank 2 --num_processes 4", "but num_machines is 2. Set it between 0 and 1."),
+        ("--num_machines 2 --machine_rank 1 --num_processes 4", "Also set main_process_ip, the address of machine 0"),
         ("--num_machines 2 --machine_rank 1 --main_process_ip a", "num_processes is missing"),
         ("--num_machines 2 --machine_rank 1 --main_process_ip a --num_processes 3", "num_processes is 3"),
         (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind cores are not supported with num_machines above 1"),
         ("--tpu", "--tpu is not supported"),
-        ("--use_megatron_lm", "Stages (pp) need a loop that calls engine.train_step(batch)."),
-        ("--use_parallelism_config", "the mesh of a plan"),
+        ("--use_megatron_lm", "Pipeline stages (pp) need a loop that calls engine.train_step(batch)."),
+        ("--use_parallelism_config", "use the mesh of a plan"),
         ("--no_python", "--no_python is not supported"),
-        ("--deepspeed_hostfile hosts", "is about other hosts"),
-        ("--use_fsdp --use_deepspeed", "are asked for at once"),
+        ("--deepspeed_hostfile hosts", "names other hosts"),
+        ("--use_fsdp --use_deepspeed", "were requested together"),
         ("--config_file nowhere.yaml", "cannot be read"),
     ],
 )
@@ -128,7 +128,7 @@ def test_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_one_of_several_machines_is_torchruns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each machine has its share of `num_processes`, and torchrun is told where ranks meet."""
+    """Each machine has its share of `num_processes`, and torchrun gets the rendezvous address."""
     assert dry(f"{SECOND_OF_TWO} --use_fsdp --num_cpu_threads_per_process 3 --log_dir logs") == 0
     said = capsys.readouterr()
     assert "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-backend static --node-rank 1 " in said.out
@@ -146,6 +146,6 @@ def test_one_of_several_machines_is_torchruns(folder: Path, capsys: pytest.Captu
     assert "hosts are named too" in capsys.readouterr().err
 
 
-def test_other_commands_are_accelerates_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_of_accelerate_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accelerate", "config"]) == 2
-    assert "accelerate config is Accelerate's own" in capsys.readouterr().err
+    assert "accelerate config is a command of Accelerate itself" in capsys.readouterr().err

@@ -170,6 +170,11 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     [
         (["--hosts", "a,b,a"], "names a host twice"),
         (["--hosts=-oProxyCommand=x,b"], "is an option, and not a host"),
+        (["--hosts", "a", "--ssh", ""], "--ssh: there is no command '' on this machine"),
+        (["--hosts", "a", "--ssh", "no-such-command -p 1"], "--ssh: there is no command 'no-such-command'"),
+        (["--hosts", "a", "--ssh", "ssh 'x"], "cannot be read: No closing quotation"),
+        (["--hosts", "a", "--ssh", "sh", "--port", "99999"], "--port 99999 is not a port"),
+        (["--timeout", "0"], "give more than 0 seconds"),
     ],
 )
 def test_hosts_that_cannot_be_meant_are_refused(

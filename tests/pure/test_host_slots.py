@@ -10,6 +10,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
+from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.host_list import HostList, hosts_by_script
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.slots import Slot, Slots
@@ -188,3 +189,12 @@ def test_a_list_of_hosts_counts_when_it_was_read_twice_and_a_bad_one_does_not(tm
     hosts.close()
     assert changes == [[Host("c", 1)]], "what was said once only, as of a file that is half written, does not count"
     assert said == ["What is this? The hosts stay as they were."]
+
+
+def test_code_that_has_changed_since_the_job_began_is_told_once() -> None:
+    listed, said = ["a 1", "a 1", "a 2", "a 2", ""], []
+    code = CodeCopy(said.append, lambda: listed.pop(0))
+    for host in ("one", "two", "three", "four"):
+        code.compare(host).join()
+    assert len(said) == 1
+    assert said[0].startswith("this directory has changed since the job began: two gets what is here now")

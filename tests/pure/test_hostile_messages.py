@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -26,6 +27,9 @@ from shardwise import plain_data
 from shardwise.comm import Meeting
 from shardwise.comm.board import KEY, StoreBoard, last_words
 from shardwise.comm.fault import Fault
+from shardwise.comm.members import Announcement, LauncherChannel, MemberMessage, generation_prefix, scope_of
+from shardwise.comm.members.channels import MemberChannel
+from shardwise.comm.members.messages import reports_as_text, reports_of_text
 from shardwise.comm.status import Status
 from shardwise.elastic.blame import Judge
 from shardwise.elastic.signs import End
@@ -162,6 +166,84 @@ def test_strangers_at_the_board(token: str) -> None:
     store.set(f"{place}x/{KEY}/{'9' * 400}/status/1", b"")
     store.set(f"attempt-0/{KEY}/-1/status/1", b"")
     assert "rank 1" in last_words(store, 1, "attempt-0", Seal(token))
+
+
+def test_a_generations_board_believes_nothing_of_another_generation() -> None:
+    """A genuine fault that is copied to where the next generation looks would have its ranks give up a living one."""
+    store = HashStore()
+    places = [generation_prefix("0", generation) for generation in range(2)]
+    before, after = (
+        StoreBoard(PrefixStore(place, store), 1, Seal("token").within(scope_of(generation)))
+        for generation, place in enumerate(places)
+    )
+    before.claim(FAULT)
+    before.publish(status(1, [1]))
+    assert before.fault() == FAULT
+    for key in ("fault", "status/1"):
+        store.set(f"{places[1]}/{KEY}/0/{key}", store.get(f"{places[0]}/{KEY}/0/{key}"))
+    assert (after.fault(), after.read(1)) == (None, None)
+    assert last_words(store, 1, places[1], Seal("token").within(scope_of(1))) == ""
+    assert "rank 1" in last_words(store, 1, places[0], Seal("token").within(scope_of(0)))
+
+
+class TestMembers:
+    """Between the members of an elastic job and their launcher."""
+
+    READY = MemberMessage("ready", 2, 0, 5, "Rank 0 is gone.", (0,))
+
+    @pytest.mark.parametrize("token", ["token", ""])
+    @FUZZED
+    @given(data=st.data())
+    def test_a_message_is_whole_or_refused(self, data: st.DataObject, token: str) -> None:
+        store = HashStore()
+        launcher = LauncherChannel(store, "0", Seal(token))
+        MemberChannel(store, "0", 2, Seal(token)).send(self.READY)
+        key = "shardwise/members-0/from/2/0"
+        sent = bytes(store.get(key))
+        store.set(key, damaged(data, sent))
+        try:
+            found = launcher.read([2])
+        except CommError:
+            return
+        assert all(message.member == 2 for message in found)
+        assert not token or found == [self.READY]
+
+    @FUZZED
+    @given(st.data())
+    def test_announcements_and_reports_are_whole_or_refused(self, data: st.DataObject) -> None:
+        announcement = Announcement("entering", 1, (0, 2), (0, 1, 2), hosts=("a", "b"))
+        for parse, good in (
+            (Announcement.from_json, announcement.to_json()),
+            (reports_of_text, reports_as_text([b"one", b""])),
+        ):
+            with contextlib.suppress(ValueError):
+                parse(damaged(data, good.encode()))
+        assert Announcement.from_json(announcement.to_json()) == announcement
+        assert reports_of_text(reports_as_text([b"one", b""])) == (b"one", b"")
+
+    def test_one_member_does_not_speak_for_another(self) -> None:
+        store = HashStore()
+        MemberChannel(store, "0", 1, Seal("token")).send(self.READY)
+        with pytest.raises(CommError, match="member 1 has sent is not a message of a member: it speaks for 2"):
+            LauncherChannel(store, "0", Seal("token")).read([1, 2])
+
+    def test_an_old_report_is_not_taken_for_the_latest(self) -> None:
+        """What a rank had reported of an earlier step would have the others restore what is no longer there."""
+        store = HashStore()
+        launcher, member = LauncherChannel(store, "0", Seal("token")), MemberChannel(store, "0", 2, Seal("token"))
+        place = "shardwise/members-0/report-of/2"
+        member.send(self.READY, b"step 5")
+        launcher.read([2])
+        old = bytes(store.get(f"{place}/0"))
+        member.send(self.READY, b"step 9")
+        member.send(self.READY)  # the generation in between was never formed
+        launcher.read([2])
+        launcher.share_reports(1, [2], [2])
+        assert member.reports(1) == (b"step 9",)
+        assert not store.check([f"{place}/0"])  # and what is no longer read is not kept
+        store.set(f"{place}/1", old)
+        with pytest.raises(CommError, match="not written by a member"):
+            launcher.share_reports(2, [2], [2])
 
 
 @pytest.mark.parametrize("key", ["who/0", "size", "fault"])

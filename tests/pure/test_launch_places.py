@@ -507,3 +507,33 @@ def test_what_would_be_sent_without_rsync(
     (tmp_path / "train.py").touch()
     assert main(["launch", "--hosts", "a:1", "--rsync", "--dry-run", "train.py"]) == 0
     assert "what would be sent is not known: there is no rsync on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            "echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2\n"
+            "echo 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1",
+            "No Slurm controller is reached from here (fetch_config: DNS SRV lookup failed; Could not establish a "
+            "configuration source). Run this on a login node, or look at SLURM_CONF and `scontrol ping`.",
+        ),
+        (
+            "echo 'sbatch: error: invalid partition specified: absent' >&2\nexit 1",
+            "Slurm refused the job: invalid partition specified: absent.",
+        ),
+        ("exit 1", "Slurm refused the job: it does not say why."),
+        ("exec sleep 60", "sbatch did not answer within 0.5 s. Is the Slurm controller up? `scontrol ping` tells."),
+    ],
+)
+def test_what_sbatch_says_is_one_sentence(
+    script: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if "sleep" in script:
+        monkeypatch.setattr("shardwise.launch.places.slurm._SUBMIT_SECONDS", 0.5)
+    assert main(["launch", "--where", "slurm", "--nodes", "1", "--nproc", "1", str(tmp_path / "train.py")]) == 2
+    assert capsys.readouterr().err == f"shardwise: {words}\n"

@@ -6,23 +6,38 @@ import io
 import json
 import os
 import socket
+import subprocess
 import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from shardwise.cli.main import main
-from shardwise.cli.print_run import sparkline
+from shardwise.cli.print_run import page, sparkline
 from shardwise.cli.top import follow
-from shardwise.monitor import RunRecord
+from shardwise.job_folder import RECORD_PATH
+from shardwise.launch.elastic.notes import FolderNotes
+from shardwise.monitor import RunRecord, read_record
 from shardwise.monitor.charts import thinned, ticks
 from shardwise.monitor.html_report import html_report
-from shardwise.monitor.run_view import read_run
+from shardwise.monitor.run_view import RunReader, read_run
 from shardwise.monitor.slowness import judge
 from shardwise.telemetry import StepClock, write_trace
+from tests.thorough import drawn
+
+LOADS = json.loads
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
 
 
 class Clock:
@@ -215,6 +230,217 @@ class TestTop:
         assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
         assert sparkline([3.0]) == "▁"
         assert len(sparkline([float(value) for value in range(1000)])) == 60
+
+
+ROW = rows((0.1, 0, 0.4))[0]
+HEADER = {"kind": "run", "world_size": 2, "plan": PLAN}
+STEP = {"kind": "step", "step": 1, "loss": 2.0, "seconds": 0.5, "time": 1.0}
+
+
+def written(folder: Path, *lines: object, end: str = "\n") -> Path:
+    folder.mkdir(exist_ok=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "record.jsonl").write_bytes(("\n".join(texts) + end).encode(errors="surrogateescape"))
+    return folder
+
+
+def all_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The status and the words of `top`, after `--json` and `report` have said the same of the run."""
+    shows = shown(run, capsys)
+    assert main(["top", str(run), "--json"]) == shows[0]
+    capsys.readouterr()
+    assert main(["report", str(run)]) == (2 if shows[0] == 2 else 0)
+    page = _Page()
+    if shows[0] != 2:
+        page.feed((run / "report.html").read_text())
+        assert not page.open
+    capsys.readouterr()
+    return shows[0], shows[1] + page.text
+
+
+def _change(data: st.DataObject, place: Any) -> None:
+    """Put any value somewhere into a line."""
+    while place:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], dict | list) or data.draw(st.booleans()):
+            place[key] = data.draw(ANYTHING)
+            return
+        place = place[key]
+
+
+class TestOddRuns:
+    """Whatever is in a run's folder: it is shown as far as it goes, or refused in one sentence."""
+
+    @pytest.mark.parametrize(
+        ("lines", "end", "said"),
+        [
+            ([HEADER], "\n", "no step has been logged yet"),
+            ([{"kind": "run"}, {"kind": "step", "step": 1}], "\n", "step 1"),
+            ([HEADER, STEP, '{"kind": "step", "st'], "", "step 1 loss 2"),  # killed in the middle of a line
+            ([HEADER, STEP, '{"kind": "ste', {**STEP, "step": 2}], "\n", "step 2 loss 2"),
+            ([HEADER, STEP, "\0" * 50], "\n", "One line of the record is damaged"),  # as after a loss of power
+            ([HEADER, STEP, "\udcff\udcfe"], "\n", "One line of the record is damaged"),  # bytes that are no text
+            ([HEADER, {**STEP, "loss": None}, {**STEP, "step": 2, "loss": 3}], "\n", "3 to 3"),
+            ([HEADER, '{"kind": "step", "step": 1, "loss": NaN, "seconds": Infinity}'], "\n", "step 1"),
+            ([HEADER, '{"kind": "step", "step": 1, "loss": 1e400, "lr": ' + "9" * 400 + "}"], "\n", "step 1"),
+            ([HEADER, {**STEP, "loss": 1.7e308}, {**STEP, "step": 2, "loss": -1.7e308}], "\n", "loss -1.7e+308"),
+            ([HEADER, {**STEP, "loss": 5e-324}, {**STEP, "step": 2, "loss": 0}], "\n", "step 2"),
+            ([HEADER, "[" * 100_000], "\n", "One line of the record is damaged"),
+            ([HEADER, {"kind": "ranks", "step": 1, "ranks": [{"computing": 1}]}], "\n", "of another version"),
+            ([HEADER, {"kind": "ranks", "step": 1, "ranks": [ROW]}, STEP], "\n", "waits 80% of a step"),  # of one rank
+            ([HEADER, {"kind": "memory", "step": 1, "ranks": [{"promised": {"host": 3}}]}], "\n", "left out"),
+            ([HEADER, {"kind": "end", "step": 1, "status": "failed"}], "\n", "failed after step 0"),
+            ([{**HEADER, "mesh": [1], "versions": 3, "model": {}, "plan": [], "process": 1}, STEP], "\n", "2 ranks"),
+        ],
+    )
+    def test_a_record(
+        self, lines: list[object], end: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        status, text = all_commands(written(tmp_path / "run", *lines, end=end), capsys)
+        assert status in (0, 1)
+        assert said in text
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"", "is empty: the run has not begun to write it"),
+            (b'{"kind": "ru', "is empty: the run has not begun to write it"),
+            (b'{"kind": "step", "step": 1}\n', "is not a run record"),
+            (b"\x89PNG\r\n\x1a\n", "line 1 is damaged"),
+            (b"[]\n", "line 1 has no kind and step"),
+        ],
+    )
+    def test_what_is_no_record(
+        self, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "record.jsonl").write_bytes(content)
+        for verb in ("top", "report"):
+            assert main([verb, str(tmp_path)]) == 2
+            words = capsys.readouterr().err
+            assert said in words
+            assert words.count("\n") == 1
+
+    def test_pipes_folders_and_loops_in_a_files_place(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Nothing waits for a pipe that nobody writes to."""
+        record = tmp_path / "record.jsonl"
+        for make, said in (
+            (lambda: os.mkfifo(record), "is not a regular file"),
+            (record.mkdir, "is not a regular file"),
+            (lambda: record.symlink_to(record), "There is no run in"),
+        ):
+            make()
+            for verb in ("top", "report"):
+                assert main([verb, str(tmp_path)]) == 2
+                assert said in capsys.readouterr().err
+            record.rmdir() if record.is_dir() else record.unlink()
+
+    def test_files_beside_the_record(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        os.mkfifo(run / "notes-rank-7.jsonl")
+        (run / "notes-rank-1.jsonl").write_bytes(b'\xff\n{"time": 1e300, "rank": 1, "level": "error", "text": "far"}\n')
+        (run / "timeline.json").mkdir()
+        (run / "program.txt").write_text("x" * (2**21 + 1))
+        status, text = all_commands(run, capsys)
+        assert status == 0
+        assert "rank 1, error: far" in text
+        assert "timeline.json cannot be read" in text
+        assert f"These are the first {2**21}" in text
+        (run / "timeline.json").rmdir()
+        span = '{"ph": "X", "pid": 0, "cat": "a", "name": "b", "ts": 1e999}'
+        for events in ("[" * 100_000, f"[{span}]", "3", '["X"]'):
+            (run / "timeline.json").write_text(f'{{"traceEvents": {events}}}')
+            assert "timeline.json cannot be read" in all_commands(run, capsys)[1]
+
+    def test_any_value_in_any_place(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        texts = (run / "record.jsonl").read_text().splitlines()
+        kept = [*texts[:5], *texts[-3:]]
+
+        @settings(max_examples=drawn(30, 600), deadline=None)
+        @given(st.data())
+        def show(data: st.DataObject) -> None:
+            lines = [LOADS(text) for text in kept]
+            for line in data.draw(st.lists(st.sampled_from(lines), max_size=3)):
+                _change(data, line)
+            lines[0]["kind"] = "run"
+            assert all_commands(written(run, *lines), capsys)[0] in (0, 1)
+
+        show()
+
+    def test_a_name_that_is_no_text(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        odd = run.rename(run.parent / "run\udcff")
+        assert main(["report", str(odd)]) == 0
+        assert (odd / "report.html").exists()
+
+    def test_a_process_that_has_ended_but_is_not_collected(self, run: Path) -> None:
+        child = subprocess.Popen(["true"])
+        created = psutil.Process(child.pid).create_time()
+        while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        rewrite(run, host=socket.gethostname(), pid=child.pid, created=created)
+        try:
+            assert read_run(run).status == "crashed"
+        finally:
+            child.wait()
+
+    def test_a_process_of_another_container(self, run: Path) -> None:
+        rewrite(run, host=socket.gethostname(), pid=1, created=1.0, pid_namespace="pid:[1]")
+        assert read_run(run).status == "running"
+
+    def test_ranks_of_an_earlier_generation_are_not_shown(self, run: Path) -> None:
+        with RunRecord.resume(run / "record.jsonl", step=40, plan=PLAN, world_size=1) as record:
+            assert (read_run(run).ranks(), read_run(run).memory()) == ([], [])
+            record.write("ranks", step=41, ranks=[ROW])
+            assert len(read_run(run).ranks()) == 1
+
+    def test_slow_ranks_are_shown_however_many_there_are(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with (run / "record.jsonl").open("a") as file:
+            many = rows(*[(0.1, 0, 0.4)] * 99, (0.5, 0, 0))
+            file.write(json.dumps({"kind": "ranks", "step": 40, "ranks": many}) + "\n")
+        status, text = all_commands(run, capsys)
+        assert status == 0
+        assert "and 68 more, none of them slow" in text
+        assert "99 500 ms" in text
+        page = _Page()
+        page.feed((run / "report.html").read_text())
+        assert "rank 99slow: computes 5.0 times as long as others" in page.text
+        assert "and 36 more, none of them slow" in page.text
+
+    def test_a_page_fits_a_small_terminal(self, run: Path) -> None:
+        with (run / "record.jsonl").open("a") as file:
+            many = rows(*[(0.1, 0, 0.4)] * 99, (0.5, 0, 0))
+            file.write(json.dumps({"kind": "ranks", "step": 40, "ranks": many}) + "\n")
+        for height in (24, 40):
+            screen = io.StringIO()
+            Console(file=screen, width=120, height=height).print(page(read_run(run), height))
+            assert len(screen.getvalue().splitlines()) <= height
+            assert "slow: computes" in screen.getvalue()
+
+    def test_only_what_is_new_is_read(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        reader = RunReader(run)
+        assert len(reader.read().steps) == 40
+        parsed = []
+        monkeypatch.setattr(json, "loads", lambda text, **how: parsed.append(text) or LOADS(text, **how))
+        with (run / "record.jsonl").open("a") as file:
+            file.write(json.dumps({**STEP, "step": 41}) + '\n{"kind": "step", "step"')
+            file.flush()
+            assert (reader.read().steps[-1]["step"], len(parsed)) == (41, 1)
+            file.write(": 42}\n")
+        assert (reader.read().steps[-1]["step"], len(parsed)) == (42, 2)
+        with RunRecord.resume(run / "record.jsonl", step=10, plan=PLAN, world_size=2):
+            assert reader.read().steps[-1]["step"] == 10
+
+    def test_a_run_resumes_after_damage(self, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Rank 0 was killed in the middle of a long line, and then the launcher noted why."""
+        with (run / "record.jsonl").open("a") as file:
+            file.write('{"kind": "ranks", "step": 40, "ra')
+        told = run / RECORD_PATH
+        told.write_text(str(run / "record.jsonl"))
+        FolderNotes(run).record({"kind": "fault", "step": 40, "sort": "kill", "evidence": "rank 0 was killed"})
+        assert "after step 40: kill: rank 0 was killed" in html_report(read_run(run))
+        with RunRecord.resume(run / "record.jsonl", step=40, plan=PLAN, world_size=1):
+            pass
+        assert "damaged lines (1)" in caplog.text
+        kinds = [line["kind"] for line in read_record(run / "record.jsonl").lines[-2:]]
+        assert kinds == ["fault", "resume"]
 
 
 class _Page(HTMLParser):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -50,8 +53,13 @@ def call_each(call: Callable[[Any], Any], items: Sequence[Any], *, seconds: floa
 
 
 def _in_one_child(call: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> list[Any]:
+    with tempfile.NamedTemporaryFile(prefix="crash-") as trace:
+        return _results(call, items, seconds, Path(trace.name))
+
+
+def _results(call: Callable[[Any], Any], items: Sequence[Any], seconds: float, trace: Path) -> list[Any]:
     here, there = _SERVER.Pipe(duplex=False)
-    child = _SERVER.Process(target=_work, args=(there, call, list(items)), daemon=True)
+    child = _SERVER.Process(target=_work, args=(there, call, list(items), str(trace)), daemon=True)
     child.start()
     there.close()
     results: list[Any] = []
@@ -63,7 +71,7 @@ def _in_one_child(call: Callable[[Any], Any], items: Sequence[Any], seconds: flo
             results.append(here.recv())
     except EOFError:
         child.join(10)
-        results.append(Died(f"crash: {_ended_by(child.exitcode)}"))
+        results.append(Died(f"crash: {_ended_by(child.exitcode)}\n{trace.read_text()}".rstrip()))
     finally:
         if child.is_alive():
             child.join(5 if len(results) == len(items) else 0)
@@ -79,10 +87,13 @@ def _ended_by(status: int | None) -> str:
     return f"exit status {status}"
 
 
-def _work(there: Any, call: Callable[[Any], Any], items: list[Any]) -> None:
+def _work(there: Any, call: Callable[[Any], Any], items: list[Any], trace: str) -> None:
+    """`trace` is a file for what all threads were doing if a signal ends this process."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    written = open(trace, "w")  # noqa: SIM115  # for as long as this process lives
+    faulthandler.enable(written)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(
             1

@@ -1,4 +1,4 @@
-"""A frozen base with trainable adapters, as `peft` makes it: nothing frozen has a gradient, all of it is sharded."""
+"""A frozen base with trainable adapters, as in `peft`: frozen parameters are sharded and have no gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Lora(nn.Module):
-    """A frozen linear layer and a low-rank path beside it (arXiv:2106.09685)."""
+    """A frozen linear layer with a low-rank adapter (arXiv:2106.09685)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_forwards_and_backwards_in_any_order(order: Any, preset: str, shares_mem
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "messages"])
 def test_recomputed_in_an_inner_backward(shares_memory: bool) -> None:
-    """Torch's older checkpointing runs an autograd of its own inside of the backward."""
+    """Reentrant checkpointing runs a nested backward inside of the backward."""
 
     class Reentrant(Adapted):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
             for plan, error, said in [
                 ({"mesh": {"ep": 4}}, ModelError, "has 3 experts for 4 ranks along ep"),
                 ({"mesh": {"dp": 2, "tp": 2}}, ConfigError, "keeps how a model is split"),
-                ({"mesh": {"dp": 2, "ep": 2}, "compile": "eager"}, ConfigError, "with ep leave it out"),
+                ({"mesh": {"dp": 2, "ep": 2}, "compile": "eager"}, ConfigError, "Leave it out of a plan with ep"),
                 ({"mesh": {"dp": 4}, "budget": {"device": "1GiB"}}, ConfigError, "with experts dealt out say offload"),
             ]:
                 with pytest.raises(error, match=said):

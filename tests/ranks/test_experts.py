@@ -468,7 +468,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"mesh": {"ep": 4}},
         r"moe.experts has 3 experts for 4 ranks along ep. Choose a size of ep of",
     ),
-    ({}, {"mesh": {"ep": 4}, "compile": "eager"}, "with ep leave it out"),
+    ({}, {"mesh": {"ep": 4}, "compile": "eager"}, "Leave it out of a plan with ep"),
     (
         {"bias_rate": 0.1},
         {"mesh": {"dp": 4}, "compile": "eager"},

@@ -1,4 +1,4 @@
-"""Forwards that count heads for themselves: refused at the first batch if a part of the features makes other heads."""
+"""Forwards with a hard-coded number of heads are refused at the first batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chunks_by_literal(_: nn.Module, qkv: Tensor) -> Any:
     return [part.view(rows, length, HEADS, -1).transpose(1, 2) for part in qkv.chunk(3, -1)]
 
 
-def tokens_take_up_what_is_missing(_: nn.Module, qkv: Tensor) -> Any:
+def tokens_absorb_the_difference(_: nn.Module, qkv: Tensor) -> Any:
     return [part.reshape(part.shape[0], -1, HEADS, SIZE).transpose(1, 2) for part in qkv.chunk(3, -1)]
 
 
@@ -108,17 +108,36 @@ WITHOUT_PARTS["plan"]["blocks.*.attn.qkv"] = "column"
     [
         (fused_by_literal, UNDIVIDED, r"as \[4, 12, 3, 4, 6\].*\[4, 12, 36\], as \[4, 12, 3, 4, 3\]"),
         (chunks_by_literal, UNDIVIDED, r"as \[4, 12, 4, 3\]"),
-        (tokens_take_up_what_is_missing, UNDIVIDED, r"as \[4, 6, 4, 6\]"),
+        (tokens_absorb_the_difference, UNDIVIDED, r"as \[4, 6, 4, 6\]"),
         (by_an_attribute, UNDIVIDED, r"tensor.divide"),
-        (fused_by_width, WITHOUT_PARTS, r"or fused matrices by parts"),
+        (fused_by_width, WITHOUT_PARTS, r"or declare fused matrices with parts"),
     ],
     ids=["fused", "chunks", "tokens", "attribute", "parts"],
 )
-def test_a_number_of_heads_in_a_forward_is_refused_at_the_first_batch(
+def test_a_hard_coded_number_of_heads_is_refused_at_the_first_batch(
     heads: Heads, tensor: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=rf"blocks.0.attn views .*{said}"):
         run(heads, tensor)
+
+
+@pytest.mark.parametrize("is_on_meta", [False, True], ids=["deferred", "meta"])
+@pytest.mark.parametrize("is_right", [False, True], ids=["literal", "width"])
+def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_right: bool) -> None:
+    heads = fused_by_width if is_right else fused_by_literal
+
+    def rank(world: sw.World) -> float:
+        with torch.device("meta") if is_on_meta else sw.deferred_init():
+            mine = model(heads)
+        with sw.shard(mine, {"preset": "zero3", "mesh": {"tp": 2}, "tensor": UNDIVIDED}, world=world) as engine:
+            return engine(tokens(0)).item()
+
+    if is_right:
+        losses = run_ranks(2, rank)
+        assert losses == [losses[0]] * 2
+    else:
+        with pytest.raises(ModelError, match=r"blocks.0.attn views .*as \[4, 12, 3, 4, 3\]"):
+            run_ranks(2, rank)
 
 
 @one_in(4)
@@ -132,7 +151,7 @@ def test_a_number_of_heads_in_a_forward_is_refused_at_the_first_batch(
     ],
     ids=["fused", "uneven chunks", "attribute", "sequence"],
 )
-def test_what_takes_the_heads_that_are_there_is_left_alone(
+def test_a_forward_that_derives_its_number_of_heads_is_accepted(
     heads: Heads, tensor: dict[str, Any], num_ranks: int
 ) -> None:
     twin, expected = model(heads), []
@@ -148,14 +167,14 @@ def test_what_takes_the_heads_that_are_there_is_left_alone(
 
 
 class Locked(nn.Sequential):
-    """Keeps what no copy can be made of."""
+    """Has an attribute that cannot be copied."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__(*modules)
         self.lock = threading.Lock()
 
 
-def test_a_model_that_cannot_be_copied_trains_unwatched() -> None:
+def test_a_model_that_cannot_be_copied_trains_unchecked() -> None:
     models = [Locked(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": {"plan": {"0": "column", "1": "row"}}}
 
@@ -167,7 +186,7 @@ def test_a_model_that_cannot_be_copied_trains_unwatched() -> None:
 
 
 RIGHT: list[tuple[tuple[int, ...], ...]] = [
-    # uncut: from, to; cut: from, to
+    # unsplit: from, to; split: from, to
     ((2, 8, 768), (2, 8, 12, 64), (2, 8, 384), (2, 8, 6, 64)),
     ((2, 8, 2304), (2, 8, 3, 12, 64), (2, 8, 1152), (2, 8, 3, 6, 64)),
     ((2, 8, 768), (16, 768), (2, 8, 384), (16, 384)),
@@ -193,4 +212,4 @@ def test_views_of_parts(shapes: tuple[tuple[int, ...], ...]) -> None:
     source, target, own_source, own_target = shapes
     said = difference([View("attn", source, target)], [View("attn", own_source, own_target)], {1, 3})
     assert bool(said) == (shapes in WRONG)
-    assert difference([View("attn", source, target)], [], {1}) == ""  # another way through the model
+    assert difference([View("attn", source, target)], [], {1}) == ""  # the forwards took different paths

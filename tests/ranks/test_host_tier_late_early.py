@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_devices import WHENS, Devices, Race, When
-from test_late_early import run_on_devices, small
+from test_late_early import OPTIMIZERS, run_on_devices, small
 from twins import Batch, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
@@ -56,6 +56,21 @@ def test_gradients_of_several_micro_batches_are_added_up_on_the_host(when: When)
 
     model, data = small(), batches(3)
     assert_same(run_on_devices(Devices(when), model, data, ("offload", 2, None), step=step), plain_run(model, data))
+
+
+@pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_whole_parameters_are_worked_on_the_same_whenever_copies_are_done(name: str, preset: str) -> None:
+    """The optimizer's own step comes between what was updated unit by unit and what it updates itself."""
+    model, data = small(), batches(3)
+    case = (preset, 2, None)
+    late, early, at_random = (run_on_devices(Devices(when), model, data, case, OPTIMIZERS[name]) for when in WHENS)
+    for run in (early, at_random):
+        assert run.losses == late.losses
+        assert all(torch.equal(run.params[key], param) for key, param in late.params.items())
+    on_device = {"offload": "zero2", "zero3-offload": "zero3"}[preset]
+    there = run_on_devices(Devices("late"), model, data, (on_device, 2, None), OPTIMIZERS[name])
+    assert all(torch.equal(there.params[key], param) for key, param in late.params.items())
 
 
 class _Forgets:

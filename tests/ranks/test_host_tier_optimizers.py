@@ -307,21 +307,65 @@ def test_a_share_of_the_units(preset: str, share: dict[str, float]) -> None:
     assert (len(run.extra["updated"]) == run.extra["num_units"]) == (share["optim"] == 1)
 
 
-@pytest.mark.parametrize("name", ["lamb", "muon"])
-def test_what_looks_at_several_units_is_refused(name: str) -> None:
-    model = model_of()
-    before = {key: param.detach().clone() for key, param in model.named_parameters()}
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """In fp32, since bf16 makes large differences of small ones."""
     matrices = sw.optim.hidden_matrices(model)
     others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
-    optimizer = (
-        sw.optim.Lamb(model.parameters())
-        if name == "lamb"
-        else sw.optim.Muon([{"params": matrices}, {"params": others, "use_muon": False}])
+    return sw.optim.Muon([{"params": matrices, "lr": 0.01}, {"params": others, "use_muon": False}], iterate_in="fp32")
+
+
+NEEDS_WHOLE: dict[str, MakeOptimizer] = {
+    "lamb": lambda model: sw.optim.Lamb(model.parameters(), lr=0.01, eps=1e-5),
+    "muon": muon,
+}
+PLANS_ON_HOST: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "offload": ("offload", "zero2", {}),
+    "zero3-offload": ("zero3-offload", "zero3", {}),
+    "half of the units": ("zero2", "zero2", {"offload": {"optim": 0.5}}),
+}
+"""The preset with rows on the host, the same without, and what it takes beside."""
+
+
+@pytest.mark.parametrize("plan", PLANS_ON_HOST)
+@pytest.mark.parametrize("name", NEEDS_WHOLE)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_needs_whole_parameters_is_updated_on_the_host_as_on_the_device(
+    name: str, plan: str, num_ranks: int
+) -> None:
+    """The pieces, norms and matrices are the same, and so is the arithmetic on them."""
+    model, data = model_of(), batches(3)
+    on_host, on_device, offload = PLANS_ON_HOST[plan]
+    for precision in ("fp32", "bf16"):
+        settings = {"clip_grad_norm": 0.5, "precision": precision}
+        there, here = (
+            sharded_run(model, data, preset, num_ranks, None, NEEDS_WHOLE[name], **settings, **beside)
+            for preset, beside in ((on_host, offload), (on_device, {}))
+        )
+        assert there.losses == here.losses
+        assert there.norms == here.norms
+        assert all(torch.equal(param, here.params[key]) for key, param in there.params.items())
+
+
+@pytest.mark.parametrize("name", NEEDS_WHOLE)
+def test_whole_parameters_on_the_host_stay_within_what_is_promised(name: str) -> None:
+    model, data = model_of(), batches(3)
+    run = sharded_run(
+        model, data, "zero3-offload", 2, None, NEEDS_WHOLE[name], after=lambda engine: {"memory": engine.memory()}
     )
-    with pytest.raises(
-        ModelError, match=r"whose states the plan has on the host, where each unit is updated by itself"
-    ):
-        sw.shard(model, "offload", optimizer=optimizer)
+    assert_same(run, plain_run(model, data, NEEDS_WHOLE[name]))
+    memory = run.extra["memory"]
+    assert memory.measured_on_host["buffers"] == memory.promised_on_host["buffers"]
+    assert 0.95 <= memory.measured_on_host["optim"] / memory.promised_on_host["optim"] <= 1.01  # numbers of steps
+    for kind in ("param", "grad", "optim", "working"):
+        assert memory.measured[kind] <= memory.promised[kind], kind
+
+
+@pytest.mark.parametrize("name", NEEDS_WHOLE)
+def test_what_needs_whole_parameters_is_refused_on_a_disk(name: str, tmp_path: Path) -> None:
+    model = model_of()
+    before = {key: param.detach().clone() for key, param in model.named_parameters()}
+    with pytest.raises(ModelError, match=r"whose states the plan has on a disk, where each unit is updated by itself"):
+        sw.shard(model, {"preset": "infinity", "disk": str(tmp_path)}, optimizer=NEEDS_WHOLE[name](model))
     assert all(torch.equal(param, before[key]) for key, param in model.named_parameters())
 
 

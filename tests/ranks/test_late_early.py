@@ -35,7 +35,8 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.errors import CommError, StateError
+from shardwise.comm.fault import Fault
+from shardwise.errors import CommError, FaultError, StateError
 from shardwise.mesh import Mesh
 from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
@@ -319,6 +320,36 @@ def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_pa
     assert devices.num_works == devices.num_waited
 
 
+def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that trains waits for it too: nobody waits again for what has been waited for once."""
+    devices, waits = Devices("late"), []
+    accelerator, wait = devices.accelerator, FakeWork.wait
+
+    def noting(self: FakeWork) -> None:
+        waits.append((self.key[-1], accelerator.current_stream()))
+        wait(self)
+
+    def rank(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sw.shard(model, "zero1", optimizer=optimizer, world=world) as engine:
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+            first, other = accelerator.current_stream(), accelerator.new_stream()
+            assert any(flat.is_updating for flat in engine._sharded.flats)
+            before = len(accelerator.noted)
+            with accelerator.on(other):
+                assert not model.weight.detach().clone().isnan().any()
+            noted = [one.about for one in accelerator.noted[before:] if one.what == "wait_stream"]
+            assert (other, first) in noted
+            assert not any(flat.is_updating for flat in engine._sharded.flats)
+
+    monkeypatch.setattr(FakeWork, "wait", noting)
+    devices.run(2, rank)
+    assert any(verb == "gather" for verb, _ in waits)
+    assert all(stream is accelerator._defaults[stream.index] for _, stream in waits)
+
+
 @pytest.mark.parametrize("when", WHENS)
 @one_in(3)
 def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: When) -> None:
@@ -445,8 +476,48 @@ def test_an_update_behind_the_step_that_never_comes_fails_for_every_reader(monke
         for _ in range(2):
             with pytest.raises(CommError):
                 mine.head.weight.data.clone()
+            with pytest.raises(CommError):
+                mine(*share_of(engine, batches(1)[0]))
         with pytest.raises(CommError):
             engine.close()
+        with pytest.raises(StateError, match="engine was closed"):
+            mine.head.weight.data.clone()
+
+    Devices("late").run(2, rank)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    "read",
+    [lambda engine: engine.module.head.weight.detach().clone(), lambda engine: engine.get("positions.weight")],
+    ids=["param", "get"],
+)
+def test_what_comes_after_a_fault_is_given_to_nobody(
+    preset: str, read: Callable[[sw.Engine], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is woken by an abort goes on with garbage, and its wait does not fail."""
+    honest, journals = FakeWork.wait, {}
+
+    def aborted(self: FakeWork) -> None:
+        honest(self)
+        journal = journals.get((self.key[0], self.place))
+        if self.key[-1] == "gather" and journal is not None:
+            journal.fault = Fault("killed", (1,), "Rank 1 was killed.")
+
+    monkeypatch.setattr(FakeWork, "wait", aborted)
+    replicas = [small(), small()]
+
+    def rank(world: sw.World) -> None:
+        mine = replicas[world.rank]
+        engine = sw.shard(mine, preset, optimizer=adamw(mine), world=world)
+        engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batches(1)[0]))
+        journals[(0, 1), world.rank] = world.journal
+        for _ in range(2):
+            with pytest.raises(FaultError):
+                read(engine)
+        if preset == "zero1":
+            with pytest.raises(FaultError):
+                engine.close()
 
     Devices("late").run(2, rank)
 

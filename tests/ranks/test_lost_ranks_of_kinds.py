@@ -179,13 +179,22 @@ def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
     compare(trained(plan, one, {1: 25}, tmp_path), whole, 2e-2)
 
 
-@pytest.mark.parametrize("axis", ["sp", "ep"])
-def test_meshes_that_split_samples_or_experts_lose_no_rank(axis: str, tmp_path: Path) -> None:
-    mesh = {"mesh": {axis: 2, "dp": 1}}
+SPLITS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor": {"plan": {"0": "column", "1": "row"}}},
+    "pp": {"accumulate": 2},
+    "sp": {},
+    "ep": {},
+}
+
+
+@pytest.mark.parametrize("axis", SPLITS)
+def test_meshes_that_split_models_or_samples_lose_no_rank(axis: str, tmp_path: Path) -> None:
+    plan = {"preset": "zero1", "mesh": {axis: 2, "dp": 1}, **SPLITS[axis]}
 
     def work(world: World, member: int) -> None:
-        model = nn.Sequential(nn.Linear(16, 16), sw.experts.MoE(16, 16, 4))
+        second = sw.experts.MoE(16, 16, 4) if axis == "ep" else nn.Linear(16, 16)
+        model = nn.Sequential(nn.Linear(16, 16), second)
         with pytest.raises(ConfigError, match=f"survive: host is not possible: the mesh splits .* along {axis}"):
-            sw.shard(model, {"preset": "zero1", "survive": "host", **mesh}, optimizer=adamw(model), world=world)
+            sw.shard(model, {**plan, "survive": "host"}, optimizer=adamw(model), world=world)
 
     assert len(run_mortals(2, work, tmp_path)) == 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, batches
+from pipelined import WIDTH, Decoder, batches
 from torch import nn
 from torch.nn import functional as F
-from twins import Transformer, adamw
+from twins import Block, adamw
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
@@ -49,16 +49,16 @@ class OtherOrder(nn.Module):
         return self.blocks[0](self.blocks[1](x)).mean() + self.last(x).mean()
 
 
-class TwoStreams(nn.Module):
-    """Hands two tensors with gradients from block to block."""
+class NothingComputed(nn.Module):
+    """Its second module is called with nothing that the first one has computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        one = self.blocks[0](x, x)
-        return self.blocks[1](one, one * 2).mean()
+        one = self.blocks[0](x)
+        return (one + self.blocks[1](x)).mean()
 
 
 class Plain(nn.Module):
@@ -174,7 +174,7 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
         optimizer = adamw(model)
         with sw.shard(model, plan(), optimizer=optimizer, world=world) as engine:
             for call in (lambda: model(x, y), lambda: engine(x, y), lambda: engine.backward(x.sum())):
-                with pytest.raises(StateError, match=r"cuts the model into pipeline stages.*engine\.train_step"):
+                with pytest.raises(StateError, match=r"splits the model into pipeline stages.*engine\.train_step"):
                     call()
             refused = {
                 "reshard()": lambda: engine.reshard("zero1"),
@@ -212,7 +212,7 @@ def test_a_live_model_cannot_be_cut_into_stages() -> None:
     def rank(world: sw.World) -> None:
         with (
             sw.shard(Decoder(), {"preset": "zero1", "mesh": {"dp": 2}, "accumulate": 2}, world=world) as engine,
-            pytest.raises(ConfigError, match="cannot cut a live model into pipeline stages"),
+            pytest.raises(ConfigError, match="cannot split a live model into pipeline stages"),
         ):
             engine.reshard({"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2})
 
@@ -223,12 +223,7 @@ def test_a_live_model_cannot_be_cut_into_stages() -> None:
     ("kind", "batch", "words"),
     [
         (OtherOrder, (torch.ones(4, 4),), "List the modules in the order"),
-        (TwoStreams, (torch.ones(4, 4),), "with a second tensor through which gradients flow"),
-        (
-            Transformer,
-            batches(1, 4)[0],
-            r"reads weight of positions, which lies on another pipeline stage|a tensor of torch.int64 first",
-        ),
+        (NothingComputed, (torch.ones(4, 4),), "is called with nothing that the modules before it computed"),
     ],
 )
 def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: Any, batch: Any, words: str) -> None:
@@ -240,6 +235,121 @@ def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: A
 
     with pytest.raises((ModelError, FaultError), match=words):
         run_ranks(2, rank)
+
+
+class Penalised(Decoder):
+    """Adds to its loss what `penalty` makes of the model, the embedding, and the activations between blocks."""
+
+    def __init__(self, penalty: Any, *, from_call: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping(WIDTH) for _ in range(4))
+        self.penalty, self.from_call, self.num_calls = penalty, from_call, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        seen = [hidden]
+        for block in self.blocks:
+            hidden = block(hidden)
+            seen.append(hidden)
+        loss = F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
+        self.num_calls += 1
+        return loss if self.num_calls <= self.from_call else loss + 0.1 * self.penalty(self, seen)
+
+
+class Keeping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        self.kept = hidden * 2
+        return hidden
+
+
+def squares(tensors: Any) -> Tensor:
+    return torch.stack([one.pow(2).mean() for one in tensors]).sum()
+
+
+RETURNED, VALUES, KEPT = "uses what .* returned", "uses the values of .* of another stage", "reads kept of blocks.0"
+PENALTIES = {
+    "of the embedding's output": (lambda _, seen: squares(seen[:1]), RETURNED),
+    "of all blocks' outputs": (lambda _, seen: squares(seen), RETURNED),
+    "without gradients": (lambda _, seen: squares(seen).detach(), RETURNED),
+    "of one block's spread": (lambda _, seen: seen[1].std(), RETURNED),
+    "of the embedding's weight": (lambda model, _: squares([model.tokens.weight]), VALUES),
+    "of a weight by name": (lambda model, _: squares([model.get_parameter("blocks.0.up.weight")]), VALUES),
+    "of all parameters": (lambda model, _: squares(model.parameters()), VALUES),
+    "of named parameters": (lambda model, _: squares(p for n, p in model.named_parameters() if "norm" in n), VALUES),
+    "of the blocks' parameters": (lambda model, _: squares(p for b in model.blocks for p in b.parameters()), VALUES),
+    "of linear layers": (
+        lambda model, _: squares(one.weight for one in model.modules() if isinstance(one, nn.Linear)),
+        VALUES,
+    ),
+    "of tensors kept by a class": (
+        lambda model, _: squares(one.kept for one in model.modules() if isinstance(one, Keeping)),
+        KEPT,
+    ),
+    "of tensors kept by blocks": (lambda model, _: squares(one.kept for one in model.blocks), KEPT),
+}
+
+
+@pytest.mark.parametrize("what", PENALTIES)
+def test_a_loss_with_terms_of_other_stages_is_refused_by_name_and_nothing_is_changed(what: str) -> None:
+    penalty, words = PENALTIES[what]
+    model = Penalised(penalty)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            engine.train_step(batches(1, 4)[0])
+
+    with pytest.raises((ModelError, FaultError), match=words):
+        run_ranks(2, rank)
+    before = model.state_dict()
+    for mine in models:
+        for name, param in mine.named_parameters():
+            assert torch.equal(param, before[name])
+
+
+@pytest.mark.parametrize("what", ["of the embedding's output", "of all parameters"])
+def test_a_term_that_the_loss_gets_in_a_later_step_is_refused(what: str) -> None:
+    """Such forwards are not watched, but gradients flow."""
+    models = [Penalised(PENALTIES[what][0], from_call=4) for _ in range(2)]
+    finished: list[int] = []
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            for step in range(2):
+                engine.train_step(batches(1, 4)[0])
+                finished.append(step)
+
+    with pytest.raises((ModelError, FaultError), match=r"uses (what modules of earlier stages|the values of)"):
+        run_ranks(2, rank)
+    assert finished == [0, 0]
+
+
+def test_a_loss_function_over_all_parameters_is_refused() -> None:
+    models = [Decoder() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan(), world=world) as engine:
+            engine.forward_backward(batches(1, 4)[0], loss_fn=lambda loss: loss + squares(mine.parameters()))
+
+    with pytest.raises((ModelError, FaultError), match=VALUES):
+        run_ranks(2, rank)
+
+
+def test_a_rehearsal_refuses_what_the_first_step_does() -> None:
+    models = [Penalised(PENALTIES["of all blocks' outputs"][0]) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with (
+            sw.shard(models[world.rank], plan(), world=world) as engine,
+            pytest.raises(ModelError, match=RETURNED),
+        ):
+            engine.rehearse(tuple(one[:1] for one in batches(1, 4)[0]))
+
+    run_ranks(2, rank)
 
 
 class Failing(nn.Linear):
@@ -351,7 +461,7 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     def rank(world: sw.World) -> dict[str, Tensor]:
         mine = models[world.rank]
         with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            with pytest.raises(ConfigError, match="cannot be cut into 4"):
+            with pytest.raises(ConfigError, match="cannot be split into 4"):
                 engine.train_step(x[:3], y[:3], loss_fn=F.mse_loss)
             engine.train_step(x, y, loss_fn=F.mse_loss)
             return engine.state_dict()

@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {**SIZES, "n_layer": 4, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "falcon": {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "hidden_dropout": 0.0},
     "bert": {**SIZES, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "llama4_text": {**ROTARY, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    "qwen3_moe": {**ROTARY, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
 }
 NUM_STEPS, MICRO_BATCHES = 3, 4
 
@@ -108,6 +110,9 @@ def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float
         ("bert", "zero1", {"pp": 3}, "1f1b", False),
         ("bloom", "zero1", {"pp": 2}, "interleaved", False),
         ("falcon", "zero3", {"pp": 2}, "1f1b", False),
+        ("llama4_text", "zero1", {"pp": 2}, "1f1b", False),
+        ("llama4_text", "zero3", {"pp": 2}, "interleaved", True),
+        ("qwen3_moe", "zero1", {"pp": 2}, "1f1b", False),
     ],
 )
 def test_a_decoder_in_stages_trains_like_the_whole(
@@ -119,6 +124,24 @@ def test_a_decoder_in_stages_trains_like_the_whole(
     if recomputes:
         model.activation_checkpointing_enable()
     race(model, {"preset": preset, "mesh": mesh, "pipeline": {"schedule": schedule}})
+
+
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "1f1b"), (4, "gpipe"), (2, "interleaved")])
+def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
+    """Its forward reads the dtype of a weight of the first stage."""
+    sizes = {"image_size": 16, "patch_size": 4, "num_labels": 5, "attention_probs_dropout_prob": 0.0}
+    config = library().ViTConfig(**{**SIZES, "pad_token_id": None}, **sizes, hidden_dropout_prob=0.0)
+    torch.manual_seed(0)
+    model = library().ViTForImageClassification(config).train()
+    numbers = torch.Generator().manual_seed(1)
+    data = [
+        {
+            "pixel_values": torch.randn(8, 3, 16, 16, generator=numbers),
+            "labels": torch.randint(5, (8,), generator=numbers),
+        }
+        for _ in range(NUM_STEPS)
+    ]
+    race(model, {"preset": "zero1", "mesh": {"pp": num_ranks}, "pipeline": {"schedule": schedule}}, data=data)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -139,9 +162,11 @@ def test_sequences_are_split_by_the_model_or_micro_batch_by_micro_batch(mesh: di
         race(model, {"preset": "zero1", "mesh": mesh}, splits=splits)
 
 
-def race(model: nn.Module, plan: dict[str, Any], *, splits: bool = False) -> None:
+def race(
+    model: nn.Module, plan: dict[str, Any], *, splits: bool = False, data: list[dict[str, Tensor]] | None = None
+) -> None:
     """On the ranks of the plan's mesh: losses, norms and parameters are those of one process."""
-    data = padded()
+    data = data or padded()
     losses, norms, params = twin_of(model, data)
     num_ranks = math.prod(plan["mesh"].values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]

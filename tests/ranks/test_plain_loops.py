@@ -7,6 +7,7 @@ for each action, `make thorough` in three. Then actions follow each other in dra
 
 from __future__ import annotations
 
+import faulthandler
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,9 @@ def test_the_table_knows_its_actions() -> None:
 
 def test_the_page_is_the_table() -> None:
     assert PAGE.read_text() == page(), "python tests/ranks/loops_page.py writes docs/plain-loops.md anew"
+
+
+def test_a_crash_of_a_child_says_where() -> None:
+    (found,) = forked.call_each(faulthandler._sigsegv, [True], seconds=SECONDS)
+    assert "SIGSEGV" in str(found)
+    assert "in _work" in str(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -96,28 +97,99 @@ class Stumbling(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_an_update_that_raises_leaves_the_groups_and_the_gradients(case: tuple[str, int, Any]) -> None:
+@pytest.mark.parametrize("way", ["engine", "optimizer"])
+def test_an_update_that_raises_leaves_the_groups_and_the_gradients(case: tuple[str, int, Any], way: str) -> None:
     """The groups list the model's parameters again, and the same step can be taken once more."""
+
+    def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        assert isinstance(optimizer, Stumbling)
+        take = engine.step if way == "engine" else optimizer.step
+        loss = engine(*batch)
+        engine.backward(loss)
+        optimizer.raises = True
+        with pytest.raises(Fragile):
+            take()
+        optimizer.raises = False
+        assert_lists_params(optimizer, engine.module)
+        take()
+        assert_lists_params(optimizer, engine.module)
+        optimizer.zero_grad()
+        return loss
+
+    torch.manual_seed(0)
+    model, data = Transformer(tied=True), batches(3)
+    assert_same(sharded_run(model, data, *case, stumbling, step=step), plain_run(model, data, stumbling))
+
+
+def stumbling(model: nn.Module) -> torch.optim.Optimizer:
+    return Stumbling(model.parameters(), lr=1e-2)
+
+
+def assert_lists_params(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    own = {id(param) for param in model.parameters()}
+    assert {id(param) for group in optimizer.param_groups for param in group["params"]} == own
+
+
+def test_the_rate_after_an_update_on_the_host_that_raised() -> None:
+    """Units there are updated before the optimizer's own step, each from the settings that the groups have now."""
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
         assert isinstance(optimizer, Stumbling)
         loss = engine(*batch)
         engine.backward(loss)
         optimizer.raises = True
+        for group in optimizer.param_groups:
+            group["lr"] = 10.0
         with pytest.raises(Fragile):
-            engine.step()
+            optimizer.step()
         optimizer.raises = False
-        own = {id(param) for param in engine.module.parameters()}
-        assert {id(param) for group in optimizer.param_groups for param in group["params"]} == own
-        engine.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        optimizer.step()
+        assert_lists_params(optimizer, engine.module)
+        optimizer.zero_grad()
         return loss
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return Stumbling(model.parameters(), lr=1e-2)
 
     torch.manual_seed(0)
     model, data = Transformer(tied=True), batches(3)
-    assert_same(sharded_run(model, data, *case, make, step=step), plain_run(model, data, make))
+    ours = sharded_run(model, data, "offload", 2, None, stumbling, step=step)
+    assert_same(ours, plain_run(model, data, stumbling))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_guarded_step_beside_schedulers(when: str) -> None:
+    """A scheduler may wrap the step before `shard` or after it, and plans of one optimizer follow each other."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = stumbling(model)
+
+    def schedule() -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns if it no longer finds its wrapper
+        scheduler = schedule() if when == "before" else None
+        with sw.shard(model, "zero1", optimizer=optimizer) as engine:
+            scheduler = schedule() if when == "after" else scheduler
+            for plan in ("zero3", "ddp", "zero2"):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.raises = True
+                with pytest.raises(Fragile):
+                    optimizer.step()
+                optimizer.raises = False
+                assert_lists_params(optimizer, engine.module)
+                optimizer.step()
+                optimizer.zero_grad()
+                if scheduler is not None:
+                    scheduler.step()
+                engine.reshard(plan)
+            assert depth(optimizer.step) == 2 + (scheduler is not None)  # torch's wrapper, the guard, the scheduler's
+        assert depth(optimizer.step) == {"never": 1, "before": 2, "after": 3}[when]
+
+
+def depth(step: Any) -> int:
+    """How many wrappers are around a step."""
+    return 1 + depth(step.__wrapped__) if hasattr(step, "__wrapped__") else 0
 
 
 @pytest.mark.parametrize("last_inside", [False, True], ids=["sum-in-last-backward", "sum-in-step"])

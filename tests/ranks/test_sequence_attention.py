@@ -48,10 +48,10 @@ def plain(visibility: Visibility, *tensors: Tensor, softcap: float | None = None
         seen = seen & (visibility.documents[:, :, None] == visibility.documents[:, None])
     if visibility.kept is not None:
         seen = seen & visibility.kept[:, None]
-    seen = seen | torch.eye(TOKENS, dtype=torch.bool)
     scores = query @ keys.transpose(-1, -2) / DIM**0.5
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    out = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ values
+    weights = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min).softmax(-1)
+    out = weights.masked_fill(~seen.any(-1)[:, None, :, None], 0) @ values  # zeros for a token that sees nothing
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,6 +61,35 @@ def mixtral(**settings: Any) -> nn.Module:
     return library().MixtralForCausalLM(library().MixtralConfig(**SIZES, **HEADS, num_local_experts=4, **settings))
 
 
+def deepseek(version: str) -> nn.Module:
+    """Compressed queries, keys and values; values are narrower than keys."""
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+    config = getattr(library(), f"Deepseek{version}Config")(**sizes, **heads, **experts)
+    return getattr(library(), f"Deepseek{version}ForCausalLM")(config)
+
+
+def deepseek_v2() -> nn.Module:
+    return deepseek("V2")
+
+
+def deepseek_v3() -> nn.Module:
+    return deepseek("V3")
+
+
+def moe(kind: str) -> nn.Module:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    if kind.startswith("Qwen"):
+        experts["moe_intermediate_size"] = 8
+    if kind == "Qwen2Moe":
+        experts["shared_expert_intermediate_size"] = 8
+    if kind == "GraniteMoe":
+        experts["num_local_experts"] = experts.pop("num_experts")
+    config = getattr(library(), f"{kind}Config")(**SIZES, **HEADS, **experts)
+    return getattr(library(), f"{kind}ForCausalLM")(config)
+
+
 def batches(num_steps: int, *, tokens: int = TOKENS) -> list[Batch]:
     """With labels that do not count, more of them at the end."""
     numbers = torch.Generator().manual_seed(5)
@@ -99,7 +129,56 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
     assert_same(run, whole_run(model, data, loss_of=own_loss))
 
 
-@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral])
+def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
+    """A label counts wherever a token is kept, so padding before it predicts it."""
+    data = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()} for batch in batches(2)]
+    for batch in data:
+        kept = torch.ones_like(batch["input_ids"])
+        holes = {"left": [(1, 0, 5), (2, 0, 9)], "right": [(1, 11, tokens)], "middle": [(1, 4, 7), (3, 8, 14)]}
+        for row, start, stop in holes[where]:
+            kept[row, start:stop] = 0
+        batch["attention_mask"] = kept
+        if where != "right":
+            batch["labels"][kept == 0] = IGNORED
+    return data
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("where", ["left", "right", "middle"])
+@pytest.mark.parametrize("build", [llama, gpt2, opt, mistral])
+def test_padding_anywhere(build: Any, where: str, attention: str) -> None:
+    """Padding sees what is kept before it, and not itself; OPT numbers only what is kept."""
+    model, data = built(build), padded(where)
+    run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
+    assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+def test_left_padding_with_positions_over_four_ranks() -> None:
+    model, data = built(llama), padded("left")
+    for batch in data:
+        kept = batch["attention_mask"]
+        batch["position_ids"] = (kept.cumsum(1) - 1).masked_fill(kept == 0, 1)
+    run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": "ring"}, loss_of=own_loss)
+    assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+def test_eager_attention_has_its_own_result_for_padding_that_sees_nothing() -> None:
+    model, data = built(lambda: llama(attn_implementation="eager")), padded("left")
+    plan = {"sequence": {"attention": "ring"}, "loss_of": own_loss}
+    with pytest.raises(
+        sw.ShardwiseError, match=r"A label counts for padding that sees no token.* LlamaForCausalLM has"
+    ):
+        split_run(model, data, "zero2", {"sp": 2}, **plan)
+    for batch in data:
+        kept = batch["attention_mask"]
+        batch["labels"][(kept.cumsum(1) == 1) & (kept == 1)] = IGNORED
+    assert_same(split_run(model, data, "zero2", {"sp": 2}, **plan), whole_run(model, data, loss_of=own_loss))
+
+
+MIXTURES = [partial(moe, kind) for kind in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe")]
+
+
+@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral, deepseek_v2, deepseek_v3, *MIXTURES])
 def test_other_models(build: Any) -> None:
     """Heads normalised by themselves, fused projections, learned positions, capped scores, experts."""
     model, data = built(build), batches(1)
@@ -109,12 +188,18 @@ def test_other_models(build: Any) -> None:
         assert_same(run, twin)
 
 
-def test_a_model_that_looks_both_ways() -> None:
-    """Of BERT the loss over masked tokens is worked out from the logits."""
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "Esm"])
+def test_a_model_that_looks_both_ways(kind: str) -> None:
+    """The loss over masked tokens is worked out from the logits. RoBERTa counts its tokens from after the padding's
+    number, and ESM too."""
 
-    def bert() -> nn.Module:
-        sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+    def build() -> nn.Module:
+        sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1}
+        config = getattr(library(), f"{kind}Config")(**sizes, num_attention_heads=4)
+        model = getattr(library(), f"{kind}ForMaskedLM")(config)
+        if kind == "Esm":
+            model.esm.contact_head.requires_grad_(False)  # it takes no part in the loss
+        return model
 
     def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         inputs = {name: value for name, value in batch.items() if name != "targets"}
@@ -123,9 +208,10 @@ def test_a_model_that_looks_both_ways() -> None:
         counted = targets != IGNORED
         return model.mean_over_tokens(losses, counted) if isinstance(model, sw.Engine) else losses[counted].mean()
 
-    model = built(bert)
+    model = built(build)
     data = [{"input_ids": one["input_ids"], "targets": one["labels"]} for one in batches(2)]
     for batch in data:
+        batch["input_ids"][1, 12:] = 1
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 12:] = 0
     for attention in ("ulysses", "ring"):
@@ -205,10 +291,68 @@ def test_generates_and_is_left_as_it_was() -> None:
     assert run_ranks(2, rank) == ["sdpa", "sdpa"]
 
 
+def test_a_model_around_one_of_transformers_that_passes_no_positions_is_refused() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids=input_ids, use_cache=False).logits
+
+    replicas = [built(Around) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+            engine(engine.split_sequence(batches(1)[0]["input_ids"]))
+
+    with pytest.raises(sw.ShardwiseError, match="The model numbers its tokens by itself"):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("token_type_ids", "HrmTextForCausalLM is given token_type_ids, by which tokens of a prefix see each other"),
+        ("pixel_values", "HrmTextForCausalLM is given pixel_values, which it places among its tokens"),
+    ],
+)
+def test_batches_with_prefixes_and_images_are_refused(extra: str, said: str) -> None:
+    def prefix_lm() -> nn.Module:
+        sizes = {**SIZES, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1}
+        return library().HrmTextForCausalLM(library().HrmTextConfig(**sizes))
+
+    replicas = [built(prefix_lm) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+            tokens = batches(1)[0]["input_ids"]
+            engine.split_sequence({"input_ids": tokens, extra: torch.ones_like(tokens)})
+
+    with pytest.raises(ModelError, match=said):
+        run_ranks(2, rank)
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     def bert() -> nn.Module:
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
         return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+
+    def gpt_oss() -> nn.Module:
+        sizes = {**SIZES, **HEADS, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+        return library().GptOssForCausalLM(library().GptOssConfig(**sizes))
+
+    def jamba() -> nn.Module:
+        sizes = {**SIZES, **HEADS, "num_experts": 2, "use_mamba_kernels": False, "mamba_dt_rank": 4, "pad_token_id": 0}
+        return library().JambaForCausalLM(library().JambaConfig(**sizes))
+
+    def llama4() -> nn.Module:
+        sizes = {**SIZES, **HEADS, "num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 32}
+        return library().Llama4ForCausalLM(library().Llama4TextConfig(**sizes, pad_token_id=0))
+
+    def esm() -> nn.Module:
+        sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 1}
+        return library().EsmForMaskedLM(library().EsmConfig(**sizes, num_attention_heads=4, token_dropout=True))
 
     def t5() -> nn.Module:
         return library().T5ForConditionalGeneration(library().T5Config(vocab_size=VOCAB, d_model=32, num_layers=1))
@@ -216,6 +360,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: mixtral(output_router_logits=True), "MixtralForCausalLM adds a loss that balances its experts"),
         (bert, "BertForMaskedLM is not a causal language model that takes shift_labels"),
+        (gpt_oss, "GptOssAttention asks for s_aux in its attention"),
+        (jamba, "layers.0.mamba.conv1d is a Conv1d"),
+        (llama4, "Llama4ForCausalLM has layers of kind chunked_attention"),
+        (esm, "EsmForMaskedLM scales its embeddings by how many tokens of a sequence are masked"),
         (t5, "T5ForConditionalGeneration .* Leave sp out of the mesh"),
     ]
     for build, message in cases:

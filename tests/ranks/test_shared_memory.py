@@ -369,6 +369,24 @@ def test_pages_of_idle_blocks_are_given_back() -> None:
     assert _pages_bytes(file) < 2**20
 
 
+def test_a_buffer_that_has_moved_gives_its_pages_back() -> None:
+    """Each rank's own, all but those that a neighbour's part begins or ends in."""
+
+    def rank(world: sw.World) -> tuple[int, int]:
+        model = nn.Linear(1024, 1023)
+        with sw.shard(model, "zero3", optimizer=torch.optim.SGD(model.parameters()), world=world) as engine:
+            (flat,) = engine._sharded.flats
+            assert flat.shared is not None
+            own = flat.shared.own
+            assert own.count_nonzero() > 0.9 * own.numel()
+            engine.reshard("ddp")
+            world.exchange(b"", "moved")
+            return int(own.count_nonzero()), own.numel()
+
+    for left, num_bytes in run_ranks(2, rank):
+        assert left <= 2 * PAGE < num_bytes // 100
+
+
 def _pages_bytes(file: SharedFile) -> int:
     return Path(f"/proc/self/fd/{file.descriptor}").stat().st_blocks * 512
 

@@ -1,4 +1,4 @@
-"""`explain` of a plan that cuts a model: the mesh, what a rank holds, and the bytes that are sent for activations."""
+"""`explain` of a plan that splits a model: the mesh, what a rank holds, and the bytes sent for activations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch():
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_what_is_promised_is_what_is_sent_and_held(
+def test_explained_bytes_and_memory_are_those_of_a_run(
     preset: str, sequence: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_what_is_promised_is_what_is_sent_and_held(
     assert "of activations along tp" in said
 
 
-def test_stages_are_priced_as_they_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_priced_as_they_are_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the rank with most parameters."""
     plan = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": CUT}
     (tmp_path / "plan.json").write_text(json.dumps(plan))

@@ -1,4 +1,4 @@
-"""Models that are cut along the mesh axis `tp`, against the unsplit twin: losses, norms, gradients, parameters."""
+"""Models split along the mesh axis `tp`, against the unsplit twin: losses, norms, gradients, parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
+from shardwise.tensor import draws
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -35,7 +36,7 @@ def seeded(build: Build) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """With an epsilon that leaves gradients which are nothing but rounding (of keys' biases) without effect."""
+    """Its epsilon is so large that gradients which are only rounding errors (of keys' biases) have no effect."""
     trained = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
 
@@ -129,19 +130,19 @@ def test_every_preset_trains_as_the_unsplit_model(preset: str, tied: bool) -> No
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_without_common_memory_and_without_data_axes(preset: str) -> None:
+def test_without_shared_memory_and_without_data_axes(preset: str) -> None:
     assert_equal(sharded(Transformer, preset, TENSOR, dp=1, shares_memory=False), plain(seeded(Transformer)))
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
-def test_sequences_are_cut_between_blocks(preset: str) -> None:
+def test_sequences_are_split_between_blocks(preset: str) -> None:
     asked = {**TENSOR, "sequence": True}
     assert_equal(sharded(Transformer, preset, asked), plain(seeded(Transformer), 2))
 
 
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["fp32", "autocast"])
-def test_of_gathered_sequences_a_part_is_saved(is_narrow: bool) -> None:
-    """Columns read the whole sequence, and gather it again in the backward, in the dtype that they compute in."""
+def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
+    """Columns read the whole sequence, and gather it again in the backward, in their compute dtype."""
     models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
     whole = (tokens(0).numel(), 24)
@@ -170,7 +171,7 @@ def test_of_gathered_sequences_a_part_is_saved(is_narrow: bool) -> None:
         assert gathered_bytes == (2 * (2 + 2) * num_bytes + 4) * math.prod(whole) // 2
 
 
-def test_sequences_that_cannot_be_dealt_are_refused() -> None:
+def test_sequences_that_do_not_divide_are_refused() -> None:
     models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
 
@@ -178,7 +179,7 @@ def test_sequences_that_cannot_be_dealt_are_refused() -> None:
         with sw.shard(models[world.rank], plan, world=world) as engine:
             engine(tokens(0)[:, :11])
 
-    with pytest.raises(ModelError, match="2 ranks, which do not divide its length 11"):
+    with pytest.raises(ModelError, match="over 2 ranks, but its length is 11"):
         run_ranks(2, rank)
     other = {**plan, "tensor": {"plan": {"q": "column", "k": "column", "o": "row"}, "sequence": True}}
     uneven = [seeded(Uneven) for _ in range(2)]
@@ -205,8 +206,8 @@ def test_frozen_parts() -> None:
         assert_equal(sharded(build, preset, TENSOR), plain(seeded(build), 2))
 
 
-def test_uneven_shares() -> None:
-    """Five heads, 75 features and 40 words for two or three ranks."""
+def test_uneven_parts() -> None:
+    """Five heads, 75 features and a vocabulary of 40 on two or three ranks."""
 
     def build() -> nn.Module:
         return Uneven()
@@ -216,7 +217,7 @@ def test_uneven_shares() -> None:
 
 
 class Uneven(nn.Module):
-    """Attention by heads that are viewed, not counted, as in models of transformers."""
+    """Attention that derives the number of heads from its input, as in models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +252,7 @@ UNEVEN: dict[str, Any] = {
 
 
 class CutLogits(Transformer):
-    """The loss is worked out from logits in parts; some targets do not count."""
+    """The loss is computed from split logits; some targets are ignored."""
 
     def forward(self, batch: Tensor) -> Tensor:
         x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
@@ -262,13 +263,13 @@ class CutLogits(Transformer):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_logits_in_parts(tp: int) -> None:
-    """On the twin the head is whole, and the same function is torch's own."""
+def test_split_logits(tp: int) -> None:
+    """On the twin the head is whole, and the same function calls torch's."""
     asked = {**TENSOR, "plan": {**TENSOR["plan"], "head": "vocabulary_cut"}}
     assert_equal(sharded(CutLogits, "zero1", asked, dp=1, tp=tp), plain(seeded(CutLogits)))
 
 
-def test_logits_in_parts_are_refused_where_they_are_whole() -> None:
+def test_cross_entropy_of_a_head_that_gathers_is_refused() -> None:
     models = [seeded(CutLogits) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
 
@@ -276,11 +277,11 @@ def test_logits_in_parts_are_refused_where_they_are_whole() -> None:
         with sw.shard(models[world.rank], plan, world=world) as engine:
             engine(tokens(0))
 
-    with pytest.raises(ModelError, match="cross_entropy\\(\\) got a head whose logits are gathered"):
+    with pytest.raises(ModelError, match="The head given to cross_entropy\\(\\) gathers its logits"):
         run_ranks(2, rank)
     asked = {**plan, "tensor": {**TENSOR, "cut_logits": True}}
     others = [seeded(CutLogits) for _ in range(2)]
-    with pytest.raises(ModelError, match="cut_logits is for causal language models of transformers, and CutLogits is"):
+    with pytest.raises(ModelError, match="is for causal language models of transformers, which CutLogits is not"):
         run_ranks(2, lambda world: sw.shard(others[world.rank], asked, world=world))
 
 
@@ -301,7 +302,7 @@ def verified(build: Build, tensor: dict[str, Any], **plan: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}])
-def test_verify_is_content_with_what_is_right_and_changes_nothing(plan: dict[str, Any]) -> None:
+def test_verify_accepts_a_correct_split_and_changes_nothing(plan: dict[str, Any]) -> None:
     assert len(set(verified(Transformer, TENSOR, **plan))) == 2
     verified(Transformer, {**TENSOR, "sequence": True}, **plan)
 
@@ -328,7 +329,7 @@ def test_verify_names_the_first_module_that_differs() -> None:
 
 @pytest.mark.parametrize(("preset", "precision"), [("zero3", "bf16"), ("zero1", "fp16")])
 def test_narrow_precisions(preset: str, precision: str) -> None:
-    """As near as half precision is; all ranks take the same decisions."""
+    """Equal within half precision; all ranks take the same decisions."""
     scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1}} if precision == "fp16" else {}
     runs = sharded(Transformer, preset, TENSOR, precision=precision, **scale)
     twin = plain(seeded(Transformer), 2)
@@ -401,7 +402,7 @@ def test_lamb_and_the_norms_of_whole_parameters() -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_first_values_are_those_of_the_unsplit_model_however_it_is_born(tmp_path: Path) -> None:
+def test_initial_values_are_those_of_the_unsplit_model_however_it_is_built(tmp_path: Path) -> None:
     expected = seeded(Transformer).state_dict()
     plan = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
     models = [seeded(Transformer) for _ in range(4)]
@@ -466,11 +467,11 @@ def test_whole_tensors_are_read_and_written() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no plan": ({}, ModelError, "Transformer brings no tensor-parallel plan"),
+    "no plan": ({}, ModelError, "Transformer has no tensor-parallel plan of its own"),
     "no such module": (
         {"plan": {"blocks.*.mlp": "column"}},
         ConfigError,
-        r"has the pattern 'blocks.\*.mlp', which fits no module",
+        r"has the pattern 'blocks.\*.mlp', which matches no module",
     ),
     "heads": (
         {"plan": {"blocks.*.attn.qkv": {"style": "column", "parts": 3, "heads": 5}}},
@@ -480,7 +481,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "parts": (
         {"plan": {"blocks.*.attn.qkv": {"style": "column", "parts": 5}}},
         ModelError,
-        "blocks.0.attn.qkv has 72 features, which are not 5 matrices",
+        "blocks.0.attn.qkv has 72 features, which are not divisible into 5 matrices",
     ),
     "an attribute": (
         {**TENSOR, "divide": {"blocks.*.attn": ["num_head"]}},
@@ -490,14 +491,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a module that is not linear": (
         {"plan": {"blocks.*.attn": "row"}},
         ModelError,
-        "blocks.0.attn is a Attention, and the style row is for nn.Linear",
+        "blocks.0.attn is a Attention, but the style row is for nn.Linear",
     ),
-    "two ways to cut one weight": (
+    "two ways to split one weight": (
         {"plan": {"embed": "embedding_column", "head": "vocabulary"}},
         ModelError,
-        r"embed.weight is used by embed and by head, which cut it differently: \[:, \d+:\d+\] and \[\d+:\d+, :\]",
+        r"embed.weight is used by embed and by head, which split it differently: \[:, \d+:\d+\] and \[\d+:\d+, :\]",
     ),
-    "nothing": ({"plan": {"norm": "summed"}}, ModelError, "cuts no module"),
+    "nothing": ({"plan": {"norm": "summed"}}, ModelError, "splits no module"),
 }
 
 
@@ -517,11 +518,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(case: str) -> None
 def test_an_odd_number_of_ranks_for_a_count_is_refused() -> None:
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 3}, "tensor": {**TENSOR, "plan": {"blocks.*.up": "column"}}}
     models = [seeded(Transformer) for _ in range(3)]
-    with pytest.raises(ModelError, match=r"blocks.0.attn.num_heads is 4, which 3 ranks along tp do not divide"):
+    with pytest.raises(ModelError, match=r"blocks.0.attn.num_heads is 4, .* not divisible by the 3 ranks along tp"):
         run_ranks(3, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
-def test_optimizers_of_whole_matrices_are_refused_for_what_is_cut() -> None:
+def test_optimizers_of_whole_matrices_are_refused_for_split_ones() -> None:
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
     models = [seeded(Transformer) for _ in range(2)]
 
@@ -529,11 +530,11 @@ def test_optimizers_of_whole_matrices_are_refused_for_what_is_cut() -> None:
         hidden = [block.up.weight for block in models[world.rank].blocks]
         sw.shard(models[world.rank], plan, optimizer=sw.optim.Muon(hidden), world=world)
 
-    with pytest.raises(ModelError, match=r"blocks.0.up.weight is cut along tp: this rank has \[\d+:\d+, :\] of it"):
+    with pytest.raises(ModelError, match=r"blocks.0.up.weight is split along tp: this rank has \[\d+:\d+, :\] of it"):
         run_ranks(2, rank)
 
 
-def test_ranks_that_share_a_sample_are_told_if_they_got_others() -> None:
+def test_ranks_that_share_a_sample_but_get_different_batches_are_refused() -> None:
     models = [seeded(Transformer) for _ in range(4)]
     plan = {"preset": "ddp", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
 
@@ -546,13 +547,13 @@ def test_ranks_that_share_a_sample_are_told_if_they_got_others() -> None:
         run_ranks(4, rank)
 
 
-def test_what_works_on_parts_and_is_not_summed_is_found() -> None:
+def test_a_missing_summed_style_is_detected() -> None:
     asked = {**UNEVEN, "plan": {name: rule for name, rule in UNEVEN["plan"].items() if name != "head_norm"}}
     with pytest.raises(ModelError, match=r"The gradient of head_norm.(weight|bias) has norms from .* the style summed"):
         sharded(Uneven, "zero1", asked, dp=1)
 
 
-def test_another_preset_on_the_way() -> None:
+def test_the_preset_changes_during_training() -> None:
     twin = plain(seeded(Transformer), 2)
     models = [seeded(Transformer) for _ in range(4)]
     common = {"mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR, "accumulate": ACCUMULATE, "clip_grad_norm": MAX_NORM}
@@ -572,3 +573,18 @@ def test_another_preset_on_the_way() -> None:
     for state in run_ranks(4, rank):
         for name, value in twin["params"].items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Jittered(nn.Linear):
+    """Draws in training, as Mixtral's router does, without any dropout."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__(4, 4)
+        self.jitter_noise = noise
+
+
+def test_models_that_draw_numbers_are_recognized() -> None:
+    """Ranks along tp then draw the same ones for what they have in common."""
+    assert draws(nn.Sequential(Jittered(0.1)))
+    assert draws(nn.Sequential(nn.Dropout(0.1)))
+    assert not draws(nn.Sequential(Jittered(0.0), nn.Dropout(0.0)))

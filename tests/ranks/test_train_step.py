@@ -137,9 +137,9 @@ def test_evaluation_changes_nothing_and_gives_the_mean_loss() -> None:
 @pytest.mark.parametrize(
     ("batch", "error", "words"),
     [
-        ((torch.zeros(5, LENGTH, dtype=torch.long),) * 2, ConfigError, "5 rows, which cannot be cut into 2"),
+        ((torch.zeros(5, LENGTH, dtype=torch.long),) * 2, ConfigError, "5 rows, which cannot be split into 2"),
         ([(1, 2)], ConfigError, "has 1 micro-batches, but the plan's accumulate is 2"),
-        ({"x": 1}, ConfigError, "has no tensor that could be cut"),
+        ({"x": 1}, ConfigError, "has no tensor that could be split"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(batch: Any, error: type[Exception], words: str) -> None:

@@ -65,14 +65,14 @@ class Treatments:
         return str(self.by_unit[unit]) if unit in self.by_unit else ""
 
     def check_stages(self, model: nn.Module, pieces: Sequence[str]) -> None:
-        """Raise `ConfigError` if a pipeline cuts inside a treated module; `pieces` are the modules of its stages."""
+        """Raise `ConfigError` if a pipeline splits a treated module; `pieces` are the modules of its stages."""
         modules = dict(model.named_modules(remove_duplicate=False))
         for unit, sites in self.sites.items():
             inside = {inner for site in sites for inner in site.modules() if inner is not site}
             cut = next((piece for piece in pieces if modules[piece] in inside), None)
             if cut is not None:
                 raise ConfigError(
-                    f"{unit} has activations {self.by_unit[unit].policy}, and the pipeline cuts it at {cut}. Cut "
+                    f"{unit} has activations {self.by_unit[unit].policy}, but the pipeline splits it at {cut}. Split "
                     f"between units (pipeline.stages), or leave its activations out by a rule with activations: keep."
                 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint.begun import Begun
 from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.load import load as load_checkpoint
 
 __all__ = [
+    "Begun",
     "Content",
     "Entry",
     "Held",

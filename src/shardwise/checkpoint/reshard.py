@@ -13,6 +13,7 @@ for a rank that is gone, a rank with its image stands in. Without a change of ra
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from shardwise.comm import Collectives, World
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec
-from shardwise.storage import DiskRows, Flat, torch_dtype
+from shardwise.storage import DiskRows, Flat, let_go, torch_dtype
 
 Tensor = torch.Tensor
 PARAM = "param"
@@ -98,6 +99,8 @@ class Held:
     """States that do not have the parameter's size, as far as they are known here."""
     rows: dict[str, DiskRows] = field(default_factory=dict)
     """The rows of parameters whose `tensors` lie on a disk."""
+    buffers: dict[str, Flat] = field(default_factory=dict)
+    """The flat buffer of each parameter that can be let go when all of it has been moved."""
 
     @classmethod
     def live(cls, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> Held:
@@ -107,6 +110,7 @@ class Held:
         for flat in flats:
             for index, slot in enumerate(flat.slots):
                 held.tensors[me, slot.name, PARAM] = flat.param_piece(index)
+                held.buffers[slot.name] = flat
                 if flat.rows is not None:
                     held.rows[slot.name] = flat.rows
         if optimizer is None:
@@ -136,6 +140,9 @@ class TrainingState:
         self._new_homes: dict[str, _Home] = {}
         self._tensors = held.tensors
         self._rows = held.rows
+        self._buffers = held.buffers
+        self._num_left = Counter(held.buffers.values())
+        """How many parameters of each buffer have not been moved yet."""
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         self._values: States = {}
         self._exchange_states(held)
@@ -162,10 +169,19 @@ class TrainingState:
             self._keep_own(same, homes, filled, flat)
             self._exchange(same, dtype, homes, filled, (collectives, flat))
         for name in homes:
-            for kind in (PARAM, *self._kinds.pop(name, ())):
-                for rank in self._stands_for[self._world.rank]:
-                    self._tensors.pop((rank, name, kind), None)
+            self._drop(name)
         return states
+
+    def _drop(self, name: str) -> None:
+        """A parameter has been moved: forget it, and let its old flat buffer go if nothing else is left in it."""
+        for kind in (PARAM, *self._kinds.pop(name, ())):
+            for rank in self._stands_for[self._world.rank]:
+                self._tensors.pop((rank, name, kind), None)
+        old = self._buffers.pop(name, None)
+        if old is not None:
+            self._num_left[old] -= 1
+            if not self._num_left[old]:
+                let_go(old)
 
     def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]) -> dict[str, _Home]:
         homes = {slot.name: _Home(spec, slot) for spec, slots in flats for slot in slots}

@@ -160,6 +160,8 @@ class Saver:
         """Wait for a checkpoint that is written in the background, and release the folders. Raises what this rank knows
         of."""
         under_way, self._under_way = self._under_way, None
+        if self._left is not None:
+            self._left.wait()
         try:
             if under_way is not None:
                 under_way.wait()

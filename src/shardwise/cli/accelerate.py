@@ -6,13 +6,13 @@ import argparse
 
 from shardwise.cli import launch
 from shardwise.errors import LaunchError
-from shardwise.integrations.accelerate_launch import add_options, understood
+from shardwise.integrations.accelerate_launch import add_options, read_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`launch`, and everything after it."""
-    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
-    parser.add_argument("verb", metavar="launch", help="as of Accelerate, whose other commands are its own")
+    """Add `launch`, and everything after it."""
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started; start nothing")
+    parser.add_argument("verb", metavar="launch", help="the only supported command of Accelerate")
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="options of accelerate launch, the script"
     )
@@ -21,11 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job and return its exit status. Raises `ShardwiseError` for a command line that is not supported."""
     if args.verb != "launch":
-        raise LaunchError(f"accelerate {args.verb} is Accelerate's own. Here is `shardwise accelerate launch script`.")
+        raise LaunchError(
+            f"accelerate {args.verb} is a command of Accelerate itself. shardwise supports only "
+            f"`shardwise accelerate launch script`."
+        )
     options = argparse.ArgumentParser(prog="shardwise accelerate launch", allow_abbrev=False)
     add_options(options)
     asked = options.parse_args(args.rest)
-    config, words = understood(asked)
+    config, words = read_options(asked)
     parser = argparse.ArgumentParser(prog="shardwise launch", allow_abbrev=False)
     launch.add_arguments(parser)
     dry = ["--dry-run"] if args.dry_run else []

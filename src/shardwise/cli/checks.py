@@ -136,6 +136,9 @@ def check_gpus(facts: TorchFacts) -> Check:
 
 
 def check_loopback(meeting: Meeting) -> Check:
+    if meeting.is_late:
+        cure = "This machine is busy, or its disk is slow. Give them longer with --timeout SECONDS."
+        return Check("loopback", "warn", meeting.trouble, cure)
     if meeting.trouble:
         cure = "Ranks here cannot talk. Try GLOO_SOCKET_IFNAME=lo; see that a firewall lets loopback through."
         return Check("loopback", "fail", meeting.trouble, cure)

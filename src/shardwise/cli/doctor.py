@@ -23,6 +23,7 @@ from rich.text import Text
 from shardwise.cli import checks, host_checks, host_facts
 from shardwise.cli.between_hosts import SSH, Remote, examine_hosts
 from shardwise.cli.checks import Check
+from shardwise.cli.console import console_for_output
 from shardwise.cli.meeting import meet
 from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.plan_lint import lint
@@ -67,18 +68,35 @@ def run(args: argparse.Namespace) -> int:
     strange = [host for host in hosts if host.startswith("-")]
     if strange:
         raise ConfigError(f"--hosts: {strange[0]} is an option, and not a host.")
+    shell = _shell(args.ssh) if hosts else ()
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port {args.port} is not a port; give one up to 65535, or leave it out.")
+    if not args.timeout > 0:
+        raise ConfigError(f"--timeout {args.timeout:g}: give more than 0 seconds.")
     answers = [*examine(args.timeout), *_of_folders([tempfile.gettempdir(), *args.folder])]
     if args.plan is not None:
         answers += _of_plan(args.plan, args.world)
     if hosts:
-        remote = Remote(tuple(shlex.split(args.ssh)), args.python, args.timeout)
+        remote = Remote(shell, args.python, args.timeout)
         answers += examine_hosts(hosts, remote, args.folder, args.port)
     healthy = all(answer.status != "fail" for answer in answers)
     if args.json:
         print(json.dumps({"healthy": healthy, "checks": [asdict(answer) for answer in answers]}, indent=2))
     else:
-        print_table(answers, Console())
+        print_table(answers, console_for_output())
     return 0 if healthy else 1
+
+
+def _shell(command: str) -> tuple[str, ...]:
+    """The words of `--ssh`. Raises `ConfigError` if it cannot be run."""
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise ConfigError(f"--ssh {command!r} cannot be read: {error}.") from error
+    if not words or shutil.which(words[0]) is None:
+        name = words[0] if words else command
+        raise ConfigError(f"--ssh: there is no command {name!r} on this machine. Install OpenSSH's client, or name it.")
+    return words
 
 
 def examine(timeout_seconds: float) -> Iterator[Check]:

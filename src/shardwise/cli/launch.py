@@ -118,11 +118,11 @@ def take_config(args: argparse.Namespace, config: AccelerateConfig, where: str) 
     Settings that have no equivalent are printed.
     """
     if args.shardwise is not None:
-        config.not_understood.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
+        config.unsupported.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
         config.environment.pop("ACCELERATE_USE_DEEPSPEED", None)
     elif config.names_deepspeed_config:
         args.as_deepspeed = True
-    for line in config.not_understood:
+    for line in config.unsupported:
         print(f"shardwise: {where}: not understood: {line}", file=sys.stderr)
     if not config.names_deepspeed_config:
         args.shardwise = args.shardwise or json.dumps(config.plan)

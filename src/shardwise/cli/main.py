@@ -10,6 +10,7 @@ import argparse
 import atexit
 import gc
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         atexit.register(gc.freeze)  # [Note: the last collection] in launch/ending.py
+    _print_any_text()
     try:
         status = _status_of(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -54,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         let_go()
         return UNREAD_STATUS
+
+
+def _print_any_text() -> None:
+    """Let a character that the output cannot have be replaced: names of files need not be text, and not every terminal
+    has UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_utf8 = stream.encoding.lower().replace("-", "") == "utf8"
+            stream.reconfigure(errors="backslashreplace" if is_utf8 else "replace")
 
 
 def _status_of(arguments: list[str]) -> int:

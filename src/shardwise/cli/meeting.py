@@ -16,6 +16,9 @@ from pathlib import Path
 
 NUM_RANKS = 2
 RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.meeting_rank")
+STARTED = "started-"
+"""A file of each rank that has started and imported torch."""
+_NOT_MET = "the two processes did not meet in time"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Meeting:
 
     seconds: float
     trouble: str = ""
+    is_late: bool = False
+    """Whether the processes had not even started in time, which says nothing of the network."""
 
 
 def meet(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> Meeting:
@@ -38,10 +43,13 @@ def meet(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> Meeti
                 with output.open("wb") as sink:
                     ranks.append(subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment()))
             trouble = _wait(ranks, outputs, started + timeout_seconds)
+            num_here = sum((Path(folder) / f"{STARTED}{rank}").exists() for rank in range(NUM_RANKS))
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
+    if trouble == _NOT_MET and num_here < NUM_RANKS:
+        return Meeting(time.monotonic() - started, f"two processes did not start within {timeout_seconds:g} s", True)
     return Meeting(time.monotonic() - started, trouble)
 
 
@@ -51,7 +59,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline: f
         if failed:
             break
         if time.monotonic() > deadline:
-            return "the two processes did not meet in time"
+            return _NOT_MET
         time.sleep(0.02)
     for rank, process in enumerate(ranks):
         if process.poll():

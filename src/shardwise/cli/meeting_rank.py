@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from shardwise.cli.meeting import STARTED
 from shardwise.listening import listen_at
 
 LOOPBACK = "127.0.0.1"
@@ -22,6 +23,7 @@ NUM_RANKS = 2
 
 def attend(rank: int, folder: Path, timeout: timedelta) -> int:
     """Returns exit status 0 if 1 + 2 is 3 on this rank."""
+    (folder / f"{STARTED}{rank}").touch()
     store = _open_store(folder / "port", timeout) if rank == 0 else _find_store(folder / "port", timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
     total = torch.tensor([rank + 1.0])

@@ -21,12 +21,12 @@ from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
-from shardwise.cuts import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ModelError, nearest
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.model_axes import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.optim import hidden_matrices
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
@@ -177,14 +177,15 @@ class _Parts:
         experts = expert_split(model, plan, mesh, 0)
         split = split_of(model, plan, mesh, 0, experts)
         boxes = boxes_for(model, mesh, 0, split, experts)
-        rows, first, on_host = (
-            rows_for(model, plan, mesh, experts),
-            dict.fromkeys(mesh.axes, 0),
-            self.device.type == "cpu",
-        )
+        rows, first = rows_for(model, plan, mesh, experts), dict.fromkeys(mesh.axes, 0)
         choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
         choices = choices if params is None else of_params(choices, params)
-        units = [make_unit(one, rows, mesh, first, ByteMeter(), self.device, on_host=on_host) for one in choices]
+        on_cpu = self.device.type == "cpu"
+        specs = [unit_spec(choice, rows, mesh, on_cpu=on_cpu) for choice in choices]
+        units = [
+            make_unit(choice, spec, rows, first, ByteMeter(), self.device)
+            for choice, spec in zip(choices, specs, strict=True)
+        ]
         if experts is not None:
             experts.carry_out(self._line(EXPERTS))  # tokens are counted separately
         if split is not None:

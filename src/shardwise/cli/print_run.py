@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.monitor.run_view import RunView, most_of_all_ranks
+from shardwise.monitor.slowness import chosen, others
 from shardwise.units import format_bytes, format_count, format_seconds
 
 COLOURS = {"running": "green", "ended": "blue", "failed": "red", "crashed": "red", "silent": "yellow"}
@@ -18,32 +19,37 @@ BARS = "▁▂▃▄▅▆▇█"
 NUM_BARS = 60
 MOST_RANKS = 32
 """With more ranks, the slow ones are shown, and as many others as fit."""
+LEAST_RANKS = 4
 MOST_NOTES = 5
+NUM_OTHER_LINES = 8
+"""Lines of a page that are neither ranks nor notes, nor of the table of memory."""
 
 
-def page(view: RunView) -> RenderableType:
-    """Everything about a run that fits on a screen."""
-    return Group(*_parts(view))
+def page(view: RunView, height: int | None = None) -> RenderableType:
+    """Everything about a run that fits on a screen; on one of `height` lines, if that is given."""
+    return Group(*_parts(view, height))
 
 
-def _parts(view: RunView) -> Iterator[RenderableType]:
+def _parts(view: RunView, height: int | None) -> Iterator[RenderableType]:
     yield Text.assemble((str(view.folder), "bold"), "  ", (view.said, COLOURS[view.status]))
     start = view.last_start
-    mesh = " x ".join(f"{axis}={size}" for axis, size in view.mesh.items())
-    model, device = start.get("model", ""), start.get("device", "")
-    told = [model, f"{start['plan'].get('preset', '')} on {mesh or start['world_size']}", device]
+    told = [start.get("model", ""), view.made_of, start.get("device", "")]
     yield Text("  ".join(str(word) for word in told if word), style="dim")
+    if view.damage:
+        yield Text(view.damage, style="yellow")
     if view.steps:
         yield _figures(view)
-        losses = [line["loss"] for line in view.steps if isinstance(line.get("loss"), int | float)]
-        yield Text(f"loss  {sparkline(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}") if losses else Text("")
+        losses = [line["loss"] for line in view.steps if "loss" in line]
+        yield Text(f"loss  {sparkline(losses)}  {losses[0]:.4g} to {losses[-1]:.4g}") if losses else Text("")
     else:
         yield Text("no step has been logged yet")
+    notes, memory = view.notes[-MOST_NOTES:], most_of_all_ranks(view.memory())
     if view.ranks():
-        yield _ranks(view)
-    if view.memory():
-        yield _memory(view.memory())
-    for note in view.notes[-MOST_NOTES:]:
+        rest = len(notes) + NUM_OTHER_LINES + (len(memory) + 2 if memory else 0)
+        yield _ranks(view, MOST_RANKS if height is None else min(MOST_RANKS, max(LEAST_RANKS, height - rest)))
+    if memory:
+        yield _memory(memory)
+    for note in notes:
         yield Text(f"rank {note.rank}, {note.level}: {note.text}", style="red" if note.level == "error" else "yellow")
 
 
@@ -55,6 +61,8 @@ def sparkline(values: Sequence[float], width: int = NUM_BARS) -> str:
     edges = [len(values) * place // width for place in range(width + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
     least, span = min(means), max(means) - min(means)
+    if not math.isfinite(span):  # the values are finite, but sums of them are not
+        return ""
     return "".join(BARS[round((value - least) / span * (len(BARS) - 1)) if span else 0] for value in means)
 
 
@@ -72,27 +80,27 @@ def _figures(view: RunView) -> Text:
     return Text("   ".join(figures))
 
 
-def _ranks(view: RunView) -> Table:
+def _ranks(view: RunView, most: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="ranks, a step", title_justify="left")
     for name in ("rank", "computing", "waiting", "between", "process", ""):
         table.add_column(name, justify="left" if not name else "right")
     verdicts = view.verdicts()
-    order = sorted(verdicts, key=lambda one: (not one.is_slow, one.rank))[:MOST_RANKS]
-    for verdict in sorted(order, key=lambda one: one.rank):
+    order = chosen(verdicts, most)
+    for verdict in order:
         row = view.ranks()[verdict.rank]
         times = (format_seconds(row[name]) for name in ("computing", "waiting", "idle"))
         style = "red" if verdict.is_slow else ""
         table.add_row(str(verdict.rank), *times, format_bytes(row["process"]), verdict.words, style=style)
     if len(verdicts) > len(order):
-        table.add_row("", "", "", "", "", f"and {len(verdicts) - len(order)} more, none of them slow")
+        table.add_row("", "", "", "", "", others(verdicts, order))
     return table
 
 
-def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _memory(rows: Sequence[tuple[str, str, int, int]]) -> Table:
     """For each tier and kind the rank that holds most, with its promised bytes."""
     table = Table(box=None, pad_edge=False, header_style="bold", title="memory, the largest rank", title_justify="left")
     for name in ("tier", "kind", "promised", "measured"):
         table.add_column(name, justify="right" if name in ("promised", "measured") else "left")
-    for tier, kind, promised, measured in most_of_all_ranks(rows):
+    for tier, kind, promised, measured in rows:
         table.add_row(tier, kind, format_bytes(promised), format_bytes(measured))
     return table

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or view.folder / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html_report(view), encoding="utf-8")
+        path.write_text(html_report(view), encoding="utf-8", errors="replace")  # a name may have lone surrogates
     except OSError as error:
         why = f"{path} cannot be written: {error.strerror}."
         raise ShardwiseError(f"{why} Give another file with --out FILE.") from error

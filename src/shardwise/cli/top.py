@@ -8,8 +8,9 @@ import time
 from rich.console import Console
 from rich.live import Live
 
+from shardwise.cli.console import console_for_output
 from shardwise.cli.print_run import page
-from shardwise.monitor.run_view import as_json, read_run
+from shardwise.monitor.run_view import RunReader, as_json, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(view))
         return _status(view.status)
-    console = Console()
+    console = console_for_output()
     if args.once or not console.is_terminal:
         console.print(page(view))
         return _status(view.status)
@@ -36,10 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
 def follow(run: str, every_seconds: float, console: Console) -> str:
     """Show the run repeatedly until it is over; returns its final status."""
+    reader = RunReader(run)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            view = read_run(run)
-            live.update(page(view), refresh=True)
+            view = reader.read()
+            live.update(page(view, console.height), refresh=True)
             if view.status != "running":
                 return view.status
             time.sleep(every_seconds)

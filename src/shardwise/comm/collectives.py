@@ -110,6 +110,11 @@ class Buffers(Protocol):
         """Block until no other rank reads `tensor`, a buffer that was given to a collective and waited for."""
         ...
 
+    def settle(self) -> None:
+        """Before code outside of the library reads what has come: block until what has been waited for is there, and
+        raise after a fault."""
+        ...
+
     def rest(self, *, keeps_some: bool) -> None:
         """Between two steps: free the memory that was kept for the next `buffer`, or most of it."""
         ...

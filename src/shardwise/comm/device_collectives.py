@@ -4,8 +4,10 @@
 the current stream, not the host, wait for it. Buffers are allocated and freed under that same stream, so memory that is
 freed on the host while a kernel still reads it is only reused by work queued behind the kernel. That holds only for a
 single stream: memory returns to the stream that it was allocated under, and another stream could be given it while it
-is still read. So only the stream of the first collective is accepted. Gathers and reductions have separate
-communicators and run beside each other, on streams of high priority.
+is still read. So only the stream of the first collective is accepted. A wait may come from code on another stream, such
+as an average of parameters that reads them while an update is being gathered. The first stream waits all the same,
+because nobody waits again for what has been waited for once, and the other one waits for the first. Gathers and
+reductions have separate communicators and run beside each other, on streams of high priority.
 
 [Note: sums on devices] A backend sums in the dtype that is sent: in bf16 256 + 1 + 1 + 1 makes 256. Where the result is
 kept in a wider dtype, chunks are exchanged and then summed in that dtype, as on the CPU; the number of bytes sent is
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -176,7 +178,7 @@ class DeviceCollectives:
         if wire.itemsize < out.dtype.itemsize:
             work = _WideAllReduce(out, summed, group, self._groups, by_group)
             self._half_done = weakref.ref(work)
-            return _Marked(Awaited(self.journal, entry, work), self._marker, entry)
+            return self._marked(work, entry)
         if out.dtype == wire and summed.data_ptr() != out.data_ptr():
             summed = out.copy_(source)
         return self._started(
@@ -249,6 +251,11 @@ class DeviceCollectives:
     def reclaim(self, tensor: Tensor) -> None:
         """What comes next on the stream comes after what was sent."""
 
+    def settle(self) -> None:
+        """See [Note: garbage after a fault]: the host waits here, because it cannot check after a read of others."""
+        self._marker.synchronize()
+        self.journal.check(when_closed=False)
+
     def rest(self, *, keeps_some: bool) -> None:
         """Torch's allocator has its own cache."""
 
@@ -298,8 +305,22 @@ class DeviceCollectives:
         queue: Callable[[ProcessGroups], TorchWork],
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        work = Pending([_Queued(queue(self._groups), group)], finish)
-        return _Marked(Awaited(self.journal, entry, work), self._marker, entry)
+        return self._marked(Pending([_Queued(queue(self._groups), group)], finish), entry)
+
+    def _marked(self, work: Work, entry: Entry) -> Work:
+        return _Marked(Awaited(self.journal, entry, work), self._marker, entry, self._on_first_stream)
+
+    @contextmanager
+    def _on_first_stream(self) -> Iterator[None]:
+        """Inside, the stream of the collectives is the current one; the caller's waits for it afterwards."""
+        accelerator, first = self._device.accelerator, self._stream
+        current = accelerator.current_stream() if accelerator is not None else None
+        if accelerator is None or first is None or current is None or current == first:
+            yield
+            return
+        with accelerator.on(first):
+            yield
+        current.wait_stream(first)
 
     def _count(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> None:
         self.ledger.called(verb, group.axis)
@@ -419,6 +440,12 @@ class _Marker:
             self._event.record(self._accelerator.current_stream())
             self._entry = entry
 
+    def synchronize(self) -> None:
+        """Block the host until the device has come there."""
+        if self._event is not None and self._entry is not None:
+            with self._device.here():
+                self._event.synchronize()
+
     def awaited(self) -> Entry | None:
         """Called by the watchdog from its own thread, whose current device is a different one: see `devices.py`."""
         entry = self._entry
@@ -429,16 +456,20 @@ class _Marker:
 
 
 class _Marked:
-    """A work that records the marker's event once it has been waited for."""
+    """A work that is waited for `on_stream`, and then records the marker's event."""
 
-    def __init__(self, awaited: Awaited, marker: _Marker, entry: Entry) -> None:
+    def __init__(
+        self, awaited: Awaited, marker: _Marker, entry: Entry, on_stream: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._awaited = awaited
         self._marker = marker
         self._entry = entry
+        self._on_stream = on_stream
 
     def wait(self) -> None:
-        self._awaited.wait()
-        self._marker.set(self._entry)
+        with self._on_stream():
+            self._awaited.wait()
+            self._marker.set(self._entry)
 
 
 def _spread(tensors: Sequence[Tensor], group: Group, world_size: int) -> list[Tensor]:

@@ -158,14 +158,15 @@ class Journal:
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
 
-    def check(self) -> None:
-        """Raise what `enter` would. Call it before using what has come from a device.
+    def check(self, *, when_closed: bool = True) -> None:
+        """Raise what `enter` would, `when_closed` also if only the world was closed. Call it before using what has come
+        from a device.
 
         [Note: garbage after a fault] A device that waits for another rank is woken by an abort, and then returns
         undefined values. The fault is recorded before anything is aborted, so checking after the host has read is
         enough.
         """
-        if self.fault is not None:
+        if self.fault is not None and (when_closed or self.fault.kind != _CLOSED):
             raise self._refusal(self.fault)
 
     def mark(self, what: str, *, is_of_part: bool = False) -> None:

@@ -179,6 +179,9 @@ class Pairwise:
     def reclaim(self, tensor: Tensor) -> None:
         """What was sent has been copied."""
 
+    def settle(self) -> None:
+        """A wait returns when it is there, or raises."""
+
     def rest(self, *, keeps_some: bool) -> None:
         """Nothing is kept."""
 

@@ -45,6 +45,10 @@ class SharedBuffer(Protocol):
         """Block until `whole` can be read."""
         ...
 
+    def let_go(self) -> None:
+        """Free the memory of `own`, which no rank reads any more; it is undefined afterwards."""
+        ...
+
 
 class SharedBuffers(Protocol):
     """Pieces that are opened and closed together. All ranks of the line call, in the same order. Created open."""

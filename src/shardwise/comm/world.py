@@ -385,13 +385,14 @@ def _join_as_member(
     env: Mapping[str, str], shares_memory: bool, timeout_seconds: float, patience_seconds: float
 ) -> World:
     """The generation of an elastic job that admits this process; its modules are imported only then."""
+    from shardwise.comm.members.channels import scope_of
     from shardwise.comm.members.joining import join_members
 
     def make(opening: Opening, opened: Opened) -> World:
         assert opened.transport is not None
         size = len(opening.members)
-        board = board_of(size, Seal.of(env), timeout_seconds)
-        watched = Watched.by(board, timeout_seconds, patience_seconds)
+        seal = Seal.of(env).within(scope_of(opening.generation))
+        watched = Watched.by(board_of(size, seal, timeout_seconds), timeout_seconds, patience_seconds)
         return World(opening.rank, size, opened.transport, device=opened.device, watched=watched)
 
     return join_members(env, make, timeout_seconds, shares_memory=shares_memory)

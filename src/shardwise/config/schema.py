@@ -64,10 +64,11 @@ StyleName = Literal[
     "vocabulary_cut",
     "embedding_column",
     "embedding_heads",
+    "mla_kv_a_proj",
     "summed",
     "replicated",
 ]
-"""Ways to cut a module; see docs/tensor-parallel.md."""
+"""Ways to split a module; see docs/tensor-parallel.md."""
 
 
 def _one_tensor_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
@@ -130,17 +131,17 @@ class Strict(BaseModel):
 class PlaceEdit(Strict):
     """A change to one row of the preset's table. Fields that are not given keep the preset's value."""
 
-    shard: Names | None = Field(default=None, description="mesh axes the row is split over; [] for a full copy")
-    partial: Names | None = Field(default=None, description="mesh axes it is a summand over; only for grad")
-    tier: TierName | None = Field(default=None, description="where the bytes lie")
-    dtype: DtypeName | None = Field(default=None, description="what the bytes are")
+    shard: Names | None = Field(default=None, description="mesh axes over which the row is sharded; [] for a full copy")
+    partial: Names | None = Field(default=None, description="mesh axes whose ranks hold partial sums; only for grad")
+    tier: TierName | None = Field(default=None, description="where it is stored")
+    dtype: DtypeName | None = Field(default=None, description="its dtype")
 
 
 class Rows(Strict):
     """Changes to the preset's table, row by row."""
 
     param: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between steps")
-    held: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between their forward and their backward")
+    held: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between their forward and backward")
     grad: PlaceEdit = Field(default=PlaceEdit(), description="gradients, while they wait for the step")
     optim: PlaceEdit = Field(default=PlaceEdit(), description="optimizer states and master weights")
 
@@ -157,12 +158,14 @@ class Activations(Strict):
 
     policy: PolicyName | None = Field(
         default=None,
-        description="selective recomputes all but what `keep` names, offload: to the host; default: keep, all of them",
+        description="keep: in memory; recompute; selective: recompute all but the results in `keep`; offload: to the "
+        "host; disk; default: keep",
     )
-    every: int = Field(default=1, ge=1, description="of the units only each so many, the first included; others keep")
+    every: int = Field(default=1, ge=1, description="apply it to every n-th unit, from the first; the others keep")
     keep: Names | None = Field(
         default=None,
-        description="selective: operators whose results stay: matmul, attention, aten.mm; default: the first two",
+        description="selective: operators whose results are kept, such as matmul, attention or aten.mm; default: the "
+        "first two",
     )
 
     @model_validator(mode="before")
@@ -176,10 +179,10 @@ class Rule(Strict):
 
     params: Names | None = Field(default=None, description="patterns of parameter names, such as *.bias")
     classes: Names | None = Field(default=None, description="classes of the modules that own them, such as LayerNorm")
-    max_numel: int | None = Field(default=None, ge=1, description="elements: larger parameters do not fit the rule")
+    max_numel: int | None = Field(default=None, ge=1, description="elements: larger parameters do not match the rule")
     precision: DtypeName | None = Field(default=None, description="dtype in forward and backward; default: the plan's")
     rows: Rows = Field(default=Rows(), description="changes to the plan's table")
-    activations: Activations = Field(default=Activations(), description="of units all of whose parameters fit the rule")
+    activations: Activations = Field(default=Activations(), description="for units whose parameters all match the rule")
 
     @property
     def has_rows(self) -> bool:
@@ -192,7 +195,8 @@ class Sequence(Strict):
 
     attention: Literal["auto", "ulysses", "ring"] = Field(
         default="auto",
-        description="ulysses exchanges tokens for heads, ring passes keys round; auto: ulysses where heads divide",
+        description="ulysses: all tokens of some heads on each rank; ring: keys and values circulate; auto: ulysses if "
+        "heads divide",
     )
 
 
@@ -225,20 +229,20 @@ class Budget(Strict):
 
 
 class LossScale(Strict):
-    """What the loss is multiplied by in fp16, so that small gradients do not become zero.
+    """The factor of the loss in fp16, so that small gradients do not become zero.
 
     It doubles after `window` steps without an overflow and halves when `hysteresis` overflows have occurred.
     """
 
-    dynamic: bool = Field(default=True, description="whether it changes; if not, it stays at initial")
-    initial: float = Field(default=65536.0, gt=0, allow_inf_nan=False, description="what it starts from")
+    dynamic: bool = Field(default=True, description="whether it changes; otherwise it stays at initial")
+    initial: float = Field(default=65536.0, gt=0, allow_inf_nan=False, description="the first value")
     window: int = Field(default=1000, ge=1, description="steps without an overflow before it doubles")
-    hysteresis: int = Field(default=2, ge=1, description="the overflow in a row at which it halves")
-    minimum: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="what it never falls below")
+    hysteresis: int = Field(default=2, ge=1, description="overflows in a row before it halves")
+    minimum: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="the smallest value")
 
 
 class Pipeline(Strict):
-    """How the model is cut into stages along the mesh axis `pp`, if there is one."""
+    """How the model is split into stages along the mesh axis `pp`, if there is one."""
 
     schedule: ScheduleName = Field(default="1f1b", description="the order of micro-batches")
     virtual_stages: int | None = Field(
@@ -251,35 +255,37 @@ class Pipeline(Strict):
 
 
 class TensorParallel(Strict):
-    """How the mesh axis `tp` cuts a model."""
+    """How the model is split along the mesh axis `tp`, if there is one."""
 
     plan: dict[str, Style | TensorRule] | None = Field(
         default=None, description="styles by patterns of module names (h.*.mlp.up); default: the model's own or ours"
     )
     divide: dict[str, Names] = Field(
-        default={}, description="by patterns of module names, attributes that count heads or features of what is cut"
+        default={}, description="by patterns of module names, attributes that count split heads or features"
     )
-    sequence: bool = Field(default=False, description="between cut modules each rank has its part of the sequence")
+    sequence: bool = Field(default=False, description="also split the sequence between column and row modules")
     cut_logits: bool = Field(
-        default=False, description="a causal language model of transformers works its loss out from logits in parts"
+        default=False, description="leave the logits of a causal language model of transformers split for its loss"
     )
-    verify: bool = Field(default=False, description="compare the first batch with the uncut model, module by module")
+    verify: bool = Field(default=False, description="compare the first batch with the unsplit model, module by module")
 
 
 class Profile(Strict):
     """A few steps recorded in detail: a trace of torch's profiler for each rank, with names of units and actions."""
 
-    steps: StepWindow | None = Field(default=None, description="which; default: none")
-    folder: str | None = Field(default=None, description="where traces go; default: profile in the folder of the run")
-    memory: bool = Field(default=False, description="whether the device's allocator is recorded too, as a snapshot")
+    steps: StepWindow | None = Field(default=None, description="the profiled steps; default: none")
+    folder: str | None = Field(default=None, description="folder for traces; default: profile in the run's folder")
+    memory: bool = Field(default=False, description="also record the device's allocator, as a snapshot")
 
 
 class SlowRanks(Strict):
     """Detection, while the job runs, of ranks that the others wait for, where the loop calls `engine.log`."""
 
-    factor: float = Field(default=1.5, gt=1, allow_inf_nan=False, description="busy for so many times the median")
-    seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="over at least so long")
-    leave: bool = Field(default=False, description="in an elastic job such a rank is left out")
+    factor: float = Field(
+        default=1.5, gt=1, allow_inf_nan=False, description="slow: busy for this many times the median"
+    )
+    seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="length of the compared window")
+    leave: bool = Field(default=False, description="remove a slow rank from an elastic job")
 
 
 class Plan(Strict):
@@ -293,28 +299,29 @@ class Plan(Strict):
     precision: DtypeName = Field(default="fp32", description="dtype of parameters in forward and backward")
     rows: Rows = Field(default=Rows(), description="changes to the preset's table")
     rules: dict[str, Rule] = Field(
-        default={}, description="other rows for some parameters, by a name of your own; the first that fits counts"
+        default={},
+        description="other rows for some parameters, by a name of your choice; the first match applies",
     )
     resident_below: int = Field(
         default=0, ge=0, description="elements: smaller parameters stay whole on every rank between steps"
     )
     offload: Offload = Field(default=Offload(), description="which share of the model is kept off the device")
-    budget: Budget = Field(default=Budget(), description="what memory there is: sets offload to the least that fits")
+    budget: Budget = Field(default=Budget(), description="available memory: sets offload to the least that fits")
     disk: str | None = Field(
         default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
     )
     disk_checksums: bool = Field(
-        default=False, description="what is written to the disk is summed up, and compared when it is read again"
+        default=False, description="compute checksums of what is written to the disk, and check them on reading"
     )
     activations: Activations = Field(
-        default=Activations(), description="what becomes of what forwards save for backwards"
+        default=Activations(), description="policy for the tensors that forwards save for backwards"
     )
-    wire: Wire = Field(default=Wire(), description="what travels")
+    wire: Wire = Field(default=Wire(), description="dtypes of communication")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(
-        default=TensorParallel(), description="how the mesh axis tp cuts the model, where there is one"
+        default=TensorParallel(), description="tensor parallelism, for a mesh with an axis tp"
     )
-    sequence: Sequence = Field(default=Sequence(), description="for a mesh with sp only")
+    sequence: Sequence = Field(default=Sequence(), description="sequence parallelism, for a mesh with an axis sp")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "
@@ -334,27 +341,27 @@ class Plan(Strict):
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
     survive: Literal["host", "buddy", "checkpoint"] | None = Field(
         default=None,
-        description="where what a rank alone holds outlives it, in an elastic job: in memory of its host, on another "
-        "host too, or in the last checkpoint; default: buddy, or host where all ranks are on one",
+        description="in an elastic job, where state that only one rank holds survives its loss: in its host's memory, "
+        "also on another host, or only in the last checkpoint; default: buddy, or host if all ranks are on one host",
     )
     bad_batch: Literal["stop", "skip"] = Field(
         default="stop",
-        description="in an elastic job, about a batch that fails on whichever rank has it: end, or go on behind it",
+        description="in an elastic job, whether a batch that fails on any rank ends the job or is skipped",
     )
     run: str | None = Field(
         default=None, description="folder of the run: its record, for `shardwise top` and `shardwise report`"
     )
     trackers: Trackers | None = Field(
-        default=None, description="who is told what engine.log is given; default: jsonl, the record, where run is given"
+        default=None, description="trackers that receive the values of engine.log; default: jsonl, the record, with run"
     )
-    profile: Profile = Field(default=Profile(), description="a few steps that are looked at closely")
+    profile: Profile = Field(default=Profile(), description="steps to profile")
 
-    slow: SlowRanks = Field(default=SlowRanks(), description="when a rank is named as slow, and what follows")
+    slow: SlowRanks = Field(default=SlowRanks(), description="when a rank counts as slow, and whether it is removed")
     patience_seconds: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="how long a rank waits for others before it says so; default: the world's, 10",
+        description="seconds that a rank waits for others before it logs that; default: the world's, 10",
     )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

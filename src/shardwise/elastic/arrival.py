@@ -15,18 +15,18 @@ from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan
-from shardwise.cuts import rows_for
 from shardwise.elastic.meshes import plan_on
 from shardwise.elastic.rebuild import rebuilt
 from shardwise.elastic.reports import IMAGES, RECOVERY
 from shardwise.errors import StateError
 from shardwise.mesh import Mesh
+from shardwise.model_axes import rows_for
 from shardwise.optim import vet
 from shardwise.placement import table_for
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import Sharding, Updates, check_device
 from shardwise.state import Former
-from shardwise.storage import Unit, choose_units, make_unit
+from shardwise.storage import Unit, choose_units, make_unit, unit_spec
 from shardwise.telemetry import ByteMeter
 
 
@@ -91,7 +91,7 @@ def _units(model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: t
     """The units and flat buffers the others had before, computed from the model; they allocate no memory."""
     rows = rows_for(model, plan, mesh, None)
     units = [
-        make_unit(choice, rows, mesh, mesh.coordinate(0), ByteMeter(), device, updates, on_host=True)
+        make_unit(choice, unit_spec(choice, rows, mesh, updates), rows, mesh.coordinate(0), ByteMeter(), device)
         for choice in choose_units(model, plan)
     ]
     return [unit for unit in units if unit.flats]

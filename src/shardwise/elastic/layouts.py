@@ -147,6 +147,24 @@ class Layout:
             for path in self._files_of(rank, [_COPY]):
                 path.unlink(missing_ok=True)
 
+    def leave(self, world: World) -> None:
+        """This rank has come to the end. The last one of its host deletes all images; until then others may need them,
+        if a rank is lost."""
+        if self.survival is None or self.folder is None:
+            self.remove()
+            return
+        self.survival.close(removes=False)
+        self._mark_of(world.rank).touch()
+        if all(self._mark_of(rank).exists() for rank in world.ranks_of_host):
+            for rank in range(self.size):
+                for path in (*self._files_of(rank), self._mark_of(rank)):
+                    path.unlink(missing_ok=True)
+
+    def _mark_of(self, rank: int) -> Path:
+        """A file that is there when a rank has left."""
+        assert self.folder is not None
+        return self.folder / f"left-{_file_name(self.label, rank)}"
+
     def _files_of(self, rank: int, prefixes: Sequence[str] = ("", _COPY)) -> list[Path]:
         """A rank's files in this host's memory: its images, and copies of them."""
         if self.folder is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from shardwise.optim import replaced_step
 
 
 class TakesStep(Protocol):
@@ -27,20 +28,12 @@ class PlainSteps:
         self._replaced: list[tuple[torch.optim.Optimizer, Any, Any]] = []
         for member in members:
             before = member.__dict__.get("step")
-            wrapped = types.MethodType(self._wrapped(member.step, is_last=member is members[-1]), member)
+            wrapped = replaced_step(member, partial(self._step, is_last=member is members[-1]))
             member.__dict__["step"] = wrapped
             self._replaced.append((member, before, wrapped))
 
-    def _wrapped(self, original: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
-        """A function that a scheduler can wrap, or recognize as wrapped already."""
-
-        @functools.wraps(getattr(original, "__func__", original))
-        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
-                return original(*args, **kwargs)
-            return self._take(lambda: original(*args, **kwargs), is_last=is_last)
-
-        return step
+    def _step(self, step: Callable[[], Any], *, is_last: bool) -> Any:
+        return step() if self._is_inside else self._take(step, is_last=is_last)
 
     def close(self) -> None:
         """Put back the optimizers' own steps."""

@@ -94,6 +94,8 @@ class Recovery(ABC):
         """Results of calls outside a step: iteration, number, encoded value."""
         self._known: dict[tuple[int, int], Any] = {}
         """Such results as reported by other ranks."""
+        self._returned: set[tuple[int, int]] = set()
+        """Such calls that any rank has returned from."""
         self._num_layouts = 0
         self._changes_wanted = False
         self._num_left_out = len(self._left_out())
@@ -225,7 +227,9 @@ class Recovery(ABC):
         self._void_after = next(one.iterations[version] for one in reports)
         begun = max(one.begun for one in reports)
         self._void_until = begun if begun > self._void_after else 0
-        self._known = {(one[0], one[1]): decode(one[2]["is"]) for each in reports for one in each.results if one[2]}
+        results = [one for each in reports for one in each.results]
+        self._known = {(one[0], one[1]): decode(one[2]["is"]) for one in results if one[2]}
+        self._returned = {(one[0], one[1]) for one in results}
 
     def _undo_ended_iteration(self) -> None:
         """If an iteration that has ended here is void now, restore what it began with. This happens when a host dies

@@ -11,6 +11,10 @@ In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*)
 restored afterwards. Exchanges outside a step (`engine.mean`, `save`) are numbered within their iteration; a rank that
 has the result reports it to those that were interrupted.
 
+[Note: large results] Whole tensors (`state_dict()`, `get()`) are not reported. After such a call ranks exchange one
+more message, so no rank returns before all have the result. A rank that is interrupted in that message keeps its result
+if another one reports to have returned; if none has, all repeat the call.
+
 [Note: where ranks join] The last commit, or regrouping after a fault, tells all ranks whether any wants to join or
 leave. They do so at the beginning of the next iteration, which becomes void. Every loop reaches the forward of a
 training step, whatever it does before, so there a new loop and those of the others are at the same point. No rank joins
@@ -24,15 +28,17 @@ hosts are sent during the next step. If a host dies meanwhile, the last step is 
 Then its iteration becomes void on all of them, and what it began with is restored.
 
 [Note: reads between steps] Updated parameters may still be gathered when a step returns (see `storage/updated.py`); a
-forward that meets a fault then is repeated. Code that reads parameters between steps, such as an average of weights,
-cannot be repeated: for a loop with such code the commit waits for the gathers, and a fault is noticed there by all
-ranks. Whether a loop has such code is not known before the second commit, so the first one always waits.
+forward that meets a fault then is repeated. So is a single function that reads parameters between steps, such as one
+that averages weights: see `_recover_read`. But what was read before it is not read again, so for a loop with such code
+the commit waits for the gathers, and a fault is noticed there by all ranks. Whether a loop has such code is not known
+before the second commit, so the first one always waits.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,7 +119,8 @@ class Session(Recovery):
         former.remove()
 
     def close(self, error: BaseException | None = None) -> None:
-        """With an `error`, or if the others continue without this rank, its images stay: the others need them."""
+        """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
+        do until all ranks have closed."""
         self._unwrap()
         self._steps.close()
         if error is None and not self._is_left:
@@ -122,7 +129,7 @@ class Session(Recovery):
             if layout is None or layout.survival is None:
                 continue
             if error is None and not self._is_left:
-                layout.remove()
+                layout.leave(self._world)
             else:
                 layout.survival.close(removes=False)
 
@@ -142,6 +149,8 @@ class Session(Recovery):
         sharded = self._sharded
         sharded.before_update = self._before_update
         sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))
+        recover = weakref.WeakMethod(self._recover_read)
+        sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
 
     def _unwrap(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)
@@ -154,6 +163,15 @@ class Session(Recovery):
         error, self._noted_fault = self._noted_fault, None
         if error is not None:
             self._recover(error)
+
+    def _recover_read(self, error: CommError) -> bool:
+        """Recover, after code between two steps has met `error` when it read a parameter. Inside an iteration it must
+        raise: what it has computed so far would be of another."""
+        if self._is_open or self._is_left:
+            return False
+        self._recover(error)
+        self._whole_steps.take_again()
+        return True
 
     # -- what a loop calls ------------------------------------------------------------------------------
 
@@ -251,20 +269,26 @@ class Session(Recovery):
 
     def outside(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
         """Call `work`, in which ranks communicate outside a step. A result that `is_small` is kept for ranks that a
-        fault keeps from getting theirs."""
+        fault keeps from getting theirs; others: see [Note: large results]."""
         self._handle_noted_fault()
         key = (self._begun, self._num_outside)
         while True:
+            found: list[Result] = []
             try:
-                result = work()
+                found.append(work())
+                if not is_small:
+                    self._world.exchange(b"", "read")
                 break
             except CommError as error:
                 self._recover(error)
                 if not self._is_open:
                     self._whole_steps.take_again()
                 if key in self._known:
-                    result = self._known[key]
+                    found = [self._known[key]]
                     break
+                if found and key in self._returned:
+                    break
+        result = found[0]
         self._num_outside += 1
         self._results = [*self._results[1 - _NUM_REMEMBERED :], (*key, _encoded(result) if is_small else None)]
         return result

@@ -132,7 +132,7 @@ def expert_split(
         return None
     num_ranks = mesh.size(AXIS)
     if plan.compile is not None:
-        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
+        raise ConfigError(f"compile needs units whose modules do not communicate. Leave it out of a plan with {AXIS}.")
     if plan.tensor.sequence and "tp" in mesh.model_axes:
         raise ConfigError(
             f"With tensor.sequence the ranks along tp have different tokens, but with {AXIS} they must send the same "

@@ -1,4 +1,4 @@
-"""Libraries whose users keep their scripts: one module or package for each, imported by whoever asks for it.
+"""Integrations of other libraries: one module or package each, imported only by its users.
 
-Only public names are used, of shardwise and of the other library.
+They use only public names of shardwise and of the other library.
 """

@@ -1,4 +1,4 @@
-"""What a file of `accelerate config` asks for, as a plan and as options of the launcher."""
+"""Converts a file written by `accelerate config` into a plan and launcher options."""
 
 from __future__ import annotations
 
@@ -25,51 +25,51 @@ _OFFLOADED = {
 }
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 _OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
-_NEEDLESS = {
+_IGNORED = {
     "compute_environment", "num_machines", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend",
     "same_network", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "main_process_ip",
     "fsdp_version", "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading",
     "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_limit_all_gathers", "fsdp_state_dict_type",
     "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
 }  # fmt: skip
-"""What says how others do something, and not what is to be done."""
+"""Settings of other engines that have no meaning under a plan."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Which of several hosts this is, on each of which the same is typed, and where their ranks meet."""
+    """This host among several on which the same command runs, and the rendezvous of their ranks."""
 
     number: int
     rank: int
     address: str
     port: int
     backend: str
-    """Of torchrun's rendezvous: `static`, or `c10d`."""
+    """The backend of torchrun's rendezvous: `static`, or `c10d`."""
 
 
 @dataclass
 class AccelerateConfig:
-    """What was found; `not_understood` has what the plan has no place for, by key, with the reason."""
+    """The resulting plan and options; `unsupported` lists settings that a plan cannot express, with the reason."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     nproc: int | None = None
-    """Of this host."""
+    """The number of ranks on this host."""
     machines: Machines | None = None
-    """`None` for a job of this host alone."""
+    """`None` for a job on this host only."""
     port: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     names_deepspeed_config: bool = False
-    """Whether the environment has a DeepSpeed config, for `--as-deepspeed`, and there is no plan."""
-    not_understood: list[str] = field(default_factory=list)
+    """Whether the environment names a DeepSpeed config, for `--as-deepspeed`, and there is no plan."""
+    unsupported: list[str] = field(default_factory=list)
 
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
-    """Raises `ConfigError` for a file that is none, and for one that contradicts itself."""
+    """Read a file. Raises `ConfigError` if it is not a file of `accelerate config`, or contradicts itself."""
     return config_of(values_of(path), str(path))
 
 
 def values_of(path: Path) -> dict[str, Any]:
-    """What is written in a file. Raises `ConfigError` for one that is none of `accelerate config`."""
+    """The contents of a file. Raises `ConfigError` if it is not a file of `accelerate config`."""
     try:
         values = read_plainly(path.read_text())
     except (OSError, UnicodeDecodeError, SourceError, yaml.YAMLError) as error:
@@ -80,7 +80,7 @@ def values_of(path: Path) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], where: str) -> AccelerateConfig:
-    """What the values of a file, or of a command line, come to. Raises `ConfigError` for what contradicts itself."""
+    """Convert the values of a file or a command line. Raises `ConfigError` if they contradict each other."""
     kind = str(values["distributed_type"])
     if kind not in _KINDS:
         raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
@@ -94,26 +94,29 @@ def config_of(values: Mapping[str, Any], where: str) -> AccelerateConfig:
 
 
 def _machines(values: Mapping[str, Any], found: AccelerateConfig, where: str) -> Machines:
-    number, rank = _whole(values, "num_machines", where), _whole(values, "machine_rank", where)
+    number, rank = _integer(values, "num_machines", where), _integer(values, "machine_rank", where)
     address = values.get("main_process_ip")
     if not 0 <= rank < number:
-        raise ConfigError(f"{where}: machine_rank is {rank}, and num_machines {number}: give 0 to {number - 1}.")
+        raise ConfigError(
+            f"{where}: machine_rank is {rank}, but num_machines is {number}. Set it between 0 and {number - 1}."
+        )
     if not address:
-        raise ConfigError(f"{where}: num_machines is {number}. Give main_process_ip, the address of machine 0, too.")
+        raise ConfigError(f"{where}: num_machines is {number}. Also set main_process_ip, the address of machine 0.")
     if not found.nproc or found.nproc % number:
         counted = "missing" if found.nproc is None else found.nproc
         raise ConfigError(
-            f"{where}: num_processes is {counted}. Give the number of ranks of all {number} machines, a multiple of it."
+            f"{where}: num_processes is {counted}. Set it to the number of ranks on all machines, a multiple of "
+            f"{number}."
         )
     return Machines(number, rank, str(address), found.port or 29500, str(values.get("rdzv_backend") or "static"))
 
 
-def _whole(values: Mapping[str, Any], key: str, where: str) -> int:
+def _integer(values: Mapping[str, Any], key: str, where: str) -> int:
     try:
         return int(values.get(key, ""))
     except (TypeError, ValueError):
         given = f"is {values[key]!r}" if values.get(key) is not None else "is missing"
-        raise ConfigError(f"{where}: {key} {given}; of a job on several machines it is a number.") from None
+        raise ConfigError(f"{where}: {key} {given}. A job on several machines needs an integer.") from None
 
 
 def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
@@ -123,7 +126,7 @@ def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
     elif key in ("fsdp_config", "deepspeed_config"):
         inner = dict(value or {})
         if key != f"{kind.lower()}_config":
-            found.not_understood += [f"{key}.{name}: distributed_type is {kind}" for name in inner]
+            found.unsupported += [f"{key}.{name}: distributed_type is {kind}" for name in inner]
         elif key == "deepspeed_config":
             _take_deepspeed(found, inner)
         else:
@@ -139,8 +142,8 @@ def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
     elif key == "dynamo_config":
         for name, one in (value or {}).items():
             _take(found, str(name), one, kind)
-    elif key != "distributed_type" and key not in _NEEDLESS and value not in _OFF:
-        found.not_understood.append(f"{key}: {value}")
+    elif key != "distributed_type" and key not in _IGNORED and value not in _OFF:
+        found.unsupported.append(f"{key}: {value}")
 
 
 _VARIABLES = {
@@ -156,7 +159,7 @@ def _take_fsdp(found: AccelerateConfig, key: str, value: Any) -> None:
     if key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
         name = str(value).upper()
         if name not in _STRATEGIES:
-            found.not_understood.append(f"{key}: {value} (known: {', '.join(_STRATEGIES)})")
+            found.unsupported.append(f"{key}: {value} (known: {', '.join(_STRATEGIES)})")
         elif "offload" not in found.plan["preset"]:
             found.plan["preset"] = _STRATEGIES[name]
     elif key == "fsdp_offload_params":
@@ -168,9 +171,9 @@ def _take_fsdp(found: AccelerateConfig, key: str, value: Any) -> None:
         _take_units(found, key, value, lambda count: {"min_numel": int(count)})
     elif key == "fsdp_auto_wrap_policy":
         if value == "NO_WRAP":
-            found.not_understood.append(f"{key}: {value} (units are blocks of the model)")
-    elif key not in _NEEDLESS and value not in (*_OFF, "false"):
-        found.not_understood.append(f"{key}: {value}")
+            found.unsupported.append(f"{key}: {value} (units are blocks of the model)")
+    elif key not in _IGNORED and value not in (*_OFF, "false"):
+        found.unsupported.append(f"{key}: {value}")
 
 
 def _take_units(found: AccelerateConfig, key: str, value: Any, rule: Callable[[str], dict[str, Any]]) -> None:
@@ -178,18 +181,18 @@ def _take_units(found: AccelerateConfig, key: str, value: Any, rule: Callable[[s
     if len(names) == 1:
         found.plan["units"] = rule(names[0].strip())
     elif names:
-        found.not_understood.append(f"{key}: {value} (units: takes one class)")
+        found.unsupported.append(f"{key}: {value} (units: takes one class)")
 
 
 def _take_deepspeed(found: AccelerateConfig, values: Mapping[str, Any]) -> None:
-    """What is DeepSpeed's own is read as a config of DeepSpeed is; Accelerate takes stage 2 where none is said."""
+    """DeepSpeed's settings are read like a DeepSpeed config. Accelerate's default is stage 2."""
     file = values.get("deepspeed_config_file")
     if file not in _OFF:
         found.names_deepspeed_config = True
         found.plan = {}
         found.environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
-        rest = set(values) - _NEEDLESS - {"deepspeed_config_file"}
-        found.not_understood += [f"{key}: {values[key]} (the DeepSpeed config {file} counts)" for key in sorted(rest)]
+        rest = set(values) - _IGNORED - {"deepspeed_config_file"}
+        found.unsupported += [f"{key}: {values[key]} (the DeepSpeed config {file} counts)" for key in sorted(rest)]
         return
     zero: dict[str, Any] = {"stage": 2, "stage3_param_persistence_threshold": 0}
     for key, value in values.items():
@@ -202,8 +205,8 @@ def _take_deepspeed(found: AccelerateConfig, values: Mapping[str, Any]) -> None:
         elif key in _VARIABLES:
             _take(found, key, value, "DEEPSPEED")
         elif key == "gradient_clipping" and value not in _OFF:
-            found.not_understood.append(f"{key}: {value} (the script clips: accelerator.clip_grad_norm_)")
-        elif key not in _NEEDLESS and value not in (*_OFF, "none"):
-            found.not_understood.append(f"{key}: {value}")
+            found.unsupported.append(f"{key}: {value} (the script clips: accelerator.clip_grad_norm_)")
+        elif key not in _IGNORED and value not in (*_OFF, "none"):
+            found.unsupported.append(f"{key}: {value}")
     plan = read_config({"zero_optimization": zero, "gradient_clipping": 0}, world_size=1).plan
     found.plan |= {key: value for key, value in plan.items() if key != "resident_below"}

@@ -1,4 +1,4 @@
-"""Loops of Accelerate that ask for DeepSpeed, by a plugin or by `accelerate launch`: its config is the plan."""
+"""Accelerate scripts that select DeepSpeed, by a plugin or by `accelerate launch`: its config becomes the plan."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardwise.integrations.plans import PlanLike, without
 from shardwise.places import place_of
 
 _YES = ("true", "1", "yes")
-_LOG_WITH = "accelerator.log tells whom log_with of Accelerator names"
+_LOG_WITH = "accelerator.log writes to the trackers set by log_with of Accelerator"
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 
 
 class DeepSpeedAccelerator(Accelerator):
-    """Accelerate's `Accelerator` for scripts that say `deepspeed_plugin=`, which becomes the plan.
+    """Accelerate's `Accelerator` for scripts that pass `deepspeed_plugin=`. Its config becomes the plan.
 
-    `DummyOptim` and `DummyScheduler` become the config's optimizer and scheduler when they are prepared. Gradients are
-    clipped as the config says, by `optimizer.step()`. Without a plugin it is the one of its base.
+    `DummyOptim` and `DummyScheduler` become the config's optimizer and scheduler when they are prepared. If the config
+    sets `gradient_clipping`, `optimizer.step()` clips. Without a plugin it behaves like its base class.
     """
 
     def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
@@ -40,90 +40,95 @@ class DeepSpeedAccelerator(Accelerator):
             super().__init__(*args, plan=plan, **kwargs)
             return
         config = self._plugin.deepspeed_config
-        said = config.get("gradient_accumulation_steps")
-        if isinstance(said, int) and "gradient_accumulation_plugin" not in kwargs:
-            given = kwargs.get("gradient_accumulation_steps", said)
-            if given not in (1, said):
+        num_steps = config.get("gradient_accumulation_steps")
+        if isinstance(num_steps, int) and "gradient_accumulation_plugin" not in kwargs:
+            given = kwargs.get("gradient_accumulation_steps", num_steps)
+            if given not in (1, num_steps):
                 raise ConfigError(
-                    f"The DeepSpeed config says gradient_accumulation_steps {said}, and Accelerator {given}. Say one."
+                    f"The DeepSpeed config sets gradient_accumulation_steps {num_steps}, but Accelerator is given "
+                    f"{given}. Set only one of them."
                 )
-            kwargs["gradient_accumulation_steps"] = said
+            kwargs["gradient_accumulation_steps"] = num_steps
         for name in ("bf16", "fp16"):
             if (config.get(name) or {}).get("enabled") is True and kwargs.get("mixed_precision") is None:
                 kwargs["mixed_precision"] = name
-        self._is_clipping_said = config.get("gradient_clipping") not in (None, "auto")
+        self._sets_clipping = config.get("gradient_clipping") not in (None, "auto")
         self._made: dict[int, Any] = {}
-        self._is_told = False
-        super().__init__(*args, plan=self._planned(None, place_of(os.environ).size or 1)[0], **kwargs)
+        self._has_reported = False
+        super().__init__(*args, plan=self._read_plan(None, place_of(os.environ).size or 1)[0], **kwargs)
         self.state: Any = _State(self.state, self._plugin)
         LIVE.note(self._plugin)
 
-    def _planned(self, model: nn.Module | None, world_size: int) -> tuple[sw.Plan, float | None]:
-        """The plan, and the norm to clip to."""
+    def _read_plan(self, model: nn.Module | None, world_size: int) -> tuple[sw.Plan, float | None]:
+        """The plan, and the norm to which to clip."""
         assert self._plugin is not None
         batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         rest = {name: value for name, value in self._plugin.deepspeed_config.items() if name not in batches}
         half = None if model is None else self.mixed_precision
         reading = read_with(rest, world_size, model, {f"{name}.enabled": half == name for name in ("fp16", "bf16")})
         report = reading.report(monitors_by=_LOG_WITH)
-        if model is not None and not self._is_told and self.is_main_process and report:
-            self._is_told = True
-            print(f"shardwise: of the DeepSpeed config\n{report}")
+        if model is not None and not self._has_reported and self.is_main_process and report:
+            self._has_reported = True
+            print(f"shardwise: about the DeepSpeed config\n{report}")
         plan = sw.load_plan(reading.plan)
         return without(plan, "clip_grad_norm"), plan.clip_grad_norm
 
     def _plan_of(self, model: nn.Module) -> sw.Plan:
         if self._plugin is None:
             return super()._plan_of(model)
-        plan, limit = self._planned(model, self.num_processes)
+        plan, limit = self._read_plan(model, self.num_processes)
         kept = {name: getattr(plan, name) for name in plan.model_fields_set}
         return plan if limit is None else sw.load_plan({**kept, "clip_grad_norm": limit})
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """See accelerate. Where the config says `gradient_clipping` that counts, and the norm is returned alone."""
-        is_theirs = self._plugin is not None and self._is_clipping_said
+        """See accelerate. If the config sets `gradient_clipping`, this only returns the norm."""
+        is_theirs = self._plugin is not None and self._sets_clipping
         return super().clip_grad_norm_(parameters, float("inf") if is_theirs else max_norm, norm_type)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """See accelerate."""
         if self._plugin is None:
             return super().prepare(*args, device_placement=device_placement)
-        given = [self._made_optimizer(one) for one in args]
+        given = [self._make_optimizer(one) for one in args]
         result = super().prepare(*given, device_placement=device_placement)
         several = result if len(args) > 1 else (result,)
-        made = tuple(self._made_scheduler(one) if isinstance(one, DummyScheduler) else one for one in several)
+        made = tuple(self._make_scheduler(one) if isinstance(one, DummyScheduler) else one for one in several)
         return made if len(args) > 1 else made[0]
 
-    def _made_optimizer(self, given: Any) -> Any:
+    def _make_optimizer(self, given: Any) -> Any:
         is_dummy = isinstance(given, DummyOptim)
         if not is_dummy and not isinstance(given, torch.optim.Optimizer):
             return given
-        said = self._section("optimizer")
-        if said is None and is_dummy:
-            raise ConfigError("There is a DummyOptim, and the DeepSpeed config says no optimizer. Give a real one.")
-        if said is None:
+        section = self._section("optimizer")
+        if section is None and is_dummy:
+            raise ConfigError(
+                "The script uses a DummyOptim, but the DeepSpeed config has no optimizer. Use a real one."
+            )
+        if section is None:
             return given
         if not is_dummy:
             raise ConfigError(
                 f"There are two optimizers, {type(given).__name__} and that of the DeepSpeed config. Keep one of them."
             )
-        made = make_optimizer(_filled(said, {"lr": given.lr, "weight_decay": given.weight_decay}), list(given.params))
+        made = make_optimizer(
+            _fill_auto(section, {"lr": given.lr, "weight_decay": given.weight_decay}), list(given.params)
+        )
         self._made[id(given)] = made
         return made
 
-    def _made_scheduler(self, given: DummyScheduler) -> Any:
+    def _make_scheduler(self, given: DummyScheduler) -> Any:
         over = self._made.get(id(given.optimizer), given.optimizer)
         prepared = [one for one in self._optimizers if one is over or one.optimizer is over]
         if not prepared:
-            raise ConfigError("A DummyScheduler was prepared before its optimizer. Prepare them together.")
+            raise ConfigError("The DummyScheduler was prepared before its optimizer. Prepare them together.")
         if given.lr_scheduler_callable is not None:
             made = given.lr_scheduler_callable(prepared[0].optimizer)
         else:
-            said = self._section("scheduler")
-            if said is None:
+            section = self._section("scheduler")
+            if section is None:
                 raise ConfigError(
-                    "There is a DummyScheduler, and the DeepSpeed config says no scheduler. Give it an "
-                    "lr_scheduler_callable, or a real one in its place."
+                    "The script uses a DummyScheduler, but the DeepSpeed config has no scheduler. Give it an "
+                    "lr_scheduler_callable, or use a real scheduler."
                 )
             total = given.total_num_steps
             per_step = 1 if self.split_batches else self.num_processes
@@ -133,7 +138,7 @@ class DeepSpeedAccelerator(Accelerator):
                 "warmup_num_steps": max(1, given.warmup_num_steps),
                 "total_num_steps": None if total is None else -(-total // per_step),
             }
-            named = _filled(said, known)
+            named = _fill_auto(section, known)
             made = make_schedule(named.name, prepared[0].optimizer, named.params)
         wrapped = _OncePerStep(made, prepared[0], split_batches=True)
         self._schedulers.append(wrapped)
@@ -146,7 +151,7 @@ class DeepSpeedAccelerator(Accelerator):
 
 
 class _OncePerStep(AcceleratedScheduler):
-    """Goes on with each step that the optimizer has taken."""
+    """Steps once per step of the optimizer, and not if that was skipped."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self.gradient_state.sync_gradients and not any(one.step_was_skipped for one in self.optimizers):
@@ -154,7 +159,7 @@ class _OncePerStep(AcceleratedScheduler):
 
 
 class _State:
-    """Accelerate's state, in which scripts find the plugin that they gave."""
+    """Accelerate's state, with the script's plugin as `deepspeed_plugin`."""
 
     def __init__(self, state: Any, plugin: DeepSpeedPlugin) -> None:
         self.__dict__["_state"] = state
@@ -168,19 +173,19 @@ class _State:
 
 
 def _plugin_of(arguments: dict[str, Any]) -> DeepSpeedPlugin | None:
-    """The plugin among the arguments of an `Accelerator`, or the one that the environment asks for. Takes both away."""
+    """The plugin among the arguments of an `Accelerator`, or the one that the environment selects. Removes both."""
     given = [one for one in (arguments.pop(name, None) for name in _PLUGINS) if one is not None]
-    asked_for = os.environ.pop(USE_VARIABLE, "false").lower() in _YES
+    is_selected = os.environ.pop(USE_VARIABLE, "false").lower() in _YES
     if not given:
-        return DeepSpeedPlugin() if asked_for else None
+        return DeepSpeedPlugin() if is_selected else None
     if len(given) > 1 or isinstance(given[0], dict):
-        raise ConfigError("There are several DeepSpeed plugins. Give one Accelerator one of them.")
+        raise ConfigError("There are several DeepSpeed plugins. Give an Accelerator one plugin.")
     plugin: DeepSpeedPlugin = given[0]
     return plugin
 
 
-def _filled(said: dict[str, Any], known: dict[str, Any]) -> Named:
-    """A section by name, whose `"auto"` is what the script said where it said something."""
-    params = dict(said.get("params") or {})
+def _fill_auto(section: dict[str, Any], known: dict[str, Any]) -> Named:
+    """A section whose `"auto"` values are replaced by the script's, if it has set them."""
+    params = dict(section.get("params") or {})
     found = {key: known.get(key) if value == "auto" else value for key, value in params.items()}
-    return Named(str(said.get("type")), {key: value for key, value in found.items() if value is not None})
+    return Named(str(section.get("type")), {key: value for key, value in found.items() if value is not None})

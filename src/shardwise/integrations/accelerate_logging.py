@@ -1,4 +1,4 @@
-"""What a loop of Accelerate logs, in the record of the run and its trackers."""
+"""`accelerator.log` also writes to the run record of the engine and its trackers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 
-from shardwise.integrations.together import Together
+from shardwise.integrations.accelerate_coordination import Coordination
 
 
 class LoggingAccelerator(Accelerator):
-    """Accelerate's own, as far as it logs."""
+    """The part of our `Accelerator` that logs."""
 
-    _together: Together
+    _coordination: Coordination
     keeps_engines: bool
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """See accelerate. All ranks may call, or the main process alone.
+        """See accelerate. Called by all ranks, or by the main process alone.
 
-        With `run` in the plan its numbers stand in the record and its trackers too, at the steps that were taken: as
-        `step` what is logged first after a step of the first model, as `validation` names that begin with `eval_` or
-        `val_`, as `log` the rest.
+        If the plan has `run`, the numbers also go to its record and trackers, at the engine's step: as kind `step` for
+        the first call after a step of the first model, as `validation` if the names begin with `eval_` or `val_`, and
+        as `log` otherwise.
         """
         super().log(values, step, {} if log_kwargs is None else log_kwargs)
-        logged = self._together.logged
-        if logged is not None and not self.keeps_engines and logged.engine.world.rank == 0:
-            logged.take(values)
+        logging = self._coordination.logging
+        if logging is not None and not self.keeps_engines and logging.engine.world.rank == 0:
+            logging.add(values)

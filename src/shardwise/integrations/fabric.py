@@ -1,4 +1,4 @@
-"""Lightning's Fabric over our engine: `Fabric(strategy="shardwise_zero3")`, or `ShardwiseStrategy(plan)`.
+"""Lightning's Fabric on our engine: `Fabric(strategy="shardwise_zero3")`, or `ShardwiseStrategy(plan)`.
 
 Importing this module registers the names: `shardwise`, and `shardwise_<preset>` for each preset.
 """
@@ -14,6 +14,6 @@ class ShardwiseStrategy(FabricStrategyMixin, DDPStrategy):
     __doc__ = FabricStrategyMixin.__doc__
 
 
-STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, "the engine of shardwise, by its default plan")
+STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, "shardwise with its default plan")
 for _name, _preset in names_and_plans().items():
-    STRATEGY_REGISTRY.register(_name, ShardwiseStrategy, f"the engine of shardwise, by {_preset}", plan=_preset)
+    STRATEGY_REGISTRY.register(_name, ShardwiseStrategy, f"shardwise with preset {_preset}", plan=_preset)

@@ -1,7 +1,7 @@
-"""DeepSpeed configs in the hands of Transformers' `TrainingArguments`: `--deepspeed ds.json`, with `"auto"` in them.
+"""DeepSpeed configs with `"auto"` values, given to Transformers' `TrainingArguments` (`--deepspeed ds.json`).
 
-Transformers itself says what `"auto"` is, from its arguments (`HfTrainerDeepSpeedConfig`); what the config then is
-becomes a plan. `"auto"` that goes by the model's width is filled once the model is there.
+Transformers fills `"auto"` from its arguments (`HfTrainerDeepSpeedConfig`), and the resulting config becomes a plan.
+`"auto"` values that depend on the model's width are filled when the model is known.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from shardwise.integrations.deepspeed.making import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_zero3 import LIVE
 
-ASKED = "hf_deepspeed_config"
-"""What `TrainingArguments` has once it was given a DeepSpeed config; Transformers' own name."""
+CONFIG_ATTRIBUTE = "hf_deepspeed_config"
+"""The attribute of `TrainingArguments` with its DeepSpeed config; the name is Transformers'."""
 USE_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
-"""What `accelerate launch` says DeepSpeed with."""
+"""The variable with which `accelerate launch` selects DeepSpeed."""
 
 
 def read_with(
     config: dict[str, Any], world_size: int, model: nn.Module | None, auto: dict[str, Any] | None = None
 ) -> Reading:
-    """What a config comes to for `model`, whose width fills what Transformers fills by it; `auto` fills the rest."""
+    """Read a config for `model`. The model's width fills the same `"auto"` values as in Transformers; `auto` fills the
+    others."""
     return read_config(config, world_size=world_size, auto={**_by_width(model), **(auto or {})})
 
 
@@ -46,11 +47,11 @@ def _by_width(model: nn.Module | None) -> dict[str, Any]:
 
 
 def take_over_arguments(arguments: Any) -> None:
-    """Let the class `TrainingArguments` keep a DeepSpeed config for our Trainer, in the place of starting DeepSpeed."""
+    """Patch the class `TrainingArguments` to keep a DeepSpeed config for our Trainer instead of starting DeepSpeed."""
     plain = arguments.__post_init__
 
     @functools.wraps(plain)
-    def settle(self: Any) -> None:
+    def post_init(self: Any) -> None:
         given, self.deepspeed = self.deepspeed, None
         is_asked_for = os.environ.pop(USE_VARIABLE, "false").lower() in ("true", "1", "yes")
         try:
@@ -62,7 +63,7 @@ def take_over_arguments(arguments: Any) -> None:
             _keep(self, given)
         self.deepspeed = given
 
-    arguments.__post_init__ = settle
+    arguments.__post_init__ = post_init
 
 
 def _keep(arguments: Any, given: dict[str, Any] | str | None) -> None:
@@ -71,45 +72,45 @@ def _keep(arguments: Any, given: dict[str, Any] | str | None) -> None:
 
     theirs: Any = deepspeed
     config = theirs.HfTrainerDeepSpeedConfig(given or DeepSpeedPlugin().deepspeed_config)
-    theirs.unset_hf_deepspeed_config()  # models are built by us, see hf_zero3
+    theirs.unset_hf_deepspeed_config()  # hf_zero3 builds models instead
     config.trainer_config_process(arguments)
     if config.mismatches:
         listed = "; ".join(line.removeprefix("- ") for line in config.mismatches)
         raise ConfigError(
-            f'The DeepSpeed config and TrainingArguments contradict each other: {listed}. Say "auto" in the config.'
+            f'The DeepSpeed config and TrainingArguments contradict each other: {listed}. Use "auto" in the config.'
         )
-    setattr(arguments, ASKED, config)
+    setattr(arguments, CONFIG_ATTRIBUTE, config)
     LIVE.note(config)
 
 
 class Sections:
-    """The optimizer and the scheduler of a DeepSpeed config that `TrainingArguments` was given."""
+    """The optimizer and scheduler sections of a DeepSpeed config given to `TrainingArguments`."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
-        self._config = copy.deepcopy(getattr(arguments, ASKED))
+        self._config = copy.deepcopy(getattr(arguments, CONFIG_ATTRIBUTE))
 
     def reading(self, model: nn.Module | None) -> Reading:
-        """All of the config; what is still `"auto"` is known when training begins."""
+        """Read the whole config. Values that are still `"auto"` are filled when training begins."""
         rest = {name: value for name, value in self._config.config.items() if name != "train_batch_size"}
-        return read_with(rest, self._arguments.world_size, model)  # Transformers has compared that with its own
+        return read_with(rest, self._arguments.world_size, model)  # Transformers has checked train_batch_size
 
     def has(self, section: str) -> bool:
         return section in self._config.config
 
     def optimizer(self, model: nn.Module) -> Any:
-        """The config's optimizer over what of `model` is trained."""
+        """The config's optimizer over the trained parameters of `model`."""
         return make_optimizer(self._named("optimizer"), [one for one in model.parameters() if one.requires_grad])
 
     def scheduler(self, optimizer: Any, model: nn.Module, num_steps: int) -> Any:
-        """The config's schedule for a training of `num_steps` steps."""
+        """The config's scheduler for `num_steps` training steps."""
         config = copy.deepcopy(self._config)
         config.trainer_config_finalize(self._arguments, model, num_steps)
         named = self._named("scheduler", config.config)
         return make_schedule(named.name, optimizer, named.params)
 
     def _named(self, section: str, config: dict[str, Any] | None = None) -> Named:
-        said = (config or self._config.config)[section]
-        if not isinstance(said, dict) or not isinstance(said.get("type"), str):
-            raise ConfigError(f"{section} of the DeepSpeed config has to be an object with a type, which is a name.")
-        return Named(said["type"], {key: one for key, one in (said.get("params") or {}).items() if one != "auto"})
+        given = (config or self._config.config)[section]
+        if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+            raise ConfigError(f"{section} of the DeepSpeed config must be an object with a type, which is a name.")
+        return Named(given["type"], {key: one for key, one in (given.get("params") or {}).items() if one != "auto"})

@@ -1,11 +1,12 @@
-"""Models that transformers builds while a DeepSpeed config of stage 3 is alive: no rank ever has one whole.
+"""Builds models of transformers without a whole copy on any rank, while a DeepSpeed config of stage 3 is alive.
 
-There `from_pretrained`, `from_config` and `AutoModel`'s build inside DeepSpeed's `zero.Init`. Here they build inside
-`shardwise.deferred_init`: constructors are recorded, files are read by `shard`, each rank its part, and transformers
-does all else as it does without DeepSpeed. So first values are those of a model that was built whole, bit for bit.
+With DeepSpeed, `from_pretrained`, `from_config` and those of `AutoModel` build inside `zero.Init`. Here they build
+inside `shardwise.deferred_init`: constructors are recorded, and `shard` reads the files, each rank only its part.
+Everything else works as in transformers without DeepSpeed, so initial values equal those of a model that was built
+whole, bit for bit.
 
-[Note: alive] As in transformers, a config counts as long as somebody holds it: the script its `HfDeepSpeedConfig`,
-`TrainingArguments` or the plugin of an Accelerator theirs.
+[Note: live configs] As in transformers, a config is active as long as an object references it: the script's
+`HfDeepSpeedConfig`, `TrainingArguments`, or the plugin of an Accelerator.
 """
 
 from __future__ import annotations
@@ -26,88 +27,88 @@ _WHOLE = (
     "quantization_config", "device_map", "distributed_config", "tp_plan", "tp_size", "device_mesh", "state_dict",
     "key_mapping", "gguf_file", "ignore_mismatched_sizes", "fusion_config",
 )  # fmt: skip
-"""Arguments of `from_pretrained` with which a model is loaded whole, as without a config."""
+"""With these arguments of `from_pretrained` a model is loaded whole, as without a config."""
 
 
 class LiveConfigs:
-    """What says that models are to be built so."""
+    """The live DeepSpeed configs of this process."""
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[Any]] = []
 
     def note(self, config: Any) -> None:
-        """As long as `config` lives: a `HfDeepSpeedConfig`, or a plugin of accelerate, which may change its mind."""
+        """Add a weak reference to a `HfDeepSpeedConfig`, or to a plugin of accelerate, whose stage may change."""
         self._known.append(weakref.ref(config))
 
-    def ask(self) -> bool:
-        """Whether one of stage 3 lives. See [Note: alive]."""
+    def has_stage3(self) -> bool:
+        """Whether one with stage 3 is alive. See [Note: live configs]."""
         living = [config for known in self._known if (config := known()) is not None]
-        return any(_asks(config) for config in living)
+        return any(_is_stage3(config) for config in living)
 
 
 LIVE = LiveConfigs()
 
 
-def _asks(config: Any) -> bool:
+def _is_stage3(config: Any) -> bool:
     flag = getattr(config, "zero3_init_flag", None)
     return bool(config.is_zero3() if flag is None else flag)
 
 
 def take_over_models(module: Any) -> None:
-    """Let the class `PreTrainedModel` of transformers' `module` build models so."""
+    """Patch the class `PreTrainedModel` of transformers' `module`."""
     models = module.PreTrainedModel
-    seam = _Seam(module)
+    patches = _ModelPatches(module)
     for name in ("from_pretrained", "_from_config"):
-        setattr(models, name, classmethod(_replaced(getattr(models, name).__func__, seam)))
+        setattr(models, name, classmethod(_deferring(getattr(models, name).__func__, patches)))
     resize = models.resize_token_embeddings
 
     @functools.wraps(resize)
     def resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(is_deferred(param) for param in model.parameters()):
             return resize(model, *args, **kwargs)
-        with seam.hidden(), sw.deferred_init(model):
+        with patches.hidden(), sw.deferred_init(model):
             return resize(model, *args, **kwargs)
 
     models.resize_token_embeddings = resize_token_embeddings
 
 
-def _replaced(plain: Callable[..., Any], seam: _Seam) -> Callable[..., Any]:
+def _deferring(plain: Callable[..., Any], patches: _ModelPatches) -> Callable[..., Any]:
     @functools.wraps(plain)
     def build(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if seam.is_building or not seam.asks() or any(kwargs.get(name) for name in _WHOLE):
-            with seam.hidden():
+        if patches.is_building or not patches.has_stage3() or any(kwargs.get(name) for name in _WHOLE):
+            with patches.hidden():
                 return plain(cls, *args, **kwargs)
         try:
-            with seam.hidden(), seam.building():
+            with patches.hidden(), patches.building():
                 return plain(cls, *args, **kwargs)
-        except _ToBeReadWholeError:
-            with seam.hidden():
+        except _NeedsWholeLoadingError:
+            with patches.hidden():
                 return plain(cls, *args, **kwargs)
 
     return build
 
 
-class _ToBeReadWholeError(Exception):
-    """The model, or its files, are of a kind of which no parts can be read."""
+class _NeedsWholeLoadingError(Exception):
+    """Parts of this model, or of its files, cannot be read separately."""
 
 
-class _Seam:
-    """What of transformers is another while a model is built."""
+class _ModelPatches:
+    """The patches of transformers while a model is built."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._models = module.PreTrainedModel
-        self._is_asked: Callable[[], bool] = module.is_deepspeed_zero3_enabled
+        self._is_zero3_enabled: Callable[[], bool] = module.is_deepspeed_zero3_enabled
         self._contexts = self._models.get_init_context.__func__
         self._load = self._models._load_pretrained_model
         self.is_building = False
 
-    def asks(self) -> bool:
-        return LIVE.ask() or self._is_asked()
+    def has_stage3(self) -> bool:
+        return LIVE.has_stage3() or self._is_zero3_enabled()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Inside, transformers does not see that DeepSpeed is asked for."""
+        """Inside, transformers behaves as without DeepSpeed."""
         before, self._module.is_deepspeed_zero3_enabled = self._module.is_deepspeed_zero3_enabled, lambda: False
         try:
             yield
@@ -116,7 +117,7 @@ class _Seam:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, one model is built, and its parameters wait for `shard`."""
+        """Inside, one model is built with deferred parameters."""
         drawn = torch.get_rng_state()
         with sw.deferred_init() as building:
             self.is_building = True
@@ -130,11 +131,11 @@ class _Seam:
                 self._models._load_pretrained_model = staticmethod(self._load)
 
     def _without_meta(self, cls: Any, dtype: torch.dtype, is_quantized: bool, *args: Any, **kwargs: Any) -> list[Any]:
-        """The contexts of a constructor: parameters have a device, and buffers their values."""
+        """The contexts of a constructor, without the meta device: buffers need values."""
         from transformers.initialization import no_init_weights
 
         if is_quantized:
-            raise _ToBeReadWholeError
+            raise _NeedsWholeLoadingError
         found = self._contexts(cls, dtype, is_quantized, *args, **kwargs)
         return [*(one for one in found if not isinstance(one, torch.device)), no_init_weights()]
 
@@ -148,14 +149,14 @@ class _Seam:
         config: Any,
         *_: Any,
     ) -> tuple[Any, Any]:
-        """What transformers asks for once a model is built: which of its names are in the files."""
+        """Replaces transformers' loading after a model is built: reports which of its names are in the files."""
         names = [Path(file) for file in files or ()]
         is_in_parts = bool(names) and all(one.suffix == ".safetensors" for one in names)
         if not is_in_parts or state_dict is not None or config.is_quantized or config.dtype_plan:
-            raise _ToBeReadWholeError
+            raise _NeedsWholeLoadingError
         from transformers.utils.loading_report import LoadStateDictInfo
 
-        torch.set_rng_state(drawn)  # a constructor on meta, as of a model that is loaded whole, draws nothing
+        torch.set_rng_state(drawn)  # a model that is loaded whole is constructed on meta, which draws nothing
         found = building.load(model, names, strict=False)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name in found.names:

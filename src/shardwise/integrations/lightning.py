@@ -1,4 +1,4 @@
-"""Lightning's Trainer over our engine: `Trainer(strategy="shardwise_zero3")`, or `ShardwiseStrategy(plan)`.
+"""Lightning's Trainer on our engine: `Trainer(strategy="shardwise_zero3")`, or `ShardwiseStrategy(plan)`.
 
 Importing this module registers the names: `shardwise`, and `shardwise_<preset>` for each preset.
 """
@@ -14,6 +14,6 @@ class ShardwiseStrategy(StrategyMixin, DDPStrategy):
     __doc__ = StrategyMixin.__doc__
 
 
-StrategyRegistry.register("shardwise", ShardwiseStrategy, "the engine of shardwise, by its default plan")
+StrategyRegistry.register("shardwise", ShardwiseStrategy, "shardwise with its default plan")
 for _name, _preset in names_and_plans().items():
-    StrategyRegistry.register(_name, ShardwiseStrategy, f"the engine of shardwise, by {_preset}", plan=_preset)
+    StrategyRegistry.register(_name, ShardwiseStrategy, f"shardwise with preset {_preset}", plan=_preset)

@@ -1,4 +1,4 @@
-"""Fabric of the package `lightning_fabric` over our engine; see `shardwise.integrations.fabric`.
+"""The same as `shardwise.integrations.fabric` for scripts that import `lightning_fabric`.
 
 Importing this module registers the names: `shardwise`, and `shardwise_<preset>` for each preset.
 """
@@ -14,6 +14,6 @@ class ShardwiseStrategy(FabricStrategyMixin, DDPStrategy):
     __doc__ = FabricStrategyMixin.__doc__
 
 
-STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, "the engine of shardwise, by its default plan")
+STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, "shardwise with its default plan")
 for _name, _preset in names_and_plans().items():
-    STRATEGY_REGISTRY.register(_name, ShardwiseStrategy, f"the engine of shardwise, by {_preset}", plan=_preset)
+    STRATEGY_REGISTRY.register(_name, ShardwiseStrategy, f"shardwise with preset {_preset}", plan=_preset)

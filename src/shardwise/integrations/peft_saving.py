@@ -1,4 +1,4 @@
-"""What `peft` saves of a sharded model: few whole tensors, and prompts, which it computes while it saves."""
+"""Saves peft adapters of a sharded model: a few whole tensors, and prompts, which peft computes while it saves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import shardwise as sw
 
 
-def whole_adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
-    """Whole tensors of what `peft` saves: adapters, and modules that are trained beside them. All ranks call."""
+def adapter_state_dict(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
+    """The whole tensors that peft saves: adapters, and fully trained modules. Collective."""
     from peft import get_peft_model_state_dict
 
     names = list(model.state_dict(keep_vars=True))
@@ -32,11 +32,8 @@ def whole_adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def prompts_kept(model: Any) -> Iterator[None]:
-    """Inside, rank 0 may save alone: all ranks have computed the prompts before, with gathered parameters.
-
-    All ranks enter.
-    """
+def prompts_precomputed(model: Any) -> Iterator[None]:
+    """Inside, rank 0 can save alone: all ranks compute the prompts on entry, with gathered parameters. Collective."""
     with torch.no_grad():
         prompts = {
             adapter: model.get_prompt_embedding_to_save(adapter)
@@ -55,7 +52,7 @@ def prompts_kept(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_rank_pattern(config: Any) -> Iterator[None]:
-    """AdaLoRA leaves rows out of what it saves by a pattern, which has no meaning for marks without values."""
+    """AdaLoRA drops rows by a pattern while it saves, which fails on the empty tensors that mark names here."""
     pattern = getattr(config, "rank_pattern", None)
     if pattern:
         config.rank_pattern = None

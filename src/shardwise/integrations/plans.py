@@ -1,4 +1,4 @@
-"""What a plan comes to under a library that has settings of its own for the same things."""
+"""Combines a plan with the settings of a library for precision, compilation and accumulation."""
 
 from __future__ import annotations
 
@@ -12,58 +12,60 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 
 PlanLike = sw.Plan | str | Path | dict[str, Any]
-_SAME = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HALVES = {"bf16", "fp16"}
 
 
 def require_no_stages(plan: sw.Plan, library: str) -> None:
-    """Raise `ConfigError` for a plan with stages of a pipeline, for which the library has no loop."""
+    """Raise `ConfigError` for a plan with pipeline stages, which the library's training loop does not support."""
     if (plan.mesh or {}).get("pp", 1) != 1:
         raise ConfigError(
-            f"The plan's mesh has pp, and {library} calls the whole model for each batch. Take a mesh without stages "
-            f"here (dp, node, local, ep, tp, sp); or keep pp, and train in a loop of your own: engine = "
-            f"sw.shard(model, plan, optimizer=optimizer), then engine.train_step(batch) (docs/pipeline.md)."
+            f"The plan's mesh has pp, but {library} calls the whole model for each batch. Use a mesh without stages "
+            f"(dp, node, local, ep, tp, sp). Or keep pp, and write the training loop: engine = sw.shard(model, plan, "
+            f"optimizer=optimizer), then engine.train_step(batch) (docs/pipeline.md)."
         )
 
 
-def share_of_data(plan: sw.Plan, rank: int, size: int) -> tuple[int, int]:
-    """Which share of the data `rank` of `size` is to be given, and of how many: the same for all that share in it.
+def data_share(plan: sw.Plan, rank: int, size: int) -> tuple[int, int]:
+    """The index of the data shard of `rank`, and the number of shards, for a world of `size` ranks.
 
-    What `engine.data_ranks` will be, before there is an engine. Raises `ConfigError` for a mesh of another size.
+    The same as `engine.data_ranks`, before there is an engine. Raises `ConfigError` for a mesh of another size.
     """
     return sw.Mesh.of(plan.mesh, size).data_place(rank) if plan.mesh else (rank, size)
 
 
-def settled(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str | None, library: str) -> sw.Plan:
-    """`plan` with the precision and the compiler that the library was asked for, where it says nothing of them.
+def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str | None, library: str) -> sw.Plan:
+    """`plan` with the precision and compiler set in the library, if the plan does not set them.
 
-    `mixed_precision` is `no`, `bf16` or `fp16`. A model that was loaded in bf16 is computed in bf16.
+    `mixed_precision` is `no`, `bf16` or `fp16`. With `no`, a model that was loaded in bf16 is computed in bf16. Raises
+    `ConfigError` if plan and library contradict each other.
     """
     overrides = []
     if mixed_precision == "no" and "precision" not in plan.model_fields_set:
-        plan = _each_in_its_own(plan, model)
-    said = plan.precision if "precision" in plan.model_fields_set else None
-    if mixed_precision not in _SAME:
-        raise ConfigError(f"mixed_precision is {mixed_precision!r}, which no plan has. Take bf16, fp16 or no.")
-    if said is not None and mixed_precision != "no" and said in HALVES and said != mixed_precision:
+        plan = _with_frozen_dtypes(plan, model)
+    given = plan.precision if "precision" in plan.model_fields_set else None
+    if mixed_precision not in _PRECISIONS:
+        raise ConfigError(f"mixed_precision {mixed_precision!r} is not supported. Use bf16, fp16 or no.")
+    if given is not None and mixed_precision != "no" and given in HALVES and given != mixed_precision:
         raise ConfigError(
-            f"The plan says precision {said}, and {library} was asked for {mixed_precision}. Say one of the two."
+            f"The plan sets precision {given}, but {library} is set to {mixed_precision}. Set only one of them."
         )
-    if said is None:
+    if given is None:
         own = dtype_of(model)
-        overrides.append(f"precision={own if mixed_precision == 'no' and own else _SAME[mixed_precision]}")
+        overrides.append(f"precision={own if mixed_precision == 'no' and own else _PRECISIONS[mixed_precision]}")
     if compiler is not None:
         if plan.compile not in (None, compiler):
             raise ConfigError(
-                f"The plan says compile {plan.compile}, and {library} was asked for {compiler}. Say one of the two."
+                f"The plan sets compile {plan.compile}, but {library} is set to {compiler}. Set only one of them."
             )
         overrides.append(f"compile={compiler}")
     return sw.load_plan(plan, overrides)
 
 
-def _each_in_its_own(plan: sw.Plan, model: nn.Module) -> sw.Plan:
-    """`plan`, by which frozen parameters in bf16 or fp16 stay so beside others in fp32: a base and its adapters."""
+def _with_frozen_dtypes(plan: sw.Plan, model: nn.Module) -> sw.Plan:
+    """`plan` with rules that keep frozen bf16 and fp16 parameters in their dtype while others are fp32, as in a base
+    model with adapters."""
     if dtype_of(model) is not None:
         return plan
     names: dict[str, list[str]] = {}
@@ -87,12 +89,12 @@ def require_agreement(plan: sw.Plan, field: str, value: object, wanted: object, 
     """Raise `ConfigError` where a field that the plan sets and an argument of the library contradict each other."""
     if field in plan.model_fields_set and value != wanted:
         raise ConfigError(
-            f"The plan says {field} {value} ({plan.origin(field)}), and {where} says {wanted}. Leave {field} out of "
-            f"the plan: {where} counts."
+            f"The plan sets {field} {value} ({plan.origin(field)}), but {where} is {wanted}. Leave {field} out of the "
+            f"plan; it is taken from {where}."
         )
 
 
 def without(plan: sw.Plan, *fields: str) -> sw.Plan:
-    """The plan without what the library does itself."""
+    """The plan without `fields` that the library handles itself."""
     kept = {name: getattr(plan, name) for name in plan.model_fields_set if name not in fields}
     return plan if len(kept) == len(plan.model_fields_set) else sw.load_plan(kept)

@@ -1,7 +1,7 @@
-"""Loops of Ray Train's workers over our engine: `shard` inside of the function that a `TorchTrainer` runs.
+"""Ray Train on our engine: call `shard` inside the function that a `TorchTrainer` runs.
 
-Ray starts the ranks, names them and has made torch's process group; the engine joins them. A checkpoint is written
-once, into the storage of the run, of which each worker writes its part, and reported to Ray as it lies.
+Ray starts the ranks and creates torch's process group, which the engine joins. Each worker writes its part of a
+checkpoint directly into the storage of the run, and the checkpoint is reported to Ray without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.integrations.folders import STATE_FOLDER
+from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.plans import PlanLike
 
 _LOCAL = "local"
@@ -29,28 +29,28 @@ _KEPT = (
     "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "generator",
     "multiprocessing_context", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
-"""What a loader keeps when its samples are dealt out."""
+"""The attributes that a data loader keeps when it gets a `DistributedSampler`."""
 
 
 def shard(model: nn.Module, plan: PlanLike = "zero3", *, optimizer: Any = None, **settings: Any) -> sw.Engine:
-    """What `shardwise.shard` does, on the workers of a `TorchTrainer`, in the place of `prepare_model`. All call.
+    """`shardwise.shard` for the workers of a `TorchTrainer`. Replaces `prepare_model`. Collective.
 
-    The device is the one that Ray gave this worker. Under a plan with axes `tp`, `sp` or `pp` some workers share in a
-    batch: `prepare_data_loader` of this module deals batches so, and Ray's own does not. Use the engine in a `with`:
-    what one worker raises, the others raise as well, and Ray starts all of them again if its `FailureConfig` says so.
+    The model moves to the device that Ray assigned to this worker. With axes `tp`, `sp` or `pp` some workers share a
+    batch: use `prepare_data_loader` of this module, because Ray's does not support that. Use the engine in a `with`
+    statement: if one worker raises, the others raise too, and Ray restarts all of them if its `FailureConfig` allows.
 
     Raises `ConfigError` outside of a worker, and for a model that `prepare_model` has wrapped.
     """
     loaded = sw.load_plan(plan)
     if not dist.is_initialized() and _size() > 1:
         raise ConfigError(
-            "The workers of this job have no process group. Give the function to ray.train.torch.TorchTrainer, which "
-            "makes one."
+            "The workers of this job have no process group. Run the function with ray.train.torch.TorchTrainer, which "
+            "creates one."
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
-            "prepare_model() has wrapped the model in DistributedDataParallel. Call shard() with the model itself, "
-            "which it moves and shards."
+            "prepare_model() has wrapped the model in DistributedDataParallel. Call shard() with the original model; "
+            "it moves and shards it."
         )
     device = ray.train.torch.get_device()
     wanted = None if device.type == "cpu" else device
@@ -58,18 +58,19 @@ def shard(model: nn.Module, plan: PlanLike = "zero3", *, optimizer: Any = None, 
 
 
 def prepare_data_loader(engine: sw.Engine, loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
-    """What Ray's own does, by `engine.data_ranks`: workers that share in a batch are given the same one.
+    """Ray's `prepare_data_loader` with the shards of `engine.data_ranks`: workers that share a batch get the same one.
 
-    A loader over an iterable dataset, or with a `DistributedSampler` already, keeps its samples. `settings` are Ray's
-    (`move_to_device`, `auto_transfer`). Call `loader.sampler.set_epoch(epoch)` before each epoch of a shuffled one.
+    A loader of an iterable dataset, or with a `DistributedSampler`, keeps its samples. `settings` are Ray's
+    (`move_to_device`, `auto_transfer`). If it shuffles, call `loader.sampler.set_epoch(epoch)` before each epoch.
     """
     place, count = engine.data_ranks
     is_dealt = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
     if count > 1 and not is_dealt:
         if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
             raise ConfigError(
-                "The loader has batches of its own (batch_size=None or a batch_sampler), which nothing here can deal "
-                "out. Deal them by engine.data_ranks, which is (place, number), and leave this call out."
+                "The loader makes its own batches (batch_size=None or a batch_sampler), so they cannot be distributed "
+                "here. Distribute them yourself by engine.data_ranks, which is (index, number of shards), and leave "
+                "this call out."
             )
         is_shuffled = not isinstance(loader.sampler, SequentialSampler)
         sampler = DistributedSampler(loader.dataset, count, place, shuffle=is_shuffled, drop_last=loader.drop_last)  # type: ignore[var-annotated]
@@ -81,12 +82,12 @@ def prepare_data_loader(engine: sw.Engine, loader: DataLoader[Any], **settings: 
 def report(
     engine: sw.Engine, metrics: Mapping[str, Any], *, state: Mapping[str, Any] | None = None, save: bool = True
 ) -> None:
-    """`ray.train.report` of `metrics`, with a checkpoint of the engine. All workers call, between steps.
+    """`ray.train.report` of `metrics`, with a checkpoint of the engine. Collective, between steps.
 
-    `state` is the caller's own, such as a scheduler's `state_dict()` or the epoch: worker 0's is kept. Which
-    checkpoints stay is said by Ray's `CheckpointConfig`.
+    `state` is additional state, such as a scheduler's `state_dict()` or the epoch; that of worker 0 is saved. Ray's
+    `CheckpointConfig` determines which checkpoints are kept.
 
-    Raises `ConfigError` for a storage that is no folder which all workers see.
+    Raises `ConfigError` if the storage is not a folder that all workers share.
     """
     if not save:
         ray.train.report(dict(metrics))
@@ -103,21 +104,21 @@ def report(
 
 
 def resume(engine: sw.Engine) -> dict[str, Any] | None:
-    """Go on from the checkpoint that Ray has for this run; the `state` given to `report`, or `None` without one.
+    """Resume from Ray's checkpoint of this run. Returns the `state` given to `report`, or `None` without a checkpoint.
 
-    All workers call. Any number of workers, under any plan, can have written it.
+    Collective. The checkpoint may have been written by any number of workers, under any plan.
     """
     checkpoint = ray.train.get_checkpoint()
     paths = [None if checkpoint is None else str(checkpoint.path)]
-    told = engine.world.exchange(json.dumps(paths[0]).encode(), "checkpoint")
-    path = json.loads(told[0])
+    messages = engine.world.exchange(json.dumps(paths[0]).encode(), "checkpoint")
+    path = json.loads(messages[0])
     if path is None:
         return None
     found = engine.resume(Path(path) / STATE_FOLDER)
     if found is None:
         raise CheckpointError(
             f"{path} has no {STATE_FOLDER}/ with a checkpoint, so it was not written by report(engine, metrics). Load "
-            f"its weights into the model before shard()."
+            f"its weights into the model before you call shard()."
         )
     return dict(found.state)
 
@@ -128,7 +129,7 @@ def _size() -> int:
     except RuntimeError as error:
         raise ConfigError(
             "shard() was called outside of a worker of Ray Train. Call it in the function that a TorchTrainer runs, or "
-            "shardwise.shard(model, plan) in a job of another launcher."
+            "call shardwise.shard(model, plan) in a job of another launcher."
         ) from error
 
 
@@ -137,7 +138,7 @@ def _storage() -> Path:
     kind = storage.storage_filesystem.type_name
     if kind != _LOCAL:
         raise ConfigError(
-            f"The storage of this run is {kind}, and the engine writes into a folder. Give RunConfig a storage_path "
-            f"that is a folder all workers see, or save with engine.save(folder) and upload that yourself."
+            f"The storage of this run is {kind}, but the engine writes into a folder. Set storage_path of RunConfig to "
+            f"a folder that all workers share, or call engine.save(folder) and upload the folder yourself."
         )
     return Path(storage.experiment_fs_path)

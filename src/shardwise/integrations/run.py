@@ -1,7 +1,7 @@
-"""`python -m shardwise.integrations.run --plan PLAN [-m] script args...`: an unmodified script over our engine.
+"""`python -m shardwise.integrations.run --plan PLAN [-m] script args...`: runs an unmodified script on our engine.
 
-What `shardwise launch --shardwise PLAN` runs on every rank; under `torchrun -m shardwise.integrations.run` it is the
-same. The script's own arguments are left as they are.
+`shardwise launch --shardwise PLAN` runs this on every rank; `torchrun -m shardwise.integrations.run` works too. The
+script's own arguments are not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USAGE = "usage: python -m shardwise.integrations.run --plan PLAN [-m] script [ar
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script; `SystemExit` with 2 for a command line or a plan that is none."""
+    """Run the script. Raises `SystemExit` for an invalid command line, and with code 2 for an invalid plan."""
     words = list(arguments)
     if len(words) < 3 or words[0] != "--plan":
         raise SystemExit(USAGE)
@@ -34,9 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     run_script(command)
     if not takeover.is_used and not place_of(os.environ).rank:
         print(
-            f"shardwise: the script made no Trainer of transformers and no Accelerator, and no Trainer of Lightning, "
-            f"so {plan} was given to nobody. In a plain loop call "
-            f"engine = sw.shard(model, {plan!r}, optimizer=optimizer).",
+            f"shardwise: the script created no Trainer of transformers or Lightning, and no Accelerator, so the plan "
+            f"{plan} had no effect. In a plain loop call engine = sw.shard(model, {plan!r}, optimizer=optimizer).",
             file=sys.stderr,
         )
 

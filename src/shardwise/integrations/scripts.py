@@ -1,4 +1,4 @@
-"""A script, run as `python script.py ...` would, by a module that has prepared the process for it."""
+"""Runs a script like `python script.py ...`, in a process that is already prepared."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Trainer and Accelerator of an unmodified script are replaced by ours, as their modules are imported.
+"""Replaces Trainer and Accelerator of an unmodified script by ours, when their modules are imported.
 
-[Note: when a class is replaced] A finder in front of `sys.meta_path` sees the import of `accelerate.accelerator`,
-`transformers.trainer`, and Lightning's `trainer.trainer` and `fabric.fabric`, and puts a subclass in the place of the
-class right after the module has run: before anybody can have taken the class out of it. So `from transformers import
-Trainer`, `Seq2SeqTrainer`, trainers of TRL, and classes that the script derives from any of them all stand on ours.
-They must not have `ShardwiseTrainerMixin` in front a second time.
+[Note: when a class is replaced] An import hook at the front of `sys.meta_path` sees the import of
+`accelerate.accelerator`, `transformers.trainer`, and Lightning's `trainer.trainer` and `fabric.fabric`. It replaces the
+class by a subclass right after the module has been executed, before other code can reference it. So `from transformers
+import Trainer`, `Seq2SeqTrainer`, trainers of TRL, and classes that the script derives from any of them, all inherit
+from ours. They must not derive from `ShardwiseTrainerMixin` a second time.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ FABRIC, LIGHTNING_FABRIC = "lightning.fabric.fabric", "lightning_fabric.fabric"
 
 
 class Takeover(importlib.abc.MetaPathFinder):
-    """Once installed, gives `plan` to every Trainer and Accelerator of this process that is given none."""
+    """Once installed, sets `plan` as the default for every Trainer and Accelerator of this process."""
 
     def __init__(self, plan: str | Path | dict[str, Any], *, as_deepspeed: bool = False) -> None:
-        """`as_deepspeed`: a DeepSpeed config that the script gives, or `accelerate launch` would, goes before `plan`.
+        """`as_deepspeed`: a DeepSpeed config that the script or `accelerate launch` sets overrides `plan`.
 
-        Raises `ConfigError` for a plan that is none, before any script runs.
+        Raises `ConfigError` for an invalid plan, before the script runs.
         """
         self.plan = sw.load_plan(plan)
         self._is_deepspeed = as_deepspeed
         self._changes = {
-            ACCELERATE: self._change_accelerate,
-            TRANSFORMERS: self._change_transformers,
-            LIGHTNING: self._change_lightning,
-            PYTORCH_LIGHTNING: self._change_pytorch_lightning,
-            FABRIC: self._change_fabric,
-            LIGHTNING_FABRIC: self._change_lightning_fabric,
+            ACCELERATE: self._patch_accelerate,
+            TRANSFORMERS: self._patch_transformers,
+            LIGHTNING: self._patch_lightning,
+            PYTORCH_LIGHTNING: self._patch_pytorch_lightning,
+            FABRIC: self._patch_fabric,
+            LIGHTNING_FABRIC: self._patch_lightning_fabric,
         }
         if as_deepspeed:
-            self._changes |= {ARGUMENTS: _change_arguments, MODELS: _change_models}
+            self._changes |= {ARGUMENTS: _patch_arguments, MODELS: _patch_models}
 
     def install(self) -> None:
-        """From now on; raises `StateError` where one of the modules is there already."""
+        """Install the import hook. Raises `StateError` if one of the modules has been imported already."""
         for name in self._changes:
             if name in sys.modules:
-                raise StateError(f"{name} was imported before a plan could be given to it. Import it later.")
+                raise StateError(f"{name} was imported before shardwise could replace its class. Import it later.")
         sys.meta_path.insert(0, self)
 
     @property
     def is_used(self) -> bool:
-        """Whether any Trainer or Accelerator has been made."""
+        """Whether any Trainer or Accelerator has been created."""
         accelerate = sys.modules.get("shardwise.integrations.accelerate")
         lightning = sys.modules.get("shardwise.integrations.lightning_parts")
         return (accelerate is not None and accelerate.Accelerator.num_made > 0) or (
@@ -71,18 +71,18 @@ class Takeover(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Afterwards(spec.loader, change)
+            spec.loader = _AfterImport(spec.loader, change)
         return spec
 
-    def _change_accelerate(self, module: Any) -> None:
+    def _patch_accelerate(self, module: Any) -> None:
         import torch
 
         from shardwise.integrations.accelerate import Accelerator
 
         if not torch.accelerator.is_available():
-            os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else it takes every process for one that is alone
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else each process would see a world of size 1
         Accelerator.default_plan = self.plan
-        Accelerator.reads_alone = True
+        Accelerator.main_process_reads_alone = True
         if self._is_deepspeed:
             from shardwise.integrations.accelerate_deepspeed import DeepSpeedAccelerator
 
@@ -90,59 +90,59 @@ class Takeover(importlib.abc.MetaPathFinder):
         else:
             module.Accelerator = Accelerator
 
-    def _change_transformers(self, module: Any) -> None:
+    def _patch_transformers(self, module: Any) -> None:
         from shardwise.integrations.transformers import ShardwiseTrainerMixin, Trainer
 
         ShardwiseTrainerMixin.default_plan = self.plan
         module.Trainer = Trainer
 
-    def _change_lightning(self, module: Any) -> None:
+    def _patch_lightning(self, module: Any) -> None:
         from shardwise.integrations.lightning import ShardwiseStrategy
 
-        self._take_lightning_trainer(module, ShardwiseStrategy)
+        self._replace_lightning_trainer(module, ShardwiseStrategy)
 
-    def _change_pytorch_lightning(self, module: Any) -> None:
+    def _patch_pytorch_lightning(self, module: Any) -> None:
         from shardwise.integrations.pytorch_lightning import ShardwiseStrategy
 
-        self._take_lightning_trainer(module, ShardwiseStrategy)
+        self._replace_lightning_trainer(module, ShardwiseStrategy)
 
-    def _change_fabric(self, module: Any) -> None:
+    def _patch_fabric(self, module: Any) -> None:
         from shardwise.integrations.fabric import ShardwiseStrategy
 
-        self._take_fabric(module, ShardwiseStrategy)
+        self._replace_fabric(module, ShardwiseStrategy)
 
-    def _change_lightning_fabric(self, module: Any) -> None:
+    def _patch_lightning_fabric(self, module: Any) -> None:
         from shardwise.integrations.lightning_fabric import ShardwiseStrategy
 
-        self._take_fabric(module, ShardwiseStrategy)
+        self._replace_fabric(module, ShardwiseStrategy)
 
-    def _take_fabric(self, module: Any, strategy_class: Any) -> None:
+    def _replace_fabric(self, module: Any, strategy_class: Any) -> None:
         from shardwise.integrations.lightning_parts import fabric_over
 
         strategy_class.default_plan = self.plan
         module.Fabric = fabric_over(module.Fabric, strategy_class)
 
-    def _take_lightning_trainer(self, module: Any, strategy_class: Any) -> None:
+    def _replace_lightning_trainer(self, module: Any, strategy_class: Any) -> None:
         from shardwise.integrations.lightning_parts import trainer_over
 
         strategy_class.default_plan = self.plan
         module.Trainer = trainer_over(module.Trainer, strategy_class)
 
 
-def _change_arguments(module: Any) -> None:
+def _patch_arguments(module: Any) -> None:
     from shardwise.integrations.hf_deepspeed import take_over_arguments
 
     take_over_arguments(module.TrainingArguments)
 
 
-def _change_models(module: Any) -> None:
+def _patch_models(module: Any) -> None:
     from shardwise.integrations.hf_zero3 import take_over_models
 
     take_over_models(module)
 
 
-class _Afterwards(importlib.abc.Loader):
-    """Another loader, and what is done to a module when that has run it."""
+class _AfterImport(importlib.abc.Loader):
+    """Wraps a loader, and calls `change` after it has executed the module."""
 
     def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
         self._loader = loader

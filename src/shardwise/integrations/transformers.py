@@ -1,7 +1,7 @@
-"""The Trainer of Hugging Face Transformers over our engine: `Trainer(..., shardwise="zero3")`.
+"""The Trainer of Hugging Face Transformers on our engine: `Trainer(..., shardwise="zero3")`.
 
-Trainer asks its Accelerator for everything that differs between DDP, FSDP and DeepSpeed, so ours is put in its place
-(`shardwise.integrations.accelerate`); what is here are the parts of Trainer that read or write whole models.
+Trainer uses its Accelerator for everything that differs between DDP, FSDP and DeepSpeed, so it gets ours
+(`shardwise.integrations.accelerate`). This file replaces the parts of Trainer that read or write whole models.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
-from shardwise.integrations.arguments import refuse_arguments
-from shardwise.integrations.folders import STATE_FOLDER, beside
-from shardwise.integrations.hf_deepspeed import ASKED, Sections
-from shardwise.integrations.peft_saving import prompts_kept, whole_adapters
+from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
+from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, Sections
+from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, require_agreement, without
+from shardwise.integrations.trainer_arguments import refuse_arguments
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
-_REPORT_TO = "Trainer tells whom report_to of TrainingArguments names"
+_REPORT_TO = "Trainer logs to the trackers set by report_to of TrainingArguments"
 
 
 class ShardwiseTrainerMixin(_Base):
-    """In front of any Trainer: `class MyTrainer(ShardwiseTrainerMixin, Seq2SeqTrainer)`.
+    """Makes any Trainer use our engine: `class MyTrainer(ShardwiseTrainerMixin, Seq2SeqTrainer)`.
 
     `shardwise` is the plan: a preset's name, a file, a dict or a `sw.Plan`. Precision, accumulation, clipping and
-    compiler are those of `TrainingArguments`; a plan that says something else of them is refused. Nothing is moved to a
-    device before the model is sharded, which happens with the first `train()`, `evaluate()` or `predict()`.
+    compiler come from `TrainingArguments`; a plan that contradicts them is refused. The model is sharded, and moved to
+    its device, by the first `train()`, `evaluate()` or `predict()`.
     """
 
     optimizer: Any
     lr_scheduler: Any
     _sections: Sections | None
     default_plan: PlanLike = "zero3"
-    """What counts where `shardwise` is not given."""
+    """The plan if `shardwise` is not given."""
 
     def __init__(self, *args: Any, shardwise: PlanLike | None = None, **kwargs: Any) -> None:
         self.plan = sw.load_plan(self.default_plan if shardwise is None else shardwise)
@@ -63,7 +63,7 @@ class ShardwiseTrainerMixin(_Base):
     # -- the accelerator --------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        if hasattr(self.args, ASKED):
+        if hasattr(self.args, CONFIG_ATTRIBUTE):
             self._take_deepspeed_config()
         refuse_arguments(self.args, self.plan, self.model)
         require_agreement(
@@ -85,14 +85,14 @@ class ShardwiseTrainerMixin(_Base):
             )
 
     def _take_deepspeed_config(self) -> None:
-        """`TrainingArguments(deepspeed=...)` under `shardwise launch --as-deepspeed`: the config is the plan."""
+        """`TrainingArguments(deepspeed=...)` under `shardwise launch --as-deepspeed`: the config becomes the plan."""
         if self._is_planned:
             raise ConfigError("There are two plans: deepspeed= of TrainingArguments, and shardwise=. Keep one of them.")
         self._sections = Sections(self.args)
         reading = self._sections.reading(self.model)
         self.plan = without(sw.load_plan(reading.plan), "accumulate", "clip_grad_norm")
         if self.args.process_index == 0 and (report := reading.report(monitors_by=_REPORT_TO)):
-            print(f"shardwise: of the DeepSpeed config\n{report}")
+            print(f"shardwise: about the DeepSpeed config\n{report}")
 
     def _refuse_two_optimizers(self) -> None:
         if self._sections is not None and self._sections.has("optimizer") and self.optimizer is not None:
@@ -111,8 +111,8 @@ class ShardwiseTrainerMixin(_Base):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_tp_size(self) -> int:
-        """Ranks that are given the same batch, by which Trainer counts tokens and samples."""
-        copies: int = self.accelerator.copies_of_a_batch
+        """The number of ranks that get the same batch. Trainer uses it to count tokens and samples."""
+        copies: int = self.accelerator.ranks_per_batch
         return copies
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -120,15 +120,16 @@ class ShardwiseTrainerMixin(_Base):
         return dict(self._accelerator_arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine does it, part by part."""
+        """Does nothing: the engine moves the model, part by part."""
 
-    # -- batches that several ranks share in -----------------------------------------------------------
+    # -- batches that several ranks share --------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Trainer divides by the ranks that share in a batch, which it has counted only if it has asked all ranks."""
+        """Trainer divides the count by the number of ranks that share a batch. That is only right if it has summed over
+        all ranks; a local count is multiplied here to compensate."""
         counted = super()._get_num_items_in_batch(batch_samples, device)
-        is_own = not (self.args.average_tokens_across_devices and self.args.world_size > 1)
-        return counted * self.get_tp_size() if is_own and isinstance(counted, torch.Tensor) else counted
+        is_local = not (self.args.average_tokens_across_devices and self.args.world_size > 1)
+        return counted * self.get_tp_size() if is_local and isinstance(counted, torch.Tensor) else counted
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         with self.accelerator.counting_batches_once():
@@ -137,7 +138,7 @@ class ShardwiseTrainerMixin(_Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """See Trainer. Where sequences are split, logits beside a loss are joined if anybody is to see them."""
+        """See Trainer. If sequences are split, logits are gathered only if they are returned."""
         if self.engine is not None:
             self.engine.give_whole_outputs(tokens=not prediction_loss_only)
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
@@ -166,16 +167,16 @@ class ShardwiseTrainerMixin(_Base):
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if grad_norm is not None and self.control.should_log:
-            grad_norm = float(grad_norm)  # on a GPU nobody has waited for it yet
+            grad_norm = float(grad_norm)  # on a GPU, waits for the norm
         self._is_step_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See Trainer. Where the plan names a `run`, rank 0 writes into its record what it logs: of a step, of an
-        evaluation (as `validation`), of the whole training (`train`), of the script's own (`log`)."""
+        """See Trainer. If the plan has `run`, rank 0 also writes the values to its record: as `step`, `validation` for
+        evaluations, `train` for the summary of a training, or `log` for the script's own calls."""
         known = len(self.state.log_history)
         super().log(logs, *args, **kwargs)
-        is_step, self._is_step_logged = self._is_step_logged, False  # the first one is; an evaluation may follow
+        is_step, self._is_step_logged = self._is_step_logged, False  # only the first call; an evaluation may follow
         engine, new = self.engine, self.state.log_history[known:]
         if engine is not None and engine.plan.run is not None:
             kind, values = ("step", _numbers(new, "")) if is_step else _kind_of(new)
@@ -188,8 +189,8 @@ class ShardwiseTrainerMixin(_Base):
         return super().evaluation_loop(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's trainers that generate call this. Weights are gathered once, unless `ds3_gather_for_generation` is
-        false, where each token gathers them unit by unit."""
+        """Called by trainers of TRL that generate. Weights are gathered once; with `ds3_gather_for_generation=False`
+        each token gathers them unit by unit."""
         is_gathered = self.engine is not None and getattr(self.args, "ds3_gather_for_generation", True)
         with self.engine.inference() if is_gathered and self.engine is not None else nullcontext():
             return super()._generate_single_turn(*args, **kwargs)
@@ -197,27 +198,27 @@ class ShardwiseTrainerMixin(_Base):
     # -- saving -----------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """See Trainer. All ranks call; rank 0 writes, a unit of the model at a time."""
+        """See Trainer. Collective; rank 0 writes, one unit of the model at a time."""
         engine = self.engine
         if engine is None:
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         if hasattr(self.model, "peft_config"):
-            adapters = whole_adapters(self.model, engine)
-            with prompts_kept(self.model):
+            adapters = adapter_state_dict(self.model, engine)
+            with prompts_precomputed(self.model):
                 if self.args.should_save:
                     self._save(str(folder), state_dict=adapters)
         else:
-            with beside(folder, engine) as draft:
+            with staged(folder, engine) as draft:
                 engine.save_pretrained(draft, dtype=self.accelerator.dtype_before(self.model))
             if self.args.should_save:
-                self._save_around(folder)
+                self._save_extras(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_around(self, folder: Path) -> None:
-        """What Trainer puts beside weights."""
+    def _save_extras(self, folder: Path) -> None:
+        """Save the tokenizer and arguments, as Trainer does next to weights."""
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -234,7 +235,7 @@ class ShardwiseTrainerMixin(_Base):
     # -- resuming ---------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():  # else the engine reads it, each rank its part
+        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():  # otherwise the engine loads it later
             materialize(self.model if model is None else model)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -255,11 +256,15 @@ class ShardwiseTrainerMixin(_Base):
 
     def _resume_engine(self, engine: sw.Engine, checkpoint: str) -> None:
         if engine.resume(Path(checkpoint) / STATE_FOLDER) is None:
-            raise CheckpointError(f"{checkpoint}/{STATE_FOLDER} has no checkpoint; was saving cut short? Take another.")
+            raise CheckpointError(
+                f"{checkpoint}/{STATE_FOLDER} has no complete checkpoint; saving may have been interrupted. Resume "
+                f"from another one."
+            )
 
 
 def _numbers(entries: list[dict[str, Any]], prefix: str) -> dict[str, float]:
-    """What entries of Trainer's history say in numbers, but the step, which the record has; without `prefix`."""
+    """The numbers in entries of Trainer's history, without the step, which the record has itself. Names lose
+    `prefix`."""
     return {
         name.removeprefix(prefix): float(value)
         for entry in entries
@@ -269,7 +274,7 @@ def _numbers(entries: list[dict[str, Any]], prefix: str) -> dict[str, float]:
 
 
 def _kind_of(entries: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
-    """Lines of what kind entries are that are about no single step, and their numbers."""
+    """The kind and the numbers of entries that do not belong to a single step."""
     for kind, prefix in (("validation", "eval_"), ("train", "train_")):
         if any(name.startswith(prefix) for entry in entries for name in entry):
             return kind, _numbers(entries, prefix)
@@ -277,7 +282,7 @@ def _kind_of(entries: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
 
 
 def sharded(trainer: type) -> type:
-    """A Trainer class with the mixin in front of it."""
+    """A subclass of a Trainer class with `ShardwiseTrainerMixin`."""
     if issubclass(trainer, ShardwiseTrainerMixin):
         return trainer
     return type(

@@ -13,6 +13,8 @@ WIDTH, HEIGHT = 860, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
 MOST_POINTS = 600
 MOST_SPANS = 4000
+LEAST_SPREAD = 1e-290
+"""Values that are closer together are drawn as equal ones: parts of less than that have no logarithm."""
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04")
 Points = Sequence[tuple[float, float]]
 Row = tuple[str, Sequence[tuple[str, float]]]
@@ -36,7 +38,8 @@ def line_chart(series: Sequence[Series], *, unit: str, said: Callable[[float], s
     xs = [x for one in kept for x, _ in one.points]
     ys = [y for one in kept for _, y in one.points]
     low, high = min(ys), max(ys)
-    spread = (high - low) or abs(high) or 1.0
+    spread = (high - low) or abs(high)
+    spread = spread if spread > LEAST_SPREAD else 1.0
     low, high = low - 0.05 * spread, high + 0.05 * spread
     first, last = min(xs), max(xs)
 
@@ -159,8 +162,11 @@ def _spans(events: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float, f
         if event.get("ph") not in ("X", "b", "e"):
             continue
         rank, track, name, at = int(event["pid"]), str(event["cat"]), str(event["name"]), float(event["ts"])
+        end = at + float(event.get("dur", 0.0))
+        if not math.isfinite(end):
+            raise ValueError(f"{name!r} is at no time that can be drawn")
         if event["ph"] == "X":
-            spans.append((rank, track, at, at + float(event["dur"]), name))
+            spans.append((rank, track, at, end, name))
         elif event["ph"] == "b":
             begun[rank, track, name] = at
         elif (rank, track, name) in begun:

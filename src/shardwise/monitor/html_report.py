@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from shardwise.monitor.charts import COLOURS, Series, bars, line_chart, timeline
+from shardwise.errors import ShardwiseError
+from shardwise.monitor.charts import COLOURS, Series, bars, line_chart, thinned, timeline
+from shardwise.monitor.lines import Line
 from shardwise.monitor.plot import smooth
-from shardwise.monitor.record import Line
 from shardwise.monitor.run_view import RunView, most_of_all_ranks
+from shardwise.monitor.slowness import chosen, others
+from shardwise.safe_files import read_regular
 from shardwise.units import format_bytes, format_count, format_seconds
 
 TIMELINE, PROGRAM = "timeline.json", "program.txt"
 MOST_RANKS = 64
+MOST_NOTES = 200
+MOST_BYTES, MOST_CHARS = 2**27, 2**21
+"""Of a file that is read into the page, and of a text that is shown on it."""
+LARGEST = 1e290
+"""Values beyond it are not drawn: their sums would not be finite."""
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff; margin: 2rem auto; max-width: 900px;
@@ -58,10 +67,8 @@ def _parts(view: RunView) -> Iterator[str]:
     yield _section("Where the time goes, a step", _ranks(view))
     yield _section("Memory, the largest rank of each kind", _memory(view.memory()))
     yield _section("Memory, rank by rank", _memory_of_ranks(view.memory()))
-    yield _section("One step", _timeline(view.folder / TIMELINE))
-    program = view.folder / PROGRAM
-    if program.exists():
-        yield _section("Table and program", _pre(program.read_text(encoding="utf-8", errors="replace")))
+    yield _section("One step", _of_file(view.folder / TIMELINE, _timeline))
+    yield _section("Table and program", _of_file(view.folder / PROGRAM, _program))
     yield _section("Plan", _pre(json.dumps(_given(view.last_start.get("plan", {})), indent=2)))
 
 
@@ -75,15 +82,14 @@ def _pre(text: str) -> str:
 
 def _head(view: RunView) -> str:
     start = view.last_start
-    mesh = " x ".join(f"{axis}={size}" for axis, size in view.mesh.items())
     versions = ", ".join(f"{name} {version}" for name, version in start.get("versions", {}).items())
-    told = [str(start.get("model", "")), f"{start.get('plan', {}).get('preset', '')} on {mesh or start['world_size']}"]
+    told = [str(start.get("model", "")), view.made_of]
     told += [str(start.get("device", "")), str(start.get("started", "")), versions]
     figures = []
     if view.steps:
         last, rate = view.steps[-1], view.throughput()
         figures.append(f"step {last['step']}")
-        if isinstance(last.get("loss"), int | float):
+        if last.get("loss") is not None:
             figures.append(f"loss {last['loss']:.4g}")
         if rate is not None:
             figures.append(f"{format_count(rate[0])} {rate[1]}/s")
@@ -100,19 +106,35 @@ def _faults(view: RunView) -> str:
     said = []
     if view.status == "crashed":
         said.append(("error", view.said))
+    if view.damage:
+        said.append(("warning", view.damage))
     for line in view.lines:
         if line["kind"] == "end" and line.get("error"):
             said.append(("error", f"after step {line['step']}: {line['error']}"))
         elif line["kind"] == "resume":
             said.append(("", f"went on after step {line['step']} on {line['world_size']} ranks, {line['started']}"))
-    for note in view.notes:
-        at = datetime.fromtimestamp(note.time, UTC).isoformat(timespec="seconds")
-        said.append((note.level, f"{at}, rank {note.rank}: {note.text}"))
+        elif line["kind"] == "fault":
+            said.append(("error", f"after step {line['step']}: {_verdict(line)}"))
+    said += [(note.level, f"{_moment(note.time)}rank {note.rank}: {note.text}") for note in view.notes[-MOST_NOTES:]]
+    if len(view.notes) > MOST_NOTES:
+        said.append(("", f"These are the last {MOST_NOTES} of {len(view.notes)} notes of ranks."))
     return "".join(f'<p class="note {escape(level)}">{escape(text)}</p>' for level, text in said)
 
 
+def _verdict(line: Line) -> str:
+    """What the launcher of an elastic job has found out about a fault."""
+    return ": ".join(str(line[name]) for name in ("sort", "evidence") if line.get(name)) or "a fault"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") + ", "
+    except (ValueError, OverflowError, OSError):  # no time that a calendar has
+        return ""
+
+
 def _curves(view: RunView) -> Iterator[tuple[str, str]]:
-    losses = column(view.steps, "loss")
+    losses = thinned(column(view.steps, "loss"))
     checked = column([line for line in view.lines if line["kind"] == "validation"], "loss")
     smoothed = list(zip([x for x, _ in losses], smooth([y for _, y in losses]), strict=True)) if losses else []
     series = [Series("loss", losses, COLOURS[0], is_faint=True), Series("loss, smoothed", smoothed)]
@@ -127,24 +149,24 @@ def _curves(view: RunView) -> Iterator[tuple[str, str]]:
 
 
 def column(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
-    """`(step, value)` of the lines that have a value."""
-    return [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
+    """`(step, value)` of the lines that have a value that can be drawn."""
+    return [(line["step"], line[name]) for line in lines if name in line and abs(line[name]) < LARGEST]
 
 
 def _ranks(view: RunView) -> str:
-    rows, verdicts = view.ranks()[:MOST_RANKS], view.verdicts()[:MOST_RANKS]
+    verdicts = view.verdicts()
+    shown, rows = chosen(verdicts, MOST_RANKS), view.ranks()
     if not rows:
         return ""
-    parts = [
-        (f"rank {rank}", [("computing", row["computing"]), ("waiting", row["waiting"]), ("between steps", row["idle"])])
-        for rank, row in enumerate(rows)
-    ]
+    kinds = {"computing": "computing", "waiting": "waiting", "between steps": "idle"}
+    parts = [(f"rank {one.rank}", [(said, rows[one.rank][name]) for said, name in kinds.items()]) for one in shown]
     words = "".join(
         f'<tr class="{"slow" if one.is_slow else ""}"><td>rank {one.rank}</td>'
         f'<td class="words">{escape(one.words)}</td></tr>'
-        for one in verdicts
+        for one in shown
     )
-    return bars(parts, format_seconds, stacked=True) + f"<table>{words}</table>"
+    rest = f"<p>{escape(others(verdicts, shown))}</p>" if len(verdicts) > len(shown) else ""
+    return bars(parts, format_seconds, stacked=True) + f"<table>{words}</table>{rest}"
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -171,17 +193,25 @@ def _memory_of_ranks(rows: Sequence[Mapping[str, Any]]) -> str:
         + "</tr>"
         for rank, row in enumerate(rows[:MOST_RANKS])
     )
-    return f"<table><tr><th></th>{head}</tr>{body}</table>"
+    rest = f"<p>and {len(rows) - MOST_RANKS} more</p>" if len(rows) > MOST_RANKS else ""
+    return f"<table><tr><th></th>{head}</tr>{body}</table>{rest}"
 
 
-def _timeline(path: Path) -> str:
-    if not path.exists():
-        return ""
+def _of_file(path: Path, draw: Callable[[str], str]) -> str:
+    """What `draw` makes of a file; a sentence if it cannot be read, and nothing if it does not exist."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return timeline(events)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return draw(read_regular(path, MOST_BYTES).decode(errors="replace")) if os.path.lexists(path) else ""
+    except (ShardwiseError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f'<p class="error">{escape(f"{path.name} cannot be read: {error}")}</p>'
+
+
+def _timeline(text: str) -> str:
+    return timeline(json.loads(text)["traceEvents"])
+
+
+def _program(text: str) -> str:
+    cut = "" if len(text) <= MOST_CHARS else f"<p>These are the first {MOST_CHARS} of {len(text)} characters.</p>"
+    return _pre(text[:MOST_CHARS]) + cut
 
 
 def _given(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,15 @@ even if the rank that writes the record has died.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from shardwise import plain_data
 
 LOGGER = "shardwise"
 
@@ -58,15 +61,18 @@ class Notes(logging.Handler):
 
 
 def read_notes(folder: Path) -> list[Note]:
-    """The notes of all ranks sorted by time. Torn or foreign lines are skipped."""
-    found = [note for path in folder.glob("notes-rank-*.jsonl") for note in _in_file(path)]
+    """The notes of all ranks sorted by time. Torn or foreign lines are skipped, as are files that cannot be read."""
+    paths = (path for path in folder.glob("notes-rank-*.jsonl") if path.is_file())
+    found = [note for path in paths for note in _in_file(path)]
     return sorted(found, key=lambda note: note.time)
 
 
 def _in_file(path: Path) -> Iterator[Note]:
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            yield Note(float(line["time"]), int(line["rank"]), str(line["level"]), str(line["text"]))
-        except (ValueError, KeyError, TypeError):
-            continue
+    try:
+        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for text in texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            line = plain_data.read(text.encode(), {"time": float, "rank": int, "level": str, "text": str})
+            yield Note(float(line["time"]), line["rank"], line["level"], line["text"])

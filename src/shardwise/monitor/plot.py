@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ShardwiseError
+from shardwise.monitor.charts import thinned
 from shardwise.monitor.record import Record, read_record
 from shardwise.units import format_count
 
@@ -18,6 +19,7 @@ INK = "#1f2937"
 FAINT = "#9ca3af"
 TRAIN = "#2563eb"
 VALIDATION = "#ea580c"
+MOST_POINTS = 2000
 SMOOTHING_SHARE = 25  # a window reaches over a 25th of the run to either side
 
 
@@ -54,7 +56,13 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def _curves(record: Record) -> tuple[Points, Points, str]:
-    """Training and validation loss over the same unit: tokens if every step has them, else steps."""
+    """Training and validation loss over the same unit: tokens if every step has them, else steps. Of very many steps,
+    neighbours are drawn as their mean."""
+    train, validation, unit = _all_points(record)
+    return [*thinned(train, MOST_POINTS)], [*thinned(validation, MOST_POINTS)], unit
+
+
+def _all_points(record: Record) -> tuple[Points, Points, str]:
     train, validation = record.column("loss"), record.column("loss", kind="validation")
     tokens = dict(record.column("tokens"))
     if not all(step in tokens for step, _ in (*train, *validation)):

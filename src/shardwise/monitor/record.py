@@ -14,24 +14,29 @@ recorded after step 50: those steps are taken again, and each step has one line.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
 from shardwise.errors import ShardwiseError
+from shardwise.monitor.lines import Line, is_line
+from shardwise.safe_files import regular_descriptor
 from shardwise.version import __version__
 
-Line = dict[str, Any]
+_LOG = logging.getLogger(__name__)
+_MAX_LINE_BYTES = 2**26
+"""More than any line has: of ten thousand ranks it is a few MiB."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Record:
 
     header: Line
     lines: list[Line]
+    num_damaged: int = 0
+    """Lines that were left out, if the reader may do that."""
 
     def column(self, name: str, kind: str = "step") -> list[tuple[int, float]]:
         """`(step, value)` of every line of `kind` that has a finite number called `name`, sorted by step."""
@@ -70,11 +77,13 @@ class RunRecord:
         cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int, **more: object
     ) -> RunRecord:
         """Continue after `step`: later lines of the old run are dropped, except its faults. A missing record is
-        begun."""
+        begun. Damaged lines are dropped with a warning, since a run must not end because of its record."""
         path = Path(path)
         if not path.exists():
             return cls.start(path, plan=plan, world_size=world_size, **more)
-        old = read_record(path)
+        old = RecordReader(path, keep=lambda line: line).read()
+        if old.num_damaged:
+            _LOG.warning("%s had damaged lines (%d), which were dropped.", path, old.num_damaged)
         kept = [line for line in old.lines if line["step"] <= step or line["kind"] == "fault"]
         return cls(path, [old.header, *kept, {**_header("resume", plan, world_size), **more, "step": step}])
 
@@ -99,16 +108,71 @@ class RunRecord:
 def read_record(path: str | Path) -> Record:
     """Read a record, also while it is being written or after a crash: a torn last line is skipped. Raises
     `ShardwiseError`."""
-    path = Path(path)
-    try:
-        texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        raise ShardwiseError(f"There is no run record at {path}. Give the record.jsonl of a run.") from None
-    whole = texts[:-1]  # after the last line break: nothing, or an incomplete line
-    lines = [_parse(path, number, text) for number, text in enumerate(whole, start=1)]
-    if not lines or lines[0].get("kind") != "run":
-        raise ShardwiseError(f'{path} is not a run record: its first line should say "kind": "run".')
-    return Record(lines[0], lines[1:])
+    return RecordReader(Path(path)).read()
+
+
+class RecordReader:
+    """Reads one record, any number of times; each time only what was added since."""
+
+    def __init__(self, path: Path, keep: Callable[[Line], Line | None] | None = None) -> None:
+        """Without `keep`, a damaged line is an error. With it damaged lines are counted, and others replaced by what
+        `keep` returns, or counted too if that is None."""
+        self._path = path
+        self._keep = keep
+        self._file_number = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset = self._num_read = self._num_damaged = 0
+        self._header: Line | None = None
+        self._lines: list[Line] = []
+
+    def read(self) -> Record:
+        """Everything that is there by now. Raises `ShardwiseError`."""
+        with self._opened() as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._file_number or found.st_size < self._offset:  # a resumed run writes a new file
+                self._file_number = found.st_ino
+                self._begin()
+            file.seek(self._offset)
+            while (line := file.readline(_MAX_LINE_BYTES)) and (line.endswith(b"\n") or len(line) == _MAX_LINE_BYTES):
+                self._offset += len(line)
+                self._num_read += 1
+                self._take(line)
+        if self._header is None:
+            raise ShardwiseError(self._no_header())
+        return Record(self._header, self._lines, self._num_damaged)
+
+    def _opened(self) -> BinaryIO:
+        try:
+            return os.fdopen(regular_descriptor(self._path, follows_links=True), "rb")
+        except FileNotFoundError:
+            raise ShardwiseError(f"There is no run record at {self._path}. Give the record.jsonl of a run.") from None
+        except OSError as error:
+            raise ShardwiseError(f"The record {self._path} cannot be read: {error.strerror}.") from error
+
+    def _take(self, text: bytes) -> None:
+        try:
+            line: Line | None = _parse(self._path, self._num_read, text)
+        except ShardwiseError:
+            if self._keep is None or self._header is None:
+                raise
+            line = None
+        if self._keep is not None and line is not None:
+            line = self._keep(line)
+        if line is None:
+            self._num_damaged += 1
+        elif self._header is not None:
+            self._lines.append(line)
+        elif line["kind"] != "run":
+            raise ShardwiseError(self._no_header())
+        else:
+            self._header = line
+
+    def _no_header(self) -> str:
+        if self._num_read == 0:
+            return f"{self._path} is empty: the run has not begun to write it, or was ended before it did."
+        return f'{self._path} is not a run record: its first line should say "kind": "run".'
 
 
 def _header(kind: str, plan: Mapping[str, Any], world_size: int) -> Line:
@@ -129,8 +193,22 @@ def _header(kind: str, plan: Mapping[str, Any], world_size: int) -> Line:
 
 
 def _this_process() -> dict[str, Any]:
-    """Identifies the writer, so that a reader can tell whether it is alive: process ids are reused."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
+    """Identifies the writer, so that a reader can tell whether it is alive: process ids are reused, and containers
+    that share the host's name have their own."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "created": psutil.Process().create_time(),
+        "pid_namespace": pid_namespace(),
+    }
+
+
+def pid_namespace() -> str:
+    """What tells process ids of this container from those of others; empty where the system does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _text(line: Line) -> str:
@@ -152,13 +230,13 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _parse(path: Path, number: int, text: str) -> Line:
+def _parse(path: Path, number: int, text: bytes) -> Line:
     try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
+        line = json.loads(text.decode(errors="replace"), parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
         raise ShardwiseError(
             f"{path}, line {number} is damaged: {error}. Take the line out, or start the run over."
         ) from error
-    if not isinstance(line, dict) or "kind" not in line or ("step" not in line and line["kind"] != "run"):
+    if not is_line(line):
         raise ShardwiseError(f"{path}, line {number} has no kind and step; take the line out, or start the run over.")
-    return line
+    return dict(line)

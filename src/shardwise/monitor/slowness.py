@@ -41,6 +41,19 @@ def judge(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], factor: fl
     ]
 
 
+def chosen(verdicts: Sequence[Verdict], most: int) -> list[Verdict]:
+    """At most `most` of them, by rank: the slow ones first, then the lowest ranks."""
+    first = sorted(verdicts, key=lambda one: (not one.is_slow, one.rank))[:most]
+    return sorted(first, key=lambda one: one.rank)
+
+
+def others(verdicts: Sequence[Verdict], shown: Sequence[Verdict]) -> str:
+    """A few words on those that are not shown."""
+    num_slow = sum(one.is_slow for one in verdicts) - sum(one.is_slow for one in shown)
+    slow = f"{num_slow} of them slow" if num_slow else "none of them slow"
+    return f"and {len(verdicts) - len(shown)} more, {slow}"
+
+
 @dataclass(frozen=True)
 class Finding:
     """What was slow over a window: a rank, or if `rank` is None the links along an axis."""

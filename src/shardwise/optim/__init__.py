@@ -11,6 +11,7 @@ from shardwise.optim.muon import Muon, hidden_matrices
 from shardwise.optim.piece import Piece
 from shardwise.optim.probe import StateForm, state_keys, vet
 from shardwise.optim.rank_peers import RankPeers
+from shardwise.optim.step_method import replaced_step
 
 __all__ = [
     "SCALAR_STATES",
@@ -27,6 +28,7 @@ __all__ = [
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",
+    "replaced_step",
     "require_states_for_disk",
     "state_keys",
     "vet",

@@ -23,6 +23,7 @@ from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
+from shardwise.optim.step_method import StepGuard
 from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
 from shardwise.program import Update
@@ -59,7 +60,7 @@ class AdoptedOptimizer:
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
         self.rows = PiecesInRows(self.pieces, self._member_of)
-        self.updates = Updates(self._groups, self.rows)
+        self.updates = Updates(self._groups, self.rows, peers)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._flats = flats
         self.added: dict[nn.Parameter, Update] = {}
@@ -70,6 +71,7 @@ class AdoptedOptimizer:
         for member, groups in self._groups.items():
             self._adopt(member, groups.pieces, peers)
             self._hook(member, before, after)
+            StepGuard.over(member, self.updates.withdraw_gradients)
             self._handles += [
                 member.register_load_state_dict_pre_hook(self._cut_state_dict),
                 member.register_load_state_dict_post_hook(self._guard_states),
@@ -293,6 +295,7 @@ class AdoptedOptimizer:
         for member in self.members:
             if isinstance(member, Cooperative):
                 member.peers = Alone()
+            StepGuard.release(member)
             for name in REPLACED_METHODS:
                 member.__dict__.pop(name, None)
 

@@ -5,7 +5,8 @@ the device while the next unit is updated. Each such update is the optimizer's o
 gradients only on the pieces of that unit: every optimizer skips parameters whose gradient is `None`. All of them come
 before the step that the loop asked for, in which those pieces no longer have gradients. So hooks, schedulers and
 closures see one step. Values that an optimizer keeps in its groups, such as a step count, are restored before each of
-them, so that it counts once.
+them, so that it counts once. Units for which the optimizer asks for norms or whole matrices are left to the step that
+the loop asked for (`updates_by_unit` in `program/spec.py`).
 """
 
 from __future__ import annotations

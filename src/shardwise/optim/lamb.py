@@ -53,7 +53,7 @@ class Lamb(Cooperative):
         ratios = trust_ratios(self.peers.sum_squares(params, squares))
         for number, param, group in members:
             if param.grad is not None:
-                ratio = ratios[number] if group["adapt"] else 1.0
+                ratio = ratios[number].to(param.device) if group["adapt"] else 1.0
                 param.sub_(self._direction(param, group).mul_(group["lr"] * ratio))
         return loss
 

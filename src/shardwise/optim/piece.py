@@ -27,7 +27,7 @@ class Piece:
 
     @property
     def box(self) -> Box | None:
-        """The part of the unsplit parameter to which `shape` and `span` refer, if a model axis cuts or copies it."""
+        """The part of the unsplit parameter that `shape` and `span` refer to, if a model axis splits or copies it."""
         return self.flat.slots[self.index].box
 
     @property

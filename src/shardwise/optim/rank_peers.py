@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ class RankPeers:
         self._rank = rank
         self._during = during
         self._flats = {flat.name: flat for flat in flats}
+        self._device = flats[0].device if flats else torch.device("cpu")
+        """Of messages; pieces may be on the host."""
         self._matrix_exchanges = matrix_exchanges([flat.spec for flat in flats])
         self._norms_axes = norms_axes([flat.spec for flat in flats])
         self._by_param: dict[nn.Parameter, Piece] = {}
@@ -46,12 +49,22 @@ class RankPeers:
         self._groups: dict[str, Group] = {}
         self._calls: tuple[Make, Compute, Apply] | None = None
         self._transfers: dict[str, _MatrixTransfer] = {}
+        self._is_for_unit = False
 
     def meet(self, pieces: Sequence[Piece]) -> None:
         """Learn which piece of which parameter each of the optimizer's entries is."""
         self._by_param = {piece.tensor: piece for piece in pieces}
         self._by_place = {(piece.flat.name, piece.index): piece for piece in pieces}
         self._rows = None
+
+    @contextmanager
+    def for_unit(self) -> Iterator[None]:
+        """Inside, the optimizer updates a unit by itself: see [Note: steps by units]."""
+        self._is_for_unit = True
+        try:
+            yield
+        finally:
+            self._is_for_unit = False
 
     # -- what an optimizer asks -------------------------------------------------------------------------
 
@@ -66,10 +79,10 @@ class RankPeers:
         if self._rows is None:
             self._rows = self._rows_of(params, squares)
         trained, copies = self._rows
-        self._norms = (squares[trained] / copies).flatten()
+        self._norms = (squares[trained] / copies).flatten().to(self._device)
         self._during()
         summed = torch.zeros_like(squares)
-        summed[trained] = self._norms.view(-1, 2)
+        summed[trained] = self._norms.view(-1, 2).to(squares.device)
         self._norms = None
         return summed
 
@@ -81,7 +94,9 @@ class RankPeers:
         return torch.tensor(trained, dtype=torch.long, device=squares.device), squares.new_tensor(copies)[:, None]
 
     def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:  # noqa: ARG002
-        """The program knows which parameters these are."""
+        """The program knows which parameters these are. Units that are updated one by one have none of them."""
+        if self._is_for_unit:
+            return
         self._calls = (make, work, apply)
         self._during()
         self._calls = None
@@ -246,10 +261,12 @@ class _MatrixTransfer:
     # -- what they have in common -----------------------------------------------------------------------
 
     def _made(self, matrix: Matrix) -> Tensor:
-        return self._make(self._pieces[matrix.index].tensor)
+        """This rank's piece; brought to the device, if its momentum is on the host."""
+        return self._make(self._pieces[matrix.index].tensor).to(self._flat.device)
 
     def _applied(self, matrix: Matrix, part: Tensor) -> None:
-        self._apply(self._pieces[matrix.index].tensor, part)
+        piece = self._pieces[matrix.index].tensor
+        self._apply(piece, part.to(piece.device))
 
     def _owned(self) -> list[Matrix]:
         return self._for(self._group.index)

@@ -11,15 +11,19 @@ from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.host_adam import HostAdam
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece
+from shardwise.optim.rank_peers import RankPeers
 from shardwise.storage import Flat
 
 
 class Updates:
     """Runs the steps of several optimizers, one of which steps at a time. `close()` it."""
 
-    def __init__(self, groups: Mapping[torch.optim.Optimizer, GroupsOfPieces], rows: PiecesInRows) -> None:
+    def __init__(
+        self, groups: Mapping[torch.optim.Optimizer, GroupsOfPieces], rows: PiecesInRows, peers: RankPeers
+    ) -> None:
         self._groups = groups
         self._rows = rows
+        self._peers = peers
         self._host_adam = HostAdam()
         self._by_units = {member: StepsByUnits(member) for member in groups}
         self._stepping = next(iter(groups))
@@ -32,23 +36,31 @@ class Updates:
         """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
         member = self._stepping
         pieces = [piece for piece in self._groups[member].updated if piece.flat is flat]
-        with self._groups[member].listed():
-            if _offer(pieces):
-                flat.land()
-                if host_step.takes(member, pieces):
-                    host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
-                elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
-                    self._rows.step_one_by_one(pieces, self._by_units[member].step)
-                else:
-                    self._by_units[member].step()
-            for piece in pieces:
-                piece.tensor.grad = None
+        with self._groups[member].listed(), self._peers.for_unit():
+            try:
+                if _offer(pieces):
+                    flat.land()
+                    self._update(member, flat, pieces)
+            finally:
+                for piece in pieces:
+                    piece.tensor.grad = None
+
+    def _update(self, member: torch.optim.Optimizer, flat: Flat, pieces: Sequence[Piece]) -> None:
+        if host_step.takes(member, pieces):
+            host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
+        elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
+            self._rows.step_one_by_one(pieces, self._by_units[member].step)
+        else:
+            self._by_units[member].step()
 
     def offer_gradients(self, member: torch.optim.Optimizer) -> None:
         """Give each piece its gradient, or `None` if no rank has one or it was updated already, so that the optimizer
         skips it."""
         groups = self._groups[member]
-        _offer([piece for piece in groups.updated if not piece.flat.spec.updates_below])
+        together = [piece for piece in groups.updated if not piece.flat.spec.updates_by_unit]
+        _offer(together)
+        for flat in {piece.flat for piece in together if piece.flat.spec.updates_below}:
+            flat.land()
         groups.list_pieces()
         self._by_units[member].hand_over()
 
@@ -59,8 +71,8 @@ class Updates:
     def withdraw_gradients(self) -> None:
         """The step is over, or has raised: pieces have no gradients any more, and groups list parameters."""
         for member, groups in self._groups.items():
+            self._by_units[member].end()
             if groups.lists_pieces:
-                self._by_units[member].end()
                 for piece in groups.updated:
                     piece.tensor.grad = None
                 groups.list_params()

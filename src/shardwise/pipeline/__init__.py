@@ -3,7 +3,8 @@ them."""
 
 from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout
-from shardwise.pipeline.messages import Layout, most_under_way
+from shardwise.pipeline.messages import most_under_way
+from shardwise.pipeline.parcels import Layout, Parcel, ParcelLayout
 from shardwise.pipeline.pipeline import Pipeline, Trainer
 from shardwise.pipeline.shared import SharedGradients
 from shardwise.pipeline.staged import PLAIN_LOOP, StagedModel
@@ -15,6 +16,8 @@ __all__ = [
     "AcrossStages",
     "Aside",
     "Layout",
+    "Parcel",
+    "ParcelLayout",
     "Pipeline",
     "SharedGradients",
     "StageLayout",

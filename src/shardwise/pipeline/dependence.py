@@ -13,16 +13,22 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.pipeline.watched_names import FINITE, OWN, Names
 from shardwise.runtime import argument_tensors
 
 Tensor = torch.Tensor
-Names = frozenset[str]
 _NOTHING: Names = frozenset()
 _OVERWRITING = ("aten::copy_", "aten::fill_", "aten::zero_")
 _READING = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 """Operations whose result is a Python number."""
+_FINITENESS = (
+    *(torch.isnan, torch.isinf, torch.isfinite, torch.isposinf, torch.isneginf),
+    *(Tensor.isnan, Tensor.isinf, Tensor.isfinite, Tensor.isposinf, Tensor.isneginf),
+)
+"""Checks of which Python may read the result: stand-ins pass them, and the stage that has the values checks these."""
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -38,7 +44,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """By address of a storage. The weak reference prevents another storage from getting that address."""
 
     def mark(self, tensor: Tensor, name: str) -> None:
-        self._set(tensor, frozenset({name}))
+        self._set(tensor, self.names(tensor) | {name})
 
     def names(self, value: object) -> Names:
         """The names on which tensors in `value` depend: a nest of lists, tuples and dicts."""
@@ -57,8 +63,11 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         name = str(getattr(getattr(func, "_schema", None), "name", ""))
         names = self.names((args, kwargs))
-        if names and name in _READING:
-            self._on_read(names)
+        read = _NOTHING
+        if name in _READING:
+            read = frozenset(one for one in names if one != OWN and not one.startswith(FINITE))
+        if read:
+            self._on_read(read)
         result = func(*args, **kwargs)
         short = name.rpartition("::")[2]
         if names and not (short.endswith("_like") or short.startswith("new_")):
@@ -67,6 +76,12 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if name in _OVERWRITING and _is_whole(args[0]):
             self._set(args[0], self.names((args[1:], kwargs)))
         return result
+
+    def note_check(self, result: object) -> None:
+        """`result` says whether values are finite, and nothing else of them."""
+        for tensor in argument_tensors(result):
+            names = self.names(tensor)
+            self._set(tensor, frozenset(one if one == OWN else FINITE + one.removeprefix(FINITE) for one in names))
 
     def _set(self, tensor: Tensor, names: Names) -> None:
         address = _address(tensor)
@@ -77,6 +92,26 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._names[address] = (kept, names)
         else:
             self._names.pop(address, None)
+
+
+class FinitenessChecks(TorchFunctionMode):  # type: ignore[no-untyped-call]  # likewise
+    """Tells a `Dependence` which tensors only say whether values are finite."""
+
+    def __init__(self, dependence: Dependence) -> None:
+        super().__init__()
+        self._dependence = dependence
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _FINITENESS:
+            self._dependence.note_check(result)
+        return result
 
 
 def _address(tensor: Tensor) -> int | None:

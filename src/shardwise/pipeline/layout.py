@@ -149,7 +149,8 @@ def _found(model: nn.Module) -> list[str]:
     if not rows:
         raise ModelError(
             f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so "
-            f"it cannot be cut into stages by itself. List the modules of each: pipeline: {{stages: [[...], [...]]}}."
+            f"it cannot be split into stages automatically. List the modules of each: "
+            f"pipeline: {{stages: [[...], [...]]}}."
         )
     row, _ = max(rows, key=lambda row: _numel(row[1]))
     registered = list(_walk(model, "", row))

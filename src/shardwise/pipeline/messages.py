@@ -1,40 +1,24 @@
 """Activations and their gradients between neighbouring stages.
 
-[Note: layouts] The receiving rank has to know the size of a message in advance. The first activation for micro-batches
-of one kind (the shapes and dtypes of the model's inputs, which all ranks of a pipeline see) is preceded by a message
-with its shape and dtype; later ones of the same kind are not. A gradient has the layout of its activation. So in a step
-like the previous one no rank waits for a size, and the next message can be received while something else is computed.
+[Note: layouts] The receiving rank has to know the size of a message in advance. The first activations for micro-batches
+of one kind (the shapes and dtypes of the model's inputs, which all ranks of a pipeline see) are preceded by a message
+with their layout; later ones of the same kind are not. A gradient has the layout of its activation. So in a step like
+the previous one no rank waits for a size, and the next messages can be received while something else is computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from shardwise.comm import Collectives, Group, Work
 from shardwise.errors import ModelError
+from shardwise.pipeline.parcels import Layout, ParcelLayout
 
 Tensor = torch.Tensor
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MOST_DIMS = 14
-
-
-class Layout(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def numbers(self) -> Tensor:
-        """Encoded as a message of fixed length."""
-        header = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return torch.tensor(header + [0] * (2 + _MOST_DIMS - len(header)), dtype=torch.int64)
-
-    @classmethod
-    def of_numbers(cls, numbers: Tensor) -> Layout:
-        dtype, num_dims, *shape = numbers.tolist()
-        return cls(tuple(shape[:num_dims]), _DTYPES[dtype])
 
 
 def most_under_way(num_ranks: int) -> int:
@@ -43,8 +27,8 @@ def most_under_way(num_ranks: int) -> int:
 
 
 class _Incoming(NamedTuple):
-    tensor: Tensor
-    work: Work
+    tensors: list[Tensor]
+    works: list[Work]
 
 
 class _Outgoing(NamedTuple):
@@ -56,7 +40,7 @@ class _Outgoing(NamedTuple):
 class Channel:
     """The link from one stage to a neighbour on another rank, at either end. `kind` names the content of its messages.
 
-    Sends are asynchronous, with at most `most_under_way` messages in flight; each keeps its tensor alive until it is
+    Sends are asynchronous, for at most `most_under_way` micro-batches at a time; each keeps its tensor until it is
     sent.
     """
 
@@ -76,57 +60,65 @@ class Channel:
         self._host = host
         self._device = device
         self._max_in_flight = most_under_way
-        self._layouts: dict[Hashable, Layout] = {}
+        self._layouts: dict[Hashable, ParcelLayout] = {}
         self._in_flight: deque[_Outgoing] = deque()
         self._incoming: dict[int, _Incoming] = {}
 
-    def send_with_layout(self, tensor: Tensor, kind: Hashable, micro_batch: int) -> None:
-        """Send `tensor`, preceded by its layout if it is the first of its `kind`; see [Note: layouts]."""
-        layout = Layout(tuple(tensor.shape), tensor.dtype)
+    def send_with_layout(
+        self, tensors: Sequence[Tensor], layout: ParcelLayout, kind: Hashable, micro_batch: int
+    ) -> None:
+        """Send `tensors`, preceded by their layout if they are the first of their `kind`; see [Note: layouts]."""
         known = self._layouts.get(kind)
         if known is None:
-            if layout.dtype not in _DTYPES or len(layout.shape) > _MOST_DIMS:
-                raise ModelError(
-                    f"A pipeline stage outputs {layout.dtype} {list(layout.shape)}, which cannot be sent to another."
-                )
             self._layouts[kind] = layout
-            self._keep(_Outgoing(tensor, self._host.send(layout.numbers(), self._link, "layout"), micro_batch))
+            message = torch.frombuffer(bytearray(layout.encoded()), dtype=torch.uint8)
+            size = torch.tensor([message.numel()], dtype=torch.int64)
+            for tensor in (size, message):
+                self._keep(_Outgoing(tensor, self._host.send(tensor, self._link, "layout"), micro_batch))
         elif known != layout:
             raise ModelError(
-                f"A pipeline stage had outputs of shape {list(known.shape)} for micro-batches like this one, and now "
-                f"{list(layout.shape)}. The shape must depend on the shapes of the batch only."
+                f"A pipeline stage had outputs of {_shown(known)} for micro-batches like this one, and now of "
+                f"{_shown(layout)}. They must depend on the shapes of the batch only."
             )
-        self.send(tensor, micro_batch)
+        self.send(tensors, micro_batch)
 
-    def layout(self, kind: Hashable) -> Layout:
+    def layout(self, kind: Hashable) -> ParcelLayout:
         """The layout of messages for micro-batches of this `kind`; waits for it if none has arrived yet."""
         if kind not in self._layouts:
-            numbers = torch.zeros(2 + _MOST_DIMS, dtype=torch.int64)
-            self._host.receive(numbers, self._link, "layout").wait()
-            self._layouts[kind] = Layout.of_numbers(numbers)
+            size = torch.zeros(1, dtype=torch.int64)
+            self._host.receive(size, self._link, "layout").wait()
+            message = torch.zeros(int(size), dtype=torch.uint8)
+            self._host.receive(message, self._link, "layout").wait()
+            self._layouts[kind] = ParcelLayout.of_encoded(message.numpy().tobytes())
         return self._layouts[kind]
 
     def knows(self, kind: Hashable) -> bool:
         return kind in self._layouts
 
-    def send(self, tensor: Tensor, micro_batch: int) -> None:
-        sent = tensor.detach().contiguous().view(-1)
-        work = self._collectives.send(sent, self._link, f"{self._kind} {micro_batch}")
-        self._keep(_Outgoing(sent, work, micro_batch))
+    def send(self, tensors: Sequence[Tensor], micro_batch: int) -> None:
+        for tensor in tensors:
+            sent = _as_sent(tensor.detach().contiguous().view(-1))
+            if sent.numel():
+                work = self._collectives.send(sent, self._link, f"{self._kind} {micro_batch}")
+                self._keep(_Outgoing(sent, work, micro_batch))
 
-    def expect(self, layout: Layout, micro_batch: int) -> None:
+    def expect(self, layouts: Sequence[Layout], micro_batch: int) -> None:
         """Begin to receive in the background; `receive` returns the result."""
         if micro_batch not in self._incoming:
-            shape, dtype = layout
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            work = self._collectives.receive(tensor.view(-1), self._link, f"{self._kind} {micro_batch}")
-            self._incoming[micro_batch] = _Incoming(tensor, work)
+            tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
+            works = [
+                self._collectives.receive(_as_sent(tensor.view(-1)), self._link, f"{self._kind} {micro_batch}")
+                for tensor in tensors
+                if tensor.numel()
+            ]
+            self._incoming[micro_batch] = _Incoming(tensors, works)
 
-    def receive(self, layout: Layout, micro_batch: int) -> Tensor:
-        self.expect(layout, micro_batch)
-        tensor, work = self._incoming.pop(micro_batch)
-        work.wait()
-        return tensor
+    def receive(self, layouts: Sequence[Layout], micro_batch: int) -> list[Tensor]:
+        self.expect(layouts, micro_batch)
+        tensors, works = self._incoming.pop(micro_batch)
+        for work in works:
+            work.wait()
+        return tensors
 
     def was_answered(self, micro_batch: int) -> None:
         """The receiver has answered the message of `micro_batch`, so it and those before it need not be kept alive."""
@@ -144,7 +136,19 @@ class Channel:
         self._incoming.clear()
 
     def _keep(self, outgoing: _Outgoing) -> None:
-        """Waiting for old messages does not delay this rank, because the receiver is at most a few messages behind."""
+        """Waiting for old messages does not delay this rank, because the receiver is at most a few micro-batches
+        behind."""
         self._in_flight.append(outgoing)
-        while len(self._in_flight) > self._max_in_flight:
+        while len({one.micro_batch for one in self._in_flight}) > self._max_in_flight:
             self._in_flight.popleft().work.wait()
+
+
+def _as_sent(flat: Tensor) -> Tensor:
+    """The bytes of integers and booleans, which not every transport can send as such."""
+    return flat if flat.is_floating_point() else flat.view(torch.uint8)
+
+
+def _shown(layout: ParcelLayout) -> str:
+    """Such as `shape [2, 6, 32]`."""
+    shapes = " and ".join(str(list(one.shape)) for one in layout.tensors)
+    return f"shape {shapes}"

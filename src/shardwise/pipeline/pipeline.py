@@ -15,7 +15,8 @@ from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss
 from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout
-from shardwise.pipeline.messages import Channel, Layout, most_under_way
+from shardwise.pipeline.messages import Channel, most_under_way
+from shardwise.pipeline.parcels import Layout, Parcel, ParcelLayout
 from shardwise.pipeline.staged import StagedModel
 from shardwise.pipeline.weight_grads import Aside, WeightGrads
 from shardwise.program.schedule import Op
@@ -40,8 +41,8 @@ class Trainer(Protocol):
         """A context in which backwards are first halves; see [Note: two halves]."""
         ...
 
-    def backward_through(self, output: Tensor, gradient: Tensor) -> None:
-        """Run a stage's backward from the gradient of the output that it sent."""
+    def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Run a stage's backward from the gradients of the outputs that it sent."""
         ...
 
     def backward_of_weights(self, aside: Sequence[Aside]) -> None:
@@ -51,10 +52,17 @@ class Trainer(Protocol):
 
 @dataclass
 class _Held:
-    """What a forward keeps for its backward: its output, and the activation that it received."""
+    """What a forward keeps for its backward: its outputs, with their layouts if they were sent, and what it
+    received."""
 
-    output: Tensor
-    arrived: Tensor | None
+    outputs: Sequence[Tensor]
+    layouts: Sequence[Layout]
+    arrived: Parcel | None
+
+    @property
+    def awaited(self) -> list[Layout]:
+        """Layouts of the gradients that come back for what was sent."""
+        return [layout for layout in self.layouts if layout.has_grad]
 
 
 @dataclass
@@ -87,8 +95,8 @@ class Pipeline:
 
         self._losses_aside = LossesAside
         self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
-        self._forms: set[Hashable] = set()
-        """The kinds of forwards that have been watched: see `dependence.py`."""
+        self._forms: dict[Hashable, tuple[int, ...]] = {}
+        """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
         self._row = self.layout.schedule.rows[self.place]
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
@@ -146,7 +154,7 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
         self._check_same_batch(parts)
-        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, timeline)
+        step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, timeline)
         with self._cleared_on_error():
             last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
             for index, op in enumerate(self._row):
@@ -166,8 +174,8 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
     ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
-        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, Timeline())
         with torch.no_grad(), self._cleared_on_error():
+            step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, Timeline())
             for op in self._row:
                 if op.kind == "F":
                     begin_stage(op.stage)
@@ -185,57 +193,64 @@ class Pipeline:
         if stage:
             channel = self._forward_from[stage]
             with self._on_timeline(op, step, "wait "):
-                arrived = channel.receive(channel.layout(kind), batch)
-            arrived.requires_grad_(torch.is_grad_enabled())
+                layout = channel.layout(kind)
+                arrived = Parcel(channel.receive(layout.tensors, batch), layout)
+            for tensor, one in zip(arrived.tensors, layout.tensors, strict=True):
+                tensor.requires_grad_(one.has_grad and torch.is_grad_enabled())
         self._look_ahead(following, step)
         with self._on_timeline(op, step):
-            output = self._through(stage, batch, part, arrived, step.loss_fn)
-        if stage == self._last_stage:
-            step.losses.append(output.detach())
+            outputs, sent = self._through(stage, batch, part, arrived, step.loss_fn)
+        if sent is None:
+            step.losses.append(outputs[0].detach())
         else:
-            self._forward_to[stage].send_with_layout(output, kind, batch)
-        step.held[stage, batch] = _Held(output, arrived)
+            self._forward_to[stage].send_with_layout(outputs, sent, kind, batch)
+        step.held[stage, batch] = _Held(outputs, () if sent is None else sent.tensors, arrived)
 
     def _through(
-        self, stage: int, number: int, part: MicroBatch, arrived: Tensor | None, loss_fn: LossFunction | None
-    ) -> Tensor:
-        """The forward of a stage: its output, or the loss. The first one of each kind is watched."""
+        self, stage: int, number: int, part: MicroBatch, arrived: Parcel | None, loss_fn: LossFunction | None
+    ) -> tuple[Sequence[Tensor], ParcelLayout | None]:
+        """The forward of a stage: its outputs and their layout, or the loss. The first one of each kind is watched."""
         form = (stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
         is_new, is_last = form not in self._forms, stage == self._last_stage
         is_first_here = stage == self.staged.stages[0]
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
             self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
-            self.staged.running(stage, arrived, is_watched=is_new),
+            self.staged.running(stage, arrived, is_watched=is_new, sends=self._forms.get(form)),
         ):
-            output: Tensor = self.staged.model(*part.args, **part.kwargs)
-            if is_last:
-                output = part.loss(output, loss_fn)
+            output: Any = self.staged.model(*part.args, **part.kwargs)
+            outputs = (part.loss(output, loss_fn),) if is_last else output
             if is_new:
-                self.staged.require_own(output)
+                self.staged.require_own(outputs)
             if losses is not None:
-                losses.require_none(output)
-        self._forms.add(form)
-        return output
+                losses.require_none(outputs)
+            sent = None if is_last else self.staged.handed_over
+        self._forms[form] = () if sent is None else sent.arguments
+        return outputs, sent
 
     def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
         _, batch, stage = op
         held = step.held.pop((stage, batch))
-        gradient = None
+        gradients: list[Tensor] = []
         if stage < self._last_stage:
-            layout = Layout(tuple(held.output.shape), held.output.dtype)
             with self._on_timeline(op, step, "wait "):
-                gradient = self._backward_from[stage].receive(layout, batch)
+                gradients = self._backward_from[stage].receive(held.awaited, batch)
             self._forward_to[stage].was_answered(batch)
         self._look_ahead(following, step)
-        with self._on_timeline(op, step), self.staged.running(stage, held.arrived), self._halved(op, step, trainer):
-            if gradient is None:
-                trainer.backward(held.output)
+        with (
+            self._on_timeline(op, step),
+            self.staged.running(stage, held.arrived, is_backward=True),
+            self._halved(op, step, trainer),
+        ):
+            if stage == self._last_stage:
+                trainer.backward(held.outputs[0])
             else:
-                trainer.backward_through(held.output, gradient)
+                with_grads = [one for one, layout in zip(held.outputs, held.layouts, strict=True) if layout.has_grad]
+                trainer.backward_through(with_grads, gradients)
         if held.arrived is not None:
-            given = held.arrived.grad
-            self._backward_to[stage].send(torch.zeros_like(held.arrived) if given is None else given, batch)
+            received = [tensor for tensor in held.arrived.tensors if tensor.requires_grad]
+            answer = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
+            self._backward_to[stage].send(answer, batch)
 
     def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
         """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
@@ -258,10 +273,14 @@ class Pipeline:
         kind, batch, stage = op
         if kind == "F" and stage and self._forward_from[stage].knows(step.kinds[batch]):
             channel = self._forward_from[stage]
-            channel.expect(channel.layout(step.kinds[batch]), batch)
+            channel.expect(channel.layout(step.kinds[batch]).tensors, batch)
         held = step.held.get((stage, batch))
         if kind in "BI" and stage < self._last_stage and held is not None:
-            self._backward_from[stage].expect(Layout(tuple(held.output.shape), held.output.dtype), batch)
+            self._backward_from[stage].expect(held.awaited, batch)
+
+    def _kind_of(self, part: MicroBatch) -> Hashable:
+        """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
+        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), _form_of(part)
 
     def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
         """In the first step, raise unless all ranks of the pipeline were given the same batch."""
@@ -303,8 +322,8 @@ class Pipeline:
             yield from channels.values()
 
 
-def _kind_of(part: MicroBatch) -> Hashable:
-    """A key that is equal for micro-batches with inputs of equal shapes and dtypes; see [Note: layouts]."""
+def _looks_of(part: MicroBatch) -> Hashable:
+    """A key that is equal for micro-batches with inputs of equal shapes and dtypes."""
 
     def looks(value: Any) -> Hashable:
         return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))

@@ -2,135 +2,60 @@
 
 [Note: a forward cut short] The model's own forward runs on every rank, so that everything else that it computes from a
 batch (masks, positions, rotary angles) is available. `Absent` modules replace those of other stages. The ones before
-the stage return zeros of the shape that was received, so that shapes are right; results computed from it are discarded,
-because the first module of the stage is called with the received activation whatever the forward passes to it. What the
-stage returns must not depend on them, say through a skip connection: in a watched forward every operation is followed
-(`dependence.py`), and in others a gradient that flows to them is an error (`_guarded`). The first module after the
-stage is not called: its input is the stage's output, and the forward ends there with an `EndOfForward` exception.
+the stage return stand-ins for what they have returned on their own stage; results computed from them are discarded,
+because modules of the stage are called with the received tensors whatever the forward passes to them. What the stage
+returns must not depend on stand-ins, say through a skip connection: see [Note: stand-ins]. The first module after the
+stage is not called: its arguments are the stage's output, and the forward ends there with an `EndOfForward` exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
+from shardwise.pipeline.absent import Absent, refuse_states
 from shardwise.pipeline.layout import StageLayout, refuse_sums_over_layers
+from shardwise.pipeline.parcels import DTYPES, Layout, Parcel, ParcelLayout, argument_leaves, described, numbered
+from shardwise.pipeline.stand_ins import StandIns, TensorFacts
 from shardwise.pipeline.whole import WholeNames, holders_of
 from shardwise.placement import Box
 from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
 
-if TYPE_CHECKING:
-    from shardwise.pipeline.dependence import Dependence, Names
-
 Tensor = torch.Tensor
 PLAIN_LOOP = (
-    "This engine's plan cuts the model into pipeline stages, of which each rank has its own, so the model cannot be "
-    "called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
+    "This engine's plan splits the model into pipeline stages, of which each rank has its own, so the model cannot "
+    "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
 )
-
-
-def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  # as torch calls it
-    """`keep_vars=True` only asks which parameters are here, and is allowed."""
-    if not keep_vars:
-        raise StateError(
-            "model.state_dict() would have no more than this rank's pipeline stages. Call engine.state_dict(), on all "
-            "ranks: it has the whole model's. engine.save(folder) writes checkpoints."
-        )
-
-
-def _refuse_loading(*_: object) -> NoReturn:
-    raise StateError(
-        "model.load_state_dict() would reach no more than this rank's pipeline stages. Call "
-        "engine.load_state_dict(state), on all ranks, with the whole model's state."
-    )
-
-
-class ElsewhereError(ModelError, AttributeError):
-    """The forward reads an attribute of a module on another stage; being an `AttributeError`, it answers `hasattr`."""
-
-
-class Absent(nn.Module):
-    """Stands for a module of another stage. It has the plain attributes of that module, for a forward that reads them.
-
-    It also has the parameters that the module shares with one of this stage, under their own names.
-    """
-
-    def __init__(self, name: str, number: int, original: nn.Module, owner: StagedModel, kept: set[Tensor]) -> None:
-        super().__init__()
-        self._name, self._number, self._owner, self._class = name, number, owner, type(original)
-        self._plain = {
-            key: value
-            for key, value in original.__dict__.items()
-            if not key.startswith("_") and not isinstance(value, nn.Module | Tensor) and not callable(value)
-        }
-        self.training = original.training
-        for path, param in original.named_parameters(remove_duplicate=False):
-            if param in kept:
-                self._keep(path, param)
-        if original.state_dict(keep_vars=True):
-            refuse_states(self)
-
-    def _keep(self, path: str, param: nn.Parameter) -> None:
-        *above, short = path.split(".")
-        module: nn.Module = self
-        for part in above:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module._modules[part] or self
-        module.register_parameter(short, param)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._owner.pass_by(self._name, self._number, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            plain = self.__dict__.get("_plain", {})
-            if "_owner" in self.__dict__ and self._owner.is_set_in_forward(self._class, name):
-                raise ModelError(
-                    f"The model's forward reads {name} of {self._name}, a tensor which that module computes, but it "
-                    f"lies on another pipeline stage. Pipeline stages pass on only activations."
-                ) from None
-            if name in plain:
-                return plain[name]
-            raise ElsewhereError(
-                f"The model's forward reads {name} of {self.__dict__.get('_name')}, which lies on another pipeline "
-                f"stage. A pipeline can only call the modules of its stages; list others: pipeline.stages."
-            ) from None
-
-
-def refuse_states(module: nn.Module) -> None:
-    """Refuse the module's own `state_dict` and `load_state_dict`, because it is not whole on this rank."""
-    module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class _Running:
-    """The stage that is running: the numbers of its first and last module, and the activation that it received."""
+    """The stage that is running: the numbers of its first and last module, and what it received."""
 
     stage: int
     first: int
     last: int
-    arrived: Tensor | None
+    arrived: Parcel | None
+    stand_ins: StandIns
+    sends: tuple[int, ...] | None = None
+    """The arguments that this stage passes on (see `ParcelLayout`), if a watched forward has found them out."""
+    is_backward: bool = False
+    """Whether modules are called only to recompute what they have saved."""
     is_entered: bool = False
     is_in_forward: bool = False
-    """Whether the model's own forward runs, rather than a recomputation of some modules in a backward."""
-    stand_in: Tensor | None = None
-    """What modules of earlier stages return."""
-    dependence: Dependence | None = None
-    """Follows what is computed from stand-ins, in a forward that is watched."""
+    """Whether the model's own forward runs, rather than its loss, or a recomputation of some modules in a backward."""
+    returned: dict[str, list[Any]] = field(default_factory=dict)
+    """Descriptions of what this stage's modules have returned, by name and call."""
+    handed_over: ParcelLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +102,8 @@ class StagedModel:
             if one.own is None:
                 one.holder[one.key] = one.absent
         refuse_states(model)
+        self._dtypes = {param.dtype: param for param in model.parameters()}
+        """An own parameter by its dtype, which may change."""
         self._handles: list[RemovableHandle] = []
         self._forward = model.forward
 
@@ -254,10 +181,15 @@ class StagedModel:
             return self._run(original, args, kwargs)
 
         model.__dict__["forward"] = forward
-        for stage in self.stages:
-            first = self._places[self._firsts[stage]].own
-            assert first is not None
-            self._handles.append(first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+        firsts = set(self._firsts.values())
+        for one in self._places:
+            if one.own is not None:
+                number = self._number(one)
+                enter = self._enter if number in firsts else self._substitute
+                self._handles += [
+                    one.own.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                    one.own.register_forward_hook(partial(self._returned, one.name)),
+                ]
 
     def release(self) -> None:
         """Restore the model's forward. Modules of other stages stay absent."""
@@ -268,21 +200,39 @@ class StagedModel:
 
     # -- running one stage ------------------------------------------------------------------------------
 
-    @contextmanager
-    def running(self, stage: int, arrived: Tensor | None, *, is_watched: bool = False) -> Iterator[None]:
-        """A context in which forwards of the model, and recomputations of them in a backward, run `stage`. If it is
-        watched, what follows may ask `require_own`."""
-        now = _Running(stage, self._firsts[stage], self._lasts[stage], arrived)
-        if is_watched:
-            from shardwise.pipeline.dependence import Dependence  # only ranks with a pipeline load it
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the model, or its loss, is being computed."""
+        return self._running_stage is not None and not self._running_stage.is_backward
 
-            now.dependence = Dependence(lambda names: self._refuse_dependence(stage, names, "reads a number from"))
-        others = [one for one in self._places if one.own is not None and not now.first <= self._number(one) <= now.last]
+    @property
+    def handed_over(self) -> ParcelLayout:
+        """The layout of what the running stage, which is not the last, has passed on."""
+        assert self._running_stage is not None
+        assert self._running_stage.handed_over is not None
+        return self._running_stage.handed_over
+
+    @contextmanager
+    def running(
+        self,
+        stage: int,
+        arrived: Parcel | None,
+        *,
+        is_watched: bool = False,
+        sends: tuple[int, ...] | None = None,
+        is_backward: bool = False,
+    ) -> Iterator[None]:
+        """A context in which forwards of the model, and recomputations of them in a backward, run `stage`. If it is
+        watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on."""
+        first, last = self._firsts[stage], self._lasts[stage]
+        stand_ins = StandIns(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
+        now = _Running(stage, first, last, arrived, stand_ins, sends, is_backward)
+        others = [one for one in self._places if one.own is not None and not first <= self._number(one) <= last]
         for one in others:
             one.holder[one.key] = one.absent
         self._running_stage = now
         try:
-            with now.dependence or nullcontext():
+            with stand_ins.watched() if is_watched else nullcontext():
                 yield
         finally:
             self._running_stage = None
@@ -291,17 +241,20 @@ class StagedModel:
 
     def require_own(self, output: object) -> None:
         """In a watched forward: raise `ModelError` if `output`, or a buffer, depends on what earlier stages computed,
-        other than through the received activation."""
+        other than through the received tensors."""
         now = self._running_stage
         assert now is not None
-        assert now.dependence is not None
-        names = now.dependence.names(list(tensors_in(output)))
-        if names:
-            self._refuse_dependence(now.stage, names, "uses")
+        now.stand_ins.require_none(list(tensors_in(output)), "uses")
         for name, buffer in self.model.named_buffers():
-            names = now.dependence.names(buffer)
-            if names:
-                self._refuse_dependence(now.stage, names, f"changes the buffer {name} by")
+            now.stand_ins.require_none(buffer, f"changes the buffer {name} by")
+
+    def stand_in_for(self, facts: TensorFacts) -> Tensor:
+        """A stand-in for a parameter or buffer of another stage, of the dtype and on the device that own ones have."""
+        assert self._running_stage is not None
+        like = self._dtypes.get(facts.dtype)
+        device = next((param.device for param in self._dtypes.values()), facts.device)
+        dtype = facts.dtype if like is None or not facts.is_param else like.dtype
+        return self._running_stage.stand_ins.of_param(facts, dtype, device)
 
     def _number(self, place: _Place) -> int:
         return place.absent._number
@@ -340,14 +293,23 @@ class StagedModel:
                 f"pipeline.stages."
             )
         now.is_entered = True
-        if now.arrived is None:
-            return None
-        if args:
-            return (now.arrived, *args[1:]), kwargs
-        key = _first_tensor(kwargs)
-        return args, {**kwargs, key: now.arrived} if key else kwargs
+        return None if now.arrived is None else now.arrived.entering(args, kwargs, self._names[now.first])
 
-    def pass_by(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _substitute(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Pre-forward hook of the other modules of a stage."""
+        now = self._running_stage
+        return None if now is None or now.arrived is None else now.arrived.within(args, kwargs)
+
+    def _returned(self, name: str, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
+        """Forward hook of the modules of a stage: later stages make stand-ins for what they return."""
+        now = self._running_stage
+        if now is not None and now.is_in_forward:
+            now.returned.setdefault(name, []).append(described(output))
+            now.stand_ins.note_own(output)
+
+    def pass_by(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of a module that is not in the running stage."""
         now = self._running_stage
         if now is None:
@@ -355,54 +317,11 @@ class StagedModel:
         if number < now.first:
             if now.is_entered and now.is_in_forward:  # reentrant checkpointing recomputes in the reverse order
                 self._refuse_order(name, now)
-            return self._stand_in(now, name)
+            return now.stand_ins.of_module(name)
         self._check_entered(now)
-        raise EndOfForward(_stage_output(name, args, kwargs))
-
-    def _stand_in(self, now: _Running, name: str) -> Tensor:
-        """What modules of earlier stages return: zeros of the shape that whole sequences have. Masks and positions are
-        made from that shape, and the model may write to it."""
-        assert now.arrived is not None
-        if now.stand_in is not None and now.dependence is None:
-            return now.stand_in
-        shape = list(now.arrived.shape)
-        if now.stage in self._sequence_parts:
-            shape[-2] *= self._sequence_parts[now.stage]
-        needs_grad = now.arrived.requires_grad
-        now.stand_in = self._guarded(now, shape) if needs_grad else now.arrived.new_zeros(shape)
-        if now.dependence is not None:
-            now.dependence.mark(now.stand_in, name)
-        return now.stand_in
-
-    def _guarded(self, now: _Running, shape: list[int]) -> Tensor:
-        """Zeros that raise if a gradient flows back to them: then the stage's output depends on them.
-
-        As the activation they stand for, they need gradients: reentrant checkpointing asks its arguments.
-        """
-        assert now.arrived is not None
-        stage = now.stage  # the hook refers to nothing else of `now`, which refers to the tensor
-
-        def refuse(gradient: Tensor | None) -> None:
-            if gradient is None or isinstance(gradient, FakeTensor):  # rehearsed: it has no values
-                return
-            if bool(gradient.count_nonzero()):
-                self._refuse_dependence(stage, frozenset(), "uses")
-
-        with torch.enable_grad():
-            stand_in = now.arrived.new_zeros(()).requires_grad_().expand(shape).clone()
-        stand_in.register_hook(refuse)  # type: ignore[no-untyped-call]
-        return stand_in
-
-    def _refuse_dependence(self, stage: int, names: Names, does: str) -> NoReturn:
-        """`names` are the modules on whose outputs something depends, if they are known."""
-        known = [name for name in self._names if name in names]
-        what = f"what {_listed(known)} returned" if known else "what modules of earlier stages returned"
-        first = self._names[self._firsts[stage]]
-        raise ModelError(
-            f"In pipeline stage {stage}, which begins with {first}, the forward {does} {what} (a skip connection, or a "
-            f"sum over layers), but stages pass on only the input of their first module. Put the modules between which "
-            f"it is used in one stage: pipeline.stages."
-        )
+        if now.arrived is not None:
+            args, kwargs = now.arrived.within(args, kwargs) or (args, kwargs)
+        raise EndOfForward(_handed_over(now, name, args, kwargs))
 
     def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:
         """Whether this rank's modules of a class have set an attribute to a tensor, such as an auxiliary loss."""
@@ -421,32 +340,47 @@ class StagedModel:
         )
 
 
-def _stage_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The one tensor that a stage sends to the next stage, which begins with `name`."""
-    key = _first_tensor(kwargs)
-    given = args[0] if args else kwargs.get(key) if key else None
-    if not isinstance(given, Tensor) or not given.is_floating_point():
-        shown = f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The tensors that a stage sends to the next stage, which begins with `name`; sets their layout."""
+    tensors = argument_leaves(args, kwargs)
+    with_grads = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+    if len({id(tensors[place]) for place in with_grads}) < len(
+        {id(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+    ):
         raise ModelError(
-            f"{name} is called with {shown} first, but stages pass on one floating-point tensor. Cut the model "
-            f"elsewhere: pipeline.stages."
+            f"{name}, with which the next pipeline stage begins, is called with an object that holds tensors with "
+            f"gradients, but stages pass on only tensors, in tuples, lists and dicts. Cut the model elsewhere: "
+            f"pipeline.stages."
         )
-    if any(other.requires_grad and other is not given for other in tensors_in((args, kwargs))):
+    if now.sends is None:
+        sent = [place for place, tensor in enumerate(tensors) if tensor.requires_grad or now.stand_ins.marks(tensor)]
+    else:
+        sent = [place for place, number in enumerate(now.sends) if number >= 0]
+        if len(tensors) != len(now.sends) or not set(with_grads) <= set(sent):
+            raise ModelError(
+                f"{name}, with which the next pipeline stage begins, is called with other tensors, or others with "
+                f"gradients, than in the first step with such a batch. The arguments of a stage's first module must "
+                f"not depend on values or on the number of the step."
+            )
+    if not sent:
         raise ModelError(
-            f"{name} is called with a second tensor through which gradients flow, but pipeline stages pass on only "
-            f"the first. Cut the model elsewhere: pipeline.stages."
+            f"{name}, with which the next pipeline stage begins, is called with nothing that the modules before it "
+            f"computed. Begin the stage with another module: pipeline.stages."
         )
-    return given
+    chosen, arguments = numbered(tensors, sent)
+    received = {} if now.arrived is None else now.arrived.layout.returned
+    now.handed_over = ParcelLayout(_layouts(chosen, name), arguments, {**received, **now.returned})
+    return tuple(chosen)
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Such as `tokens, blocks.0 and blocks.1`, or `blocks.0 and 5 more modules`."""
-    if len(names) > 3:
-        return f"{names[0]} and {len(names) - 1} more modules"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def _first_tensor(kwargs: dict[str, Any]) -> str:
-    if "hidden_states" in kwargs:
-        return "hidden_states"
-    return next((key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()), "")
+def _layouts(tensors: Sequence[Tensor], name: str) -> tuple[Layout, ...]:
+    """The layouts of tensors that are sent. The first one with a floating-point dtype always gets a gradient, because
+    the next stage's backward ends there."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided:
+            raise ModelError(
+                f"{name}, with which the next pipeline stage begins, is called with a tensor of {tensor.dtype} and "
+                f"layout {tensor.layout}, which cannot be sent. Cut the model elsewhere: pipeline.stages."
+            )
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    return tuple(Layout(tuple(one.shape), one.dtype, one.requires_grad or one is first) for one in tensors)

@@ -14,7 +14,7 @@ from shardwise.storage import Flat
 
 Exchange = Callable[[bytes], list[bytes]]
 _APART = 1e-2
-"""Copies that compute the same differ only by rounding; gradients of parts of a cut tensor differ arbitrarily."""
+"""Copies that compute the same differ only by rounding; gradients of parts of a split tensor differ arbitrarily."""
 
 
 def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> float:
@@ -75,8 +75,8 @@ def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Excha
         if slot.is_copied and not slot.is_cut and max(every) - min(every) > _APART * max(every) + negligible:
             raise ModelError(
                 f"The gradient of {slot.name} has norms from {min(every):.3g} to {max(every):.3g} on ranks that have "
-                f"copies of it. Either they were given different batches, or it works on what is cut: then give its "
-                f"module the style summed in tensor.plan."
+                f"copies of it. Either they were given different batches, or it works on split tensors: then give "
+                f"its module the style summed in tensor.plan."
             )
 
 

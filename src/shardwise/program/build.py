@@ -99,7 +99,7 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
     """
     flats = [flat for unit in units for flat in unit.flats if flat.trainable]
     before = [action for flat in flats for action in step_gradients(flat)]
-    after = [action for flat in flats if not flat.updates_below for action in step_parameters(flat)]
+    after = [action for flat in flats if not flat.updates_by_unit for action in step_parameters(flat)]
     axes: Axes = ()
     if units:
         mesh = units[0].flats[0].mesh
@@ -117,7 +117,7 @@ def build_updates(units: Sequence[UnitSpec]) -> Program:
     """The units' updates off the device, in the order in which the next forward needs them."""
     blocks = []
     for unit in units:
-        flats = [flat for flat in unit.flats if flat.updates_below]
+        flats = [flat for flat in unit.flats if flat.updates_by_unit]
         due = [action for flat in flats for action in _update(flat)]
         if due:
             blocks.append(Block(update_moment(unit.name), tuple(due)))

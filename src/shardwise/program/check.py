@@ -241,6 +241,7 @@ class _FlatState:
         """What is missing for the computation after `moment` of a step, or ""."""
         param = self._contents["param"]
         may_arrive_later = self.flat.gathers_behind_step and moment.edge == "after" and not param.steps
+        may_arrive_later |= self.flat.updates_by_unit and moment.edge == "during"
         for content in self._contents.values():
             if content.maker is not None and not (may_arrive_later and content is param):
                 return f"'{content.maker}' is still on its way"

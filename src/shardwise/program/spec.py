@@ -65,8 +65,15 @@ class FlatSpec:
 
     @property
     def updates_below(self) -> bool:
-        """Whether the update is done off the device, and so separately for each unit."""
+        """Whether the update is done off the device."""
         return self.trainable and self.table.step != "device"
+
+    @cached_property
+    def updates_by_unit(self) -> bool:
+        """Whether its unit is updated separately, before the optimizer's own step: off the device, unless the update
+        needs whole parameters, for which the optimizer's own step asks once for all units."""
+        needs_whole = any(placed.update.matrix or placed.update.needs_norm for placed in self.updates)
+        return self.updates_below and not needs_whole
 
     @property
     def updates_from_disk(self) -> bool:

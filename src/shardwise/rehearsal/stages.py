@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.activations import Treatments
 from shardwise.errors import ModelError
-from shardwise.pipeline import Layout, StagedModel, WeightGrads, most_under_way
+from shardwise.pipeline import Parcel, ParcelLayout, StagedModel, WeightGrads, most_under_way
 from shardwise.placement import Dtype
 from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
@@ -56,23 +56,19 @@ class StageRehearsal:
 
         All ranks of the pipeline must call; if one cannot rehearse a stage, all raise `ModelError`.
         """
-        num_stages = len(self.staged.layout.stages)
-        arrived: Layout | None = None
-        for stage in range(num_stages):
-            handed_over: Layout | None = None
+        arrived: ParcelLayout | None = None
+        for stage in range(len(self.staged.layout.stages)):
+            handed_over: ParcelLayout | None = None
             error: ModelError | None = None
             if stage in self.staged.stages:
                 try:
                     handed_over = self.rehearse(stage, arrived)
                 except ModelError as raised:
                     error = raised
-            if stage + 1 < num_stages:
-                arrived = self._layout_from(exchange, stage, handed_over, error)
-            elif error is not None:
-                raise error
+            arrived = self._layout_from(exchange, stage, handed_over, error)
         return self.together()
 
-    def rehearse(self, stage: int, arrived: Layout | None) -> Layout | None:
+    def rehearse(self, stage: int, arrived: ParcelLayout | None) -> ParcelLayout | None:
         """Rehearse one stage, and return the layout of its output, if it is not the last. `arrived` is the layout of
         its input."""
 
@@ -128,20 +124,20 @@ class StageRehearsal:
         return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
 
     def _layout_from(
-        self, exchange: Exchange, stage: int, handed_over: Layout | None, error: ModelError | None
-    ) -> Layout:
-        """The layout of the output of `stage`, from the rank that has it."""
+        self, exchange: Exchange, stage: int, handed_over: ParcelLayout | None, error: ModelError | None
+    ) -> ParcelLayout | None:
+        """The layout of the output of `stage`, from the rank that has it; `None` for the last stage's."""
         message: dict[str, Any] = {}
         if error is not None:
             message = {"error": str(error)}
         elif handed_over is not None:
-            message = {"numbers": handed_over.numbers().tolist()}
+            message = {"layout": handed_over.encoded().decode()}
         answer = json.loads(exchange(json.dumps(message).encode())[self.staged.layout.place_of(stage)])
         if error is not None:
             raise error
         if "error" in answer:
             raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
-        return Layout.of_numbers(torch.tensor(answer["numbers"]))
+        return ParcelLayout.of_encoded(answer["layout"].encode()) if "layout" in answer else None
 
 
 @dataclass
@@ -152,7 +148,7 @@ class _Held:
     """Held until the backward: what autograd saves, the received input, and the output that is sent."""
     messages: int = 0
     """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
-    handed_over: Layout | None = None
+    handed_over: ParcelLayout | None = None
     _linear: dict[int, int] = field(default_factory=dict)
     _num_gradients: int = 0
 
@@ -184,7 +180,7 @@ class _Held:
 def _through_stage(
     staged: StagedModel,
     stage: int,
-    arrived: Layout | None,
+    arrived: ParcelLayout | None,
     rehearsal: StageRehearsal,
     held: _Held,
     take: Take,
@@ -198,7 +194,7 @@ def _through_stage(
 def _forward_and_backward(
     staged: StagedModel,
     stage: int,
-    arrived: Layout | None,
+    arrived: ParcelLayout | None,
     rehearsal: StageRehearsal,
     held: _Held,
     take: Take,
@@ -207,25 +203,32 @@ def _forward_and_backward(
     held.begin()
     args, kwargs = take()
     before = living.live_bytes
-    given = None if arrived is None else torch.empty(arrived.shape, dtype=arrived.dtype, device=rehearsal.device)
-    if given is not None:
-        given.requires_grad_()
+    given = None if arrived is None else _received(arrived, rehearsal.device)
     is_last = stage + 1 == len(staged.layout.stages)
-    with staged.running(stage, given):
+    with staged.running(stage, given, is_watched=True):
         output: Any = staged.model(*args, **kwargs)
-        output = (rehearsal.loss or loss_in)(output) if is_last else output
+        outputs: Sequence[Tensor] = ((rehearsal.loss or loss_in)(output),) if is_last else output
+        del output
+        staged.require_own(outputs)
+        held.handed_over = None if is_last else staged.handed_over
     del args, kwargs
     held.after_forward = max(0, living.live_bytes - before)
-    held.messages = _message_bytes(staged.layout.schedule, given, None if is_last else output)
-    if not is_last:
-        held.handed_over = Layout(tuple(output.shape), output.dtype)
-    if output.requires_grad:
-        with staged.running(stage, given):
-            torch.autograd.backward(output, torch.empty_like(output))
+    held.messages = _message_bytes(staged.layout.schedule, arrived, held.handed_over)
+    with_grads = [one for one in outputs if one.requires_grad]
+    if with_grads:
+        with staged.running(stage, given, is_backward=True):
+            torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
 
 
-def _message_bytes(schedule: Schedule, given: Tensor | None, output: Tensor | None) -> int:
-    """Bytes in flight beside an op: the next messages from either side, a copy of the last output sent, and gradients
+def _received(layout: ParcelLayout, device: torch.device) -> Parcel:
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in layout.tensors]
+    for tensor, one in zip(tensors, layout.tensors, strict=True):
+        tensor.requires_grad_(one.has_grad)
+    return Parcel(tensors, layout)
+
+
+def _message_bytes(schedule: Schedule, given: ParcelLayout | None, sent: ParcelLayout | None) -> int:
+    """Bytes in flight beside an op: the next messages from either side, a copy of the last outputs sent, and gradients
     that may not have been sent yet."""
     most = 1 + min(most_under_way(schedule.num_ranks), schedule.num_micro_batches)
-    return (0 if given is None else most * given.nbytes) + (0 if output is None else 2 * output.nbytes)
+    return (0 if given is None else most * given.num_bytes) + (0 if sent is None else 2 * sent.num_bytes)

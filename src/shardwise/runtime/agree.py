@@ -23,7 +23,7 @@ class Agreement:
         self._groups = groups
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._boxes: dict[str, list[Box]] = {}
-        """Per parameter: the boxes of the ranks along the axis that cuts it."""
+        """Per parameter: the boxes of the ranks along the axis that splits it."""
 
     def any_rank(self, flat: Flat, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -63,9 +63,10 @@ class Agreement:
                 shard = tuple(other for other in shard if other != axis)
                 span = flat.spec.layout.span(shard, self._coordinate)
                 self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
+        self._collectives.settle()
 
     def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:
-        """The unsplit tensor, in its own shape, from `part`: this rank's part of the slot that model axes cut."""
+        """The unsplit tensor, in its own shape, from `part`: this rank's part of the slot that model axes split."""
         if slot.box is None:
             return part.view(slot.shape)
         whole = part.view(slot.shape)

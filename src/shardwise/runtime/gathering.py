@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shardwise.errors import CommError
 from shardwise.program import Moment, drop_due, gather_due, serial
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.param_mover import ParamMover
@@ -114,10 +115,28 @@ class Gathering:
         for unit in units:
             self.ensure_whole(unit)
         try:
+            self._settle(absent, [flat for unit in units for flat in unit.flats if flat.spec.gathers_behind_step])
             yield
         finally:
             for flat in absent:
                 flat.free_full()
+
+    def finish_updates(self) -> None:
+        """All parameters are what the step before has made them, and the host has waited for it."""
+        updating = [params.flat for params in self._updating()]
+        self.await_updates()
+        self._settle((), updating)
+
+    def _settle(self, gathered: Sequence[Flat], updated: Sequence[Flat]) -> None:
+        """Before code outside of the library reads them: see [Note: garbage after a fault] in `comm/journal.py`."""
+        if not gathered and not updated:
+            return
+        try:
+            self._executor.settle()
+        except CommError as error:
+            for flat in updated:
+                flat.fail_update(error)
+            raise
 
     def free_all(self) -> None:
         """Free every gathered buffer that is not always kept whole."""
@@ -125,7 +144,8 @@ class Gathering:
             for flat in unit.flats:
                 flat.guard.rest()
                 flat.lasts = False
-                self._executor.movers[flat.name].params.wait_full()
+                if flat.failed_update is None:  # its readers get the error, and nothing else of it is on its way
+                    self._executor.movers[flat.name].params.wait_full()
                 flat.free_full()
                 flat.free_held()
 

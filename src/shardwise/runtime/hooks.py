@@ -66,7 +66,7 @@ _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 class EndOfForward(Exception):  # noqa: N818  # it is no error
     """Raised inside a forward to end it early, with `output`; the caller that asked for it catches this."""
 
-    def __init__(self, output: Tensor) -> None:
+    def __init__(self, output: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.output = output
 

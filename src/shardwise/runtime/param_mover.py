@@ -150,11 +150,16 @@ class ParamMover:
     def _wait_arriving(self) -> None:
         if self._arriving is None:
             return
-        if peek_interpreter_stack() is None:
-            self._arriving.wait()
-        else:  # inside a torch.func transform, which refuses writes to memory that it has not made
-            with torch._C._DisableFuncTorch():
+        try:
+            if peek_interpreter_stack() is None:
                 self._arriving.wait()
+            else:  # inside a torch.func transform, which refuses writes to memory that it has not made
+                with torch._C._DisableFuncTorch():
+                    self._arriving.wait()
+        except CommError as error:
+            if self.flat.is_updating:
+                self.flat.fail_update(error)
+            raise
         self._arriving = None
 
     # -- parameters, after an update ----------------------------------------------------------------------
@@ -210,7 +215,7 @@ class ParamMover:
     def wait_param(self, _: Action | None = None) -> None:
         """What rests is up to date. Nothing is done if it is already."""
         self._wait_arriving()
-        self.flat.end_update()  # not if the wait raised: the next reader has to get the error too
+        self.flat.end_update()
         self._return_outgoing()
 
     def _return_outgoing(self) -> None:
@@ -221,11 +226,12 @@ class ParamMover:
     # -- when something raised ------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Wait for the transfer under way and forget it. A `CommError` has been reported already."""
+        """Wait for the transfer under way and forget it, unless it is an update that has failed. A `CommError` has been
+        reported already."""
         with suppress(CommError, TierError):
             self._wait_arriving()
+            self.flat.end_update()
         self._arriving = None
-        self.flat.end_update()
         if self.flat.disk is not None:
             self.flat.disk.abandon_reads()
         self._spread = ()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from shardwise.comm import Line, require_same_batch
 from shardwise.errors import ConfigError
+from shardwise.sequence import hugging_face
 from shardwise.sequence.attention import Sample
 from shardwise.sequence.hugging_face import pretrained_in, takes_shifted_labels
 from shardwise.sequence.layout import Layout
@@ -35,7 +36,10 @@ class Splitter:
         """Whether the model accepts labels that are already shifted."""
         self._loses_labels = is_pretrained and not self._shifts
         """Whether the model computes its loss in a way that is wrong for the tokens of one rank."""
-        self._numbers = is_pretrained and (takes_any or "position_ids" in parameters)
+        self.adds_positions = hugging_face.takes_positions(model) and (takes_any or "position_ids" in parameters)
+        """Whether the model takes `position_ids`, as transformers has them, which a batch may leave out."""
+        self._is_eager = hugging_face.is_eager(model)
+        self._model = model
         self._name = type(model).__name__
         self._signature = inspect.signature(model.forward)
 
@@ -91,15 +95,17 @@ class Splitter:
     def _split_mapping(self, batch: dict[str, Any], documents: Tensor | None) -> tuple[dict[str, Any], Sample]:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         require_same_batch({**tensors, **_maybe(documents=documents)}, self._line)
+        hugging_face.check_batch(self._model, tensors)
         num_tokens = _num_tokens(tensors)
         first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
         mask = batch.pop("attention_mask", None)
         kept = self._kept(mask, first, num_tokens)
         documents = _checked_documents(documents, first)
-        self._add_positions(batch, first, num_tokens)
-        if documents is None and mask is None and self._numbers:  # as transformers does
+        were_given = self._add_positions(batch, first, mask)
+        if documents is None and mask is None and were_given:  # as transformers does
             documents = _documents_of(batch["position_ids"], len(first))
         self._shift_labels(batch)
+        self._check_eager(batch, kept)
         missing = -num_tokens % Layout.multiple(self._line.num_ranks, is_zigzag=self._is_zigzag)
         if missing:
             batch = self._padded(batch, num_tokens, missing)
@@ -127,13 +133,28 @@ class Splitter:
         kept = mask.bool()
         return None if kept.device.type == "cpu" and bool(kept.all()) else kept
 
-    def _add_positions(self, batch: dict[str, Any], first: Tensor, num_tokens: int) -> None:
-        positions = batch.get("position_ids")
-        if positions is None and self._numbers:
-            batch["position_ids"] = torch.arange(num_tokens, device=first.device)[None]
+    def _add_positions(self, batch: dict[str, Any], first: Tensor, mask: Tensor | None) -> bool:
+        """Give the model the positions of the whole batch. Returns whether the batch had them."""
+        positions, num_tokens = batch.get("position_ids"), first.shape[1]
+        if positions is None and self.adds_positions:
+            batch["position_ids"] = hugging_face.positions(self._model, first, mask)
         elif positions is not None and (positions.dim() != 2 or positions.shape[1] != num_tokens):
             raise ConfigError(
                 f"position_ids is {list(positions.shape)}; over a split sequence it is [batch, {num_tokens}]."
+            )
+        return positions is not None and self.adds_positions
+
+    def _check_eager(self, batch: Mapping[str, Any], kept: Tensor | None) -> None:
+        """Refuse labels that count where the model's eager attention differs; see [Note: eager attention]."""
+        labels = batch.get("shift_labels")
+        if not self._is_eager or kept is None or labels is None:
+            return
+        if bool((hugging_face.sees_nothing(self._model, kept) & (labels != IGNORED)).any()):
+            raise ConfigError(
+                f"A label counts for padding that sees no token, such as the padding before a row's first token, which "
+                f"predicts it. {self._name} has attn_implementation='eager', where such padding gets the mean of all "
+                f"tokens; over a split sequence it gets zeros. Set such labels to {IGNORED}, including that of a row's "
+                f"first token, or build the model with attn_implementation='sdpa'."
             )
 
     def _shift_labels(self, batch: dict[str, Any]) -> None:

@@ -120,12 +120,15 @@ class Queries:
             self._sum[:, :, :, tile.query_at] += (weights @ values).view(*shape, -1)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output `[batch, heads, tokens, dim]`, and the logsumexp of each row's scores.
+        """The output `[batch, heads, tokens, dim]`, and the logsumexp of each row's scores. Both are zero for rows that
+        have seen no key; with the 0 the backward gives all their masked scores a weight of exp(-inf).
 
         The object is finished afterwards, because the sums are divided in place.
         """
-        out = self._sum.div_(self._weight[..., None])
-        return out.flatten(1, 2), self._largest.add_(self._weight.log_())
+        is_blind = self._weight == 0
+        out = self._sum.div_(self._weight.masked_fill_(is_blind, 1.0)[..., None])
+        log_sum = self._largest.add_(self._weight.log_())
+        return out.flatten(1, 2), log_sum.masked_fill_(is_blind, 0.0)
 
 
 class Gradients:

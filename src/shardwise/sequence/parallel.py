@@ -64,7 +64,8 @@ class SequenceParallel:
         self._model = model
         self._device = device
         self._splitter = Splitter(model, self._line, is_zigzag=ring)
-        self._numbering = None if hugging_face.pretrained_in(model) else model
+        self._is_pretrained = bool(hugging_face.pretrained_in(model))
+        self._numbering = None if self._splitter.adds_positions else model
         self._running = _Running()
         self._is_suspended = False
         self._whole_outputs = whole_outputs
@@ -172,7 +173,7 @@ class SequenceParallel:
         if sample is not None:
             self.attention.sample = sample
             return None
-        called = self._splitter.whole_call(args, kwargs) if self._numbering is None else None
+        called = self._splitter.whole_call(args, kwargs) if self._is_pretrained else None
         if called is not None:
             self._split_call = called
             return (), self.split(called, None)

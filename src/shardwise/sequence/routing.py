@@ -7,7 +7,7 @@ the outermost running one: this covers calls of the model, of a part of it, and 
 
 [Note: positions] A model that numbers its tokens itself would start at 0 on every rank. It is recognized by an `arange`
 over exactly as many numbers as a rank has tokens, or by a slice of as many rows from the start of a parameter or
-buffer. Models that take `position_ids`, such as those of transformers, are not checked.
+buffer. Models of transformers that take `position_ids` are not checked, because splitting adds those.
 """
 
 from __future__ import annotations

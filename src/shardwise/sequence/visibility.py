@@ -15,9 +15,11 @@ Tensor = torch.Tensor
 class Visibility:
     """What each token may see, by positions in the whole sample.
 
-    A token always sees itself, so that no row of a softmax is empty. `window` is how many tokens are seen under a
-    causal mask, including the token itself. `documents`, int `[batch, tokens]`: only tokens with the same number see
-    each other. `kept`, bool `[batch, tokens]`: tokens with False are padding, which no other token sees.
+    `window` is how many tokens are seen under a causal mask, including the token itself. `documents`, int `[batch,
+    tokens]`: only tokens with the same number see each other. `kept`, bool `[batch, tokens]`: tokens with False are
+    padding, which no token sees, not even itself. A token that sees nothing, such as padding at the start under a
+    causal mask, gets zeros, as from torch's `scaled_dot_product_attention`. Its output matters: a language model
+    predicts the first token behind the padding from it.
     """
 
     is_causal: bool = True
@@ -54,4 +56,4 @@ class Visibility:
             seen = seen & (self.documents[:, queries.start : queries.stop, None] == theirs)
         if self.kept is not None:
             seen = seen & self.kept[:, None, keys.start : keys.stop]
-        return (seen | (at_query == at_key))[:, None]
+        return seen[:, None]

@@ -6,7 +6,7 @@ from shardwise.storage.disk_folder import open_disk
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.disk_reads import DiskRead
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.flat import ABSENT, GATHERING, READY, Flat, FullState
+from shardwise.storage.flat import ABSENT, GATHERING, READY, Flat, FullState, let_go
 from shardwise.storage.fresh import FreshGradients
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory
@@ -41,6 +41,7 @@ __all__ = [
     "fits",
     "is_at_rest",
     "is_dense",
+    "let_go",
     "make_unit",
     "may_overlap",
     "on_host",

@@ -352,6 +352,15 @@ class Flat(Updated):
         return _part(self.param, mine.within(self.param_span))
 
 
+def let_go(flat: Flat) -> None:
+    """Free all memory of `flat`, when its content has moved to another layout. The description is left."""
+    if flat.shared is not None:
+        flat.shared.let_go()
+    flat.full = flat.param = torch.empty(0, dtype=torch_dtype(flat.spec.table.compute), device=flat.device)
+    flat.master = flat.held = flat.outgoing = flat.shared = flat._bytes_of_full = None
+    flat.grads.let_go()
+
+
 def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:
     """Make `view` the data of `param`.
 

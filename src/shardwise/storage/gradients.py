@@ -285,6 +285,11 @@ class FlatGradients:
         self.touched_here = [False] * len(self._slots)
         self.touched_anywhere = [False] * len(self._slots)
 
+    def let_go(self) -> None:
+        """Free all memory, also what is kept for later gradients, of which there will be none."""
+        self.drop()
+        self._grad_buffer = self._kept_fresh = self._used_fresh = None
+
 
 def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]

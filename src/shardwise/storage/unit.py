@@ -107,8 +107,9 @@ def unit_spec(
 ) -> UnitSpec:
     """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device.
 
-    `updates` says how an optimizer updates each parameter, if one is known. `on_cpu`: whether ranks compute on the CPU.
-    `runs_beside(axis)`: whether collectives along `axis` overlap with computation; default: on devices they do.
+    `updates` says how an optimizer updates each parameter, if one is known. `on_cpu`: whether ranks compute on the CPU
+    (`Collectives.is_host`). `runs_beside(axis)`: whether collectives along `axis` overlap with computation
+    (`Collectives.runs_beside`); default: on devices they do.
     """
     runs_beside = runs_beside or (lambda _: not on_cpu)
     flats = []
@@ -140,19 +141,14 @@ def _placed(
 
 def make_unit(
     choice: UnitChoice,
+    spec: UnitSpec,
     rows: Mapping[nn.Parameter, LabelledTable],
-    mesh: Mesh,
     coordinate: Mapping[str, int],
     meter: ByteMeter,
     device: torch.device,
-    updates: Mapping[nn.Parameter, Update] | None = None,
-    *,
-    on_host: bool = True,
-    runs_beside: RunsBeside | None = None,
 ) -> Unit:
-    """A unit whose flat buffers are still empty; `init` fills them. `on_host`: see `Collectives.is_host`;
-    `runs_beside(axis)`: see `Collectives.runs_beside`."""
-    spec = unit_spec(choice, rows, mesh, updates, on_cpu=on_host, runs_beside=runs_beside)
+    """The unit of `choice`, whose `spec` is `unit_spec` of the same `rows`, with flat buffers that are still empty;
+    `init` fills them."""
     flats = []
     for flat_spec, named in zip(spec.flats, _by_kind(choice, rows).values(), strict=True):
         slots = choice.slots(named)

@@ -22,6 +22,8 @@ class Updated:
         self._full = torch.empty(0)
         self._param = torch.empty(0)
         self._await_update: Callable[[], None] | None = None
+        self.failed_update: Exception | None = None
+        """Why the last update will never be complete. Every reader gets it, and none gets a part of the update."""
 
     @property
     def is_updating(self) -> bool:
@@ -54,5 +56,13 @@ class Updated:
         """Note that the parameters are being gathered; `wait` blocks until they are, and calls `end_update`."""
         self._await_update = wait
 
+    def fail_update(self, error: Exception) -> None:
+        """The update will never be complete."""
+        self.failed_update = error
+        self._await_update = self.end_update
+
     def end_update(self) -> None:
+        """The parameters are up to date. Raises the error of an update that has failed."""
+        if self.failed_update is not None:
+            raise self.failed_update
         self._await_update = None

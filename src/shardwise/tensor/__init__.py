@@ -1,7 +1,5 @@
-"""Tensor parallelism: modules cut along one dimension, by ranks that share each sample (arXiv:1909.08053)."""
+"""Tensor parallelism: modules are split along one dimension over ranks that share each sample (arXiv:1909.08053)."""
 
-from shardwise.tensor.design import begin_stages, split_for
-from shardwise.tensor.first_batch import FirstBatch
 from shardwise.tensor.functions import (
     copy_to,
     gather_from,
@@ -12,18 +10,18 @@ from shardwise.tensor.functions import (
 )
 from shardwise.tensor.generators import Generators, draws
 from shardwise.tensor.loss import cross_entropy
+from shardwise.tensor.model_split import ModelSplit
+from shardwise.tensor.partition import AXIS
+from shardwise.tensor.planning import begin_stages, split_for
 from shardwise.tensor.regions import Regions
-from shardwise.tensor.shares import AXIS
-from shardwise.tensor.split import Split
 from shardwise.tensor.verify import Verifier
 from shardwise.tensor.views import ViewCheck
 
 __all__ = [
     "AXIS",
-    "FirstBatch",
     "Generators",
+    "ModelSplit",
     "Regions",
-    "Split",
     "Verifier",
     "ViewCheck",
     "begin_stages",

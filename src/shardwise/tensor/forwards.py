@@ -1,6 +1,6 @@
-"""What a module that is cut does instead of its own forward. Each is set as `module.forward`.
+"""The forwards of split modules. Each is set as `module.forward`.
 
-Copies of a model are made for rehearsals only; theirs send nothing (`Line.__deepcopy__`).
+Copies of a model are made for rehearsals only; in a copy the forwards do not communicate (`Line.__deepcopy__`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from shardwise.tensor.regions import Regions
 
 Tensor = torch.Tensor
 Sizes = tuple[int, ...]
-"""Of the ranks' parts along a dimension."""
+"""The sizes of the ranks' parts along a dimension."""
 HIDDEN = "hidden_states"
 
 
 class Forward:
-    """A forward in the place of a module's own."""
+    """Replaces the forward of a module."""
 
     def __init__(self, module: nn.Module, line: Line, regions: Regions, *, on_sequence: bool = False) -> None:
-        """`on_sequence`: around the module this rank has its part of the sequence."""
+        """`on_sequence`: the module's input and output are this rank's part of the sequence."""
         self.module = module
         self.line = line
         self.regions = regions
         self.on_sequence = on_sequence
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's class does."""
+        """The forward of the module's class."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def weight_of(self, name: str = "weight") -> Tensor:
@@ -48,19 +48,19 @@ class Forward:
 
 
 class Column(Forward):
-    """Each rank makes its part of the output features, of one replicated input, or of parts of the sequence."""
+    """A linear module split by output features. Its input is replicated, or split along the sequence."""
 
     def __init__(
         self,
         *given: Any,
         sizes: Sizes,
         gathers: bool,
-        shared: Shared | None,
+        shared: SharedHeads | None,
         on_sequence: bool,
         is_entered: bool,
         is_alone: bool,
     ) -> None:
-        """`is_entered`: the module around it has entered the region; `is_alone`: it is a region by itself."""
+        """`is_entered`: the parent module enters the region; `is_alone`: the module is a region by itself."""
         super().__init__(*given, on_sequence=on_sequence)
         self.is_entered = is_entered
         self.is_alone = is_alone
@@ -75,35 +75,37 @@ class Column(Forward):
         entered = tensor
         if not self.is_entered:
             entered = self.regions.enter(self.module, tensor, on_sequence=self.on_sequence, is_alone=self.is_alone)
-        own = {} if self.shared is None else self.shared.of(self.module, self.line)
+        own = {} if self.shared is None else self.shared.params(self.module, self.line)
         made = None
         if self.is_linear:
             made = self.regions.product(self.module, entered, own, is_conv1d=self.is_conv1d)
         if made is None:
-            with swapped(self.module, own):
+            with with_params(self.module, own):
                 made = self.original(entered, *args, **kwargs)
         return gather_from(made, self.line, -1, self.sizes) if self.gathers else made
 
 
-class Shared:
-    """Features that several ranks have (key and value heads fewer than ranks): their gradients are summed."""
+class SharedHeads:
+    """Key and value heads that several ranks hold, because there are fewer heads than ranks: their gradients are
+    summed."""
 
     def __init__(self, dim: int, ranges: Sequence[Span], size: int) -> None:
-        """`ranges` are the ranks' parts along `dim` of the weight, of `size` in all; a bias has the same."""
+        """`ranges` are the ranks' parts along `dim` of the weight, of `size` in total; a bias has the same parts."""
         self.dim, self.ranges, self.size = dim, tuple(ranges), size
 
-    def of(self, module: nn.Module, line: Line) -> dict[str, Tensor]:
+    def params(self, module: nn.Module, line: Line) -> dict[str, Tensor]:
+        """The module's parameters, with gradients that are summed over the ranks that hold the same heads."""
         own = self.ranges[line.place]
         found = {}
         for name, dim in (("weight", self.dim), ("bias", 0)):
             param = module._parameters.get(name)
             if param is not None:
-                found[name] = _sum_shared(param, line, dim, own, self.size)
+                found[name] = _sum_shared_heads(param, line, dim, own, self.size)
         return found
 
 
 class Row(Forward):
-    """Each rank has some of the input features, and so a summand of the output."""
+    """A linear module split by input features. Each rank computes a partial sum of the output."""
 
     def __init__(self, *given: Any, sizes: Sizes, scatters: bool, is_conv1d: bool, on_sequence: bool) -> None:
         super().__init__(*given, on_sequence=on_sequence)
@@ -117,13 +119,13 @@ class Row(Forward):
         try:
             made = own @ weight if self.is_conv1d else functional.linear(own, weight)
         finally:
-            if made is None:  # a recomputation that needs no more ends here, by an exception of torch's own
-                self.regions.forget()
+            if made is None:  # a recomputation stops early by raising one of torch's exceptions here
+                self.regions.reset()
         return self.regions.leave(made, self.module._parameters.get("bias"), on_sequence=self.on_sequence)
 
 
-class Vocabulary(Forward):
-    """An embedding of which each rank has some of the words."""
+class VocabularyEmbedding(Forward):
+    """An embedding split by vocabulary."""
 
     def __init__(self, module: nn.Module, line: Line, regions: Regions, own: Span) -> None:
         super().__init__(module, line, regions)
@@ -137,7 +139,7 @@ class Vocabulary(Forward):
 
 
 class EmbeddingColumn(Forward):
-    """An embedding of which each rank has some of the features."""
+    """An embedding split by features."""
 
     def __init__(self, module: nn.Module, line: Line, regions: Regions, sizes: Sizes, *, gathers: bool) -> None:
         super().__init__(module, line, regions)
@@ -149,17 +151,33 @@ class EmbeddingColumn(Forward):
         return gather_from(made, self.line, -1, self.sizes) if self.gathers else made
 
 
-class Summed(Forward):
-    """A module that is whole on every rank and works on what is cut: gradients of its parameters are summands."""
+class SummedGrads(Forward):
+    """A module with replicated parameters that works on split tensors: the gradients of its parameters are summed over
+    ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: copy_to(param, self.line) for name, param in self.module._parameters.items() if param is not None}
-        with swapped(self.module, own):
+        with with_params(self.module, own):
             return self.original(*args, **kwargs)
 
 
+class LatentAndRotary(Forward):
+    """The projection of multi-head latent attention that is replicated. Its last `num_rotary` features are the keys'
+    rotary part, which the heads of all ranks read, so their gradients are summed over the ranks. The others are the
+    latent, which only a column module reads."""
+
+    def __init__(self, *given: Any, num_rotary: int) -> None:
+        super().__init__(*given)
+        self.num_rotary = num_rotary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = self.original(*args, **kwargs)
+        latent, rotary = made.split([made.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
+        return torch.cat([latent, copy_to(rotary, self.line)], dim=-1)
+
+
 class OwnHeads(Forward):
-    """An attention module that is given `argument`, `[batch * heads, ...]`: it gets the part of its own heads."""
+    """An attention module whose `argument`, of shape `[batch * heads, ...]`, is narrowed to this rank's heads."""
 
     def __init__(self, *given: Any, argument: str, own: Span, num_heads: int) -> None:
         super().__init__(*given)
@@ -173,36 +191,37 @@ class OwnHeads(Forward):
         return self.original(*args, **kwargs)
 
 
-class Drawn(Forward):
-    """Dropout on what all ranks have in common, or on what each has of its own, wherever in a region it is."""
+class AdapterDropout(Forward):
+    """Dropout before an adapter. Whether a region is open does not determine which generator it needs."""
 
-    def __init__(self, *given: Any, in_common: bool) -> None:
+    def __init__(self, *given: Any, is_replicated: bool) -> None:
+        """`is_replicated`: its input is the same on all ranks, and so must be its mask."""
         super().__init__(*given)
-        self.in_common = in_common
+        self.is_replicated = is_replicated
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if not self.module.training:
             return tensor
-        with self.regions.drawing(in_common=self.in_common):
+        with self.regions.random_numbers(are_common=self.is_replicated):
             made: Tensor = self.original(tensor)
         return made
 
 
 class RegionEntry(Forward):
-    """A module inside of which everything is cut by features: of its input it gets the whole sequence."""
+    """A module that enters a region with `tensor.sequence`: its hidden states are gathered to the whole sequence."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_first(args, kwargs, self.module, self._entered)
+        args, kwargs = with_hidden_states(args, kwargs, self.module, self._enter)
         return self.original(*args, **kwargs)
 
-    def _entered(self, tensor: Tensor) -> Tensor:
+    def _enter(self, tensor: Tensor) -> Tensor:
         return self.regions.enter(self.module, tensor, on_sequence=True, is_alone=False)
 
 
 class SequenceEdge(Forward):
-    """The first or last block of those between which each rank has its part of the sequence.
+    """The first or last block of the list in which each rank has its part of the sequence.
 
-    `begins_stage`: the part comes from the pipeline stage before.
+    `begins_stage`: the block receives the part from the previous pipeline stage.
     """
 
     def __init__(self, *given: Any, is_first: bool, is_last: bool, begins_stage: bool = False) -> None:
@@ -213,40 +232,40 @@ class SequenceEdge(Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
-            cut = partial(self.regions.cut_sequence, is_training=self.module.training)
-            args, kwargs = with_first(args, kwargs, self.module, cut)
+            split = partial(self.regions.split_sequence, is_training=self.module.training)
+            args, kwargs = with_hidden_states(args, kwargs, self.module, split)
         elif self.begins_stage:
-            self.regions.begin_part(is_training=self.module.training)
+            self.regions.enter_sequence_part(is_training=self.module.training)
         try:
             made = self.original(*args, **kwargs)
         finally:
             if (self.is_first or self.begins_stage) and in_backward():
-                self.regions.abandon()
+                self.regions.end_recomputation()
         if not self.is_last:
             return made
         if isinstance(made, tuple):
-            return (self.regions.join_sequence(made[0]), *made[1:])
-        return self.regions.join_sequence(made)
+            return (self.regions.gather_sequence(made[0]), *made[1:])
+        return self.regions.gather_sequence(made)
 
 
-def with_first(
+def with_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module, change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block or attention module with `change` of what it computes with: the first, or the hidden
-    states by name."""
+    """The arguments of a block or attention module, with its hidden states changed: the first argument, or the one
+    called `hidden_states`."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     if isinstance(kwargs.get(HIDDEN), Tensor):
         return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
     raise ModelError(
-        f"tensor.sequence looks for what {type(module).__name__} computes with in its first argument, or in "
-        f"{HIDDEN}=, and found no tensor there. Leave tensor.sequence out of the plan."
+        f"tensor.sequence expects the hidden states of {type(module).__name__} as its first argument or as {HIDDEN}=, "
+        f"but found no tensor there. Leave tensor.sequence out of the plan."
     )
 
 
 @contextmanager
-def swapped(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the module computes with `tensors` in the place of its parameters of those names."""
+def with_params(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the module uses `tensors` instead of its parameters of the same names."""
     params: dict[str, Any] = module._parameters
     before = {name: params[name] for name in tensors}
     params.update(tensors)
@@ -256,13 +275,13 @@ def swapped(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
         params.update(before)
 
 
-def _sum_shared(param: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:
-    made: Tensor = _apply(_SumShared, param, line, dim, own, size)
+def _sum_shared_heads(param: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:
+    made: Tensor = _apply(_SumSharedHeads, param, line, dim, own, size)
     return made
 
 
-class _SumShared(torch.autograd.Function):
-    """The tensor as it is. Backward: the gradients of all ranks that have the same part of it are summed."""
+class _SumSharedHeads(torch.autograd.Function):
+    """The tensor unchanged. Backward: the gradients of all ranks that hold the same part are summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:

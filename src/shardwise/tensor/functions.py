@@ -1,8 +1,8 @@
 """Autograd functions between the ranks of a tensor-parallel line (Megatron-LM, arXiv:1909.08053 and 2205.05198).
 
-A tensor is *replicated* if all ranks of the line have the same, *cut* if each has its part along one dimension, and
-*partial* if each has a summand. Gradients of replicated tensors are replicated, those of cut ones cut. Each function's
-backward is another of them, so gradients of gradients work.
+A tensor is *replicated* if all ranks of the line have the same values, *sharded* if each has a part along one
+dimension, and *partial* if the tensor is the sum over ranks. Gradients of replicated tensors are replicated, those of
+sharded tensors are sharded. The backward of each function is another one of them, so double backward works.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ Tensor = torch.Tensor
 
 
 def copy_to(tensor: Tensor, line: Line) -> Tensor:
-    """A replicated tensor as what cut modules read. Backward: the gradients of the ranks are summed."""
+    """A replicated tensor as the input of split modules. Backward: the gradients are summed over ranks."""
     return apply(_CopyTo, tensor, line) if line.num_ranks > 1 else tensor
 
 
 def reduce_from(tensor: Tensor, line: Line) -> Tensor:
-    """The sum of a partial tensor, replicated. Backward: the gradient as it is."""
+    """The sum of a partial tensor, replicated. Backward: the gradient unchanged."""
     return apply(_ReduceFrom, tensor, line) if line.num_ranks > 1 else tensor
 
 
 def scatter_to(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part along `dim` of a replicated tensor; `sizes` are those of the ranks. Backward: gathered."""
+    """This rank's part along `dim` of a replicated tensor; `sizes` are the sizes of all ranks' parts. Backward: an
+    all-gather."""
     return apply(_ScatterTo, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def gather_from(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
-    """A cut tensor whole on every rank, to be used by all in the same way. Backward: this rank's part."""
+    """A sharded tensor, gathered on every rank for the same use by all of them. Backward: this rank's part."""
     return apply(_GatherFrom, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def gather_to(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
-    """A cut tensor whole on every rank, as what cut modules read. Backward: this rank's part of the gradients' sum."""
+    """A sharded tensor, gathered on every rank as the input of split modules. Backward: a reduce-scatter."""
     return apply(_GatherTo, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def reduce_scatter_from(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part along `dim` of the sum of a partial tensor. Backward: gathered."""
+    """This rank's part along `dim` of the sum of a partial tensor. Backward: an all-gather."""
     return apply(_ReduceScatterFrom, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def apply(function: Any, *args: object) -> Tensor:
-    """`function.apply`, which torch has left without types."""
+    """`function.apply`, which has no types in torch."""
     made: Tensor = function.apply(*args)
     return made
 

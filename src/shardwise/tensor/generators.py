@@ -1,10 +1,11 @@
-"""The generators from which dropout draws: the ranks of a line have one in common, and each one of its own.
+"""Random number generators for dropout: one state that the ranks of a line share, and one state per rank.
 
-[Note: regions] Outside of regions all ranks of a line compute the same on the same; inside, which is from a column
-module to the row module behind it, each works on its own features. With `tensor.sequence` each has its own part of the
-sequence from the first block to the last. Where ranks work on different elements, dropout has to take different ones,
-and elsewhere the same. So ranks start with one state in common, and where they part a generator of each rank's own is
-seeded from it, which moves on by one draw: what is computed again (activation checkpointing) draws the same again.
+[Note: regions] A region reaches from a column module to the row module after it. Outside of regions all ranks of a line
+compute the same; inside, each works on its own features. With `tensor.sequence`, each rank works on its part of the
+sequence from the first block to the last. Dropout must draw different numbers where ranks work on different elements,
+and the same numbers elsewhere. So ranks start from a common state. Where they diverge, each rank's own generator is
+seeded by one draw from the common one, so that recomputed activations (checkpointing) draw the same numbers again. This
+corresponds to Megatron-LM's `CudaRNGStatesTracker`.
 """
 
 from __future__ import annotations
@@ -20,46 +21,46 @@ _STRIDE = 1_000_003
 
 
 class Generators:
-    """Torch's generators on one rank: the host's, and its device's."""
+    """Torch's default generators on one rank: that of the CPU, and that of its device."""
 
     def __init__(self, device: RankDevice, place: int) -> None:
         self._device = device
         self._place = place
         self._common: list[Tensor] | None = None
-        """The states in common, while this rank draws from its own."""
+        """The common states, saved while this rank uses its own."""
 
     @property
     def are_own(self) -> bool:
         return self._common is not None
 
-    def part(self) -> None:
-        """From here on draw numbers that no other rank of the line draws."""
+    def use_own(self) -> None:
+        """Draw numbers that differ from those of other ranks of the line from now on."""
         if self._common is None:
             seed = int(torch.randint(2**31, ()))
             self._common = self._states()
             torch.manual_seed(seed * _STRIDE + self._place)
 
-    def join(self) -> None:
-        """Draw what all ranks draw again."""
+    def use_common(self) -> None:
+        """Draw the same numbers as all ranks of the line from now on."""
         if self._common is not None:
             self._restore(self._common)
             self._common = None
 
-    def abandon(self) -> None:
-        """The same, but the generators are put back by somebody else."""
+    def drop_common(self) -> None:
+        """Forget the saved common states, because the caller restores the generators itself."""
         self._common = None
 
-    def agree(self, world: World, group: Group) -> None:
-        """Take over the states of the first rank of the line. All of it call."""
+    def synchronize(self, world: World, group: Group) -> None:
+        """Take over the states of the first rank of the line. Collective."""
         collectives = world.collectives(torch.device("cpu"))
         mine = b"".join(state.numpy().tobytes() for state in self._states())
         first = collectives.exchange(mine, group, "generators")[0]
         start = 0
-        taken = []
+        received = []
         for state in self._states():
-            taken.append(torch.frombuffer(bytearray(first[start : start + len(state)]), dtype=torch.uint8))
+            received.append(torch.frombuffer(bytearray(first[start : start + len(state)]), dtype=torch.uint8))
             start += len(state)
-        self._restore(taken)
+        self._restore(received)
 
     def _states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -76,11 +77,12 @@ class Generators:
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether a forward of `model` in training draws random numbers, as far as its modules tell: dropout modules, and
-    attributes such as `attention_dropout`."""
+    """Whether a training forward of `model` draws random numbers, judging by its dropout modules and by attributes such
+    as `attention_dropout` and a router's `jitter_noise`."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
-        if any("drop" in name and type(value) is float and value > 0 for name, value in vars(module).items()):
+        numbers = {name: value for name, value in vars(module).items() if type(value) is float and value > 0}
+        if any("drop" in name or "jitter" in name for name in numbers):
             return True
     return False

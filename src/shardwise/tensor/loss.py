@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut by words and never gathered (Megatron-LM, arXiv:1909.08053, section 3)."""
+"""Cross-entropy of logits that are split by vocabulary and not gathered (Megatron-LM, arXiv:1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ IGNORED = -100
 def cross_entropy(
     logits: Tensor, targets: Tensor, head: nn.Module, *, ignore_index: int = IGNORED, reduction: Reduction = "mean"
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` makes of whole logits, from this rank's part of them.
+    """`torch.nn.functional.cross_entropy` for logits that are split by vocabulary.
 
-    `logits` [N, words of this rank] are the output of `head`, a module of the style `vocabulary_cut`; `targets` [N] are
-    whole numbers of words, the same on all ranks of the line. Returns a scalar, or [N] with `reduction="none"`, the
-    same on all ranks, worked out in fp32 at least. Each rank sends 3 numbers per row and never a logit. Of a `head`
-    that is not cut the logits are whole, and it is torch's own function, so that a model can use it in either case.
+    `logits` [N, this rank's vocabulary] are the output of `head`, a module of the style `vocabulary_cut`. `targets` [N]
+    are indices into the whole vocabulary, the same on all ranks of the line. Returns a scalar, or [N] with
+    `reduction="none"`, the same on all ranks, computed at least in fp32. Each rank sends 3 numbers per row, and no
+    logits. If `head` is not split, this is torch's function, so a model can use it in either case.
     """
     forward = head.__dict__.get("forward")
     if not isinstance(forward, Column):
         return functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
     if forward.gathers:
         raise ModelError(
-            "cross_entropy() got a head whose logits are gathered, so they are whole already. Give it the style "
-            "vocabulary_cut in tensor.plan, or use torch's own function."
+            "The head given to cross_entropy() gathers its logits, so they are whole. Give it the style vocabulary_cut "
+            "in tensor.plan, or use torch's cross_entropy."
         )
     start = sum(forward.sizes[: forward.line.place])
     own = Span(start, start + forward.sizes[forward.line.place])
@@ -50,7 +50,7 @@ def cross_entropy(
 
 
 class CausalLoss:
-    """The loss of a causal language model of transformers, from logits in parts: in the place of `loss_function`."""
+    """The loss of a causal language model of transformers, computed from split logits. Replaces `loss_function`."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
@@ -65,7 +65,7 @@ class CausalLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Each token is predicted from those before it, unless `shift_labels` says what to predict."""
+        """The labels are shifted by one token, unless `shift_labels` has them shifted already."""
         wanted = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         flat, targets = logits.flatten(0, -2), wanted.reshape(-1).to(logits.device)
         if num_items_in_batch is None:

@@ -1,42 +1,54 @@
-"""The styles: what of a module is cut, and what it does instead of its own forward."""
+"""The styles of `tensor.plan`: which parameters of a module are split, and which forward it gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.placement import Box
-from shardwise.tensor.forwards import Column, EmbeddingColumn, Row, Shared, Summed, Vocabulary
-from shardwise.tensor.rules import Cut
-from shardwise.tensor.shares import AXIS, Shares, deal
-from shardwise.tensor.split import Split
+from shardwise.tensor.forwards import (
+    Column,
+    EmbeddingColumn,
+    LatentAndRotary,
+    Row,
+    SharedHeads,
+    SummedGrads,
+    VocabularyEmbedding,
+)
+from shardwise.tensor.model_split import ModelSplit
+from shardwise.tensor.partition import AXIS, Partition, partition
+from shardwise.tensor.rules import SplitModule
 
 LINEAR, CONV1D = "Linear", "Conv1D"
 LIKE_LINEAR = ("FalconLinear",)
-"""Classes of transformers that are nn.Linear with a forward of their own that computes the same."""
+"""Classes of transformers derived from nn.Linear with their own, equivalent forward."""
 GROUPS = "num_key_value_groups"
-"""Queries for each key and value head, in attention modules of transformers."""
+"""The attribute of attention modules of transformers with the number of query heads per key and value head."""
+ROTARY = "qk_rope_head_dim"
+"""The attribute of modules of multi-head latent attention with the number of rotary features of a head."""
 
 
-def _column(split: Split, cut: Cut) -> None:
-    kind, weight = _linear(cut)
+def _column(split: ModelSplit, target: SplitModule) -> None:
+    kind, weight = _linear(target)
     out_dim = 1 if kind == CONV1D else 0
-    shares = deal(cut, weight.shape[out_dim], split.num_ranks)
-    gathers, is_alone = cut.style == "column_gathered", cut.style != "column"
-    if is_alone and (cut.parts > 1 or shares.copies > 1):
+    shares = partition(target, weight.shape[out_dim], split.num_ranks)
+    gathers, is_alone = target.style == "column_gathered", target.style != "column"
+    if is_alone and (target.parts > 1 or shares.copies > 1):
         raise ModelError(
-            f"{cut.path} is of {cut.parts} parts, or has heads for some ranks only; its style must be column."
+            f"{target.path} has {target.parts} fused parts, or fewer heads than there are ranks; its style must be "
+            f"column."
         )
     if not gathers:
-        split.outputs[cut.path] = shares
-    _cut_param(split, cut, "weight", out_dim, shares)
-    _cut_param(split, cut, "bias", 0, shares)
-    shared = Shared(out_dim, [own[0] for own in shares.ranges], shares.size) if shares.copies > 1 else None
-    module, sizes, on_sequence = cut.module, shares.sizes, split.is_on_sequence(cut)
-    is_entered = on_sequence and split.parent_enters(cut)
+        split.outputs[target.path] = shares
+    _split_param(split, target, "weight", out_dim, shares)
+    _split_param(split, target, "bias", 0, shares)
+    shared = SharedHeads(out_dim, [own[0] for own in shares.ranges], shares.size) if shares.copies > 1 else None
+    module, sizes, on_sequence = target.module, shares.sizes, split.is_on_sequence(target)
+    is_entered = on_sequence and split.parent_enters(target)
     split.attributes.append((module, "nf" if kind == CONV1D else "out_features", sizes[split.place]))
     split.forwards.append(
         (
@@ -55,18 +67,18 @@ def _column(split: Split, cut: Cut) -> None:
         )
     )
     if shared is not None:
-        _regroup(split, cut, shares)
+        _regroup(split, target, shares)
 
 
-def _row(split: Split, cut: Cut) -> None:
-    kind, weight = _linear(cut)
+def _row(split: ModelSplit, target: SplitModule) -> None:
+    kind, weight = _linear(target)
     in_dim = 0 if kind == CONV1D else 1
-    shares = deal(cut, weight.shape[in_dim], split.num_ranks)
+    shares = partition(target, weight.shape[in_dim], split.num_ranks)
     if shares.copies > 1:
-        raise ModelError(f"{cut.path} has fewer heads than there are ranks along {AXIS}; choose a smaller {AXIS}.")
-    _cut_param(split, cut, "weight", in_dim, shares)
-    module, sizes, scatters = cut.module, shares.sizes, cut.style == "row_scattered"
-    on_sequence = split.is_on_sequence(cut)
+        raise ModelError(f"{target.path} has fewer heads than there are ranks along {AXIS}. Choose a smaller {AXIS}.")
+    _split_param(split, target, "weight", in_dim, shares)
+    module, sizes, scatters = target.module, shares.sizes, target.style == "row_scattered"
+    on_sequence = split.is_on_sequence(target)
     split.attributes.append((module, "nx" if kind == CONV1D else "in_features", sizes[split.place]))
     split.forwards.append(
         (
@@ -84,47 +96,65 @@ def _row(split: Split, cut: Cut) -> None:
     )
 
 
-def _vocabulary(split: Split, cut: Cut) -> None:
-    module = cut.module
+def _vocabulary(split: ModelSplit, target: SplitModule) -> None:
+    module = target.module
     if not isinstance(module, nn.Embedding):
-        _column(split, Cut(cut.path, module, "column_gathered" if cut.style == "vocabulary" else cut.style))
+        style = "column_gathered" if target.style == "vocabulary" else target.style
+        _column(split, SplitModule(target.path, module, style))
         return
-    _check_embedding(cut, module)
-    shares = deal(Cut(cut.path, module, cut.style), module.weight.shape[0], split.num_ranks)
-    _cut_param(split, cut, "weight", 0, shares)
+    _check_embedding(target, module)
+    shares = partition(SplitModule(target.path, module, target.style), module.weight.shape[0], split.num_ranks)
+    _split_param(split, target, "weight", 0, shares)
     own = shares.ranges[split.place][0]
     pad = module.padding_idx
     split.attributes.append((module, "num_embeddings", own.numel))
     is_here = pad is not None and own.start <= pad < own.stop
     split.attributes.append((module, "padding_idx", pad - own.start if pad is not None and is_here else None))
-    split.forwards.append((module, lambda line, regions: Vocabulary(module, line, regions, own)))
+    split.forwards.append((module, lambda line, regions: VocabularyEmbedding(module, line, regions, own)))
 
 
-def _embedding_column(split: Split, cut: Cut) -> None:
-    module = cut.module
+def _embedding_column(split: ModelSplit, target: SplitModule) -> None:
+    module = target.module
     if not isinstance(module, nn.Embedding):
-        raise ModelError(f"{cut.path} is a {type(module).__name__}; the style embedding_column is for embeddings.")
-    _check_embedding(cut, module)
-    shares = deal(cut, module.weight.shape[1], split.num_ranks)
-    _cut_param(split, cut, "weight", 1, shares)
+        raise ModelError(f"{target.path} is a {type(module).__name__}; the style embedding_column is for embeddings.")
+    _check_embedding(target, module)
+    shares = partition(target, module.weight.shape[1], split.num_ranks)
+    _split_param(split, target, "weight", 1, shares)
     split.attributes.append((module, "embedding_dim", shares.sizes[split.place]))
     sizes = shares.sizes
-    gathers = cut.style == "embedding_column"
+    gathers = target.style == "embedding_column"
     split.forwards.append(
         (module, lambda line, regions: EmbeddingColumn(module, line, regions, sizes, gathers=gathers))
     )
 
 
-def _summed(split: Split, cut: Cut) -> None:
-    module = cut.module
+def _summed(split: ModelSplit, target: SplitModule) -> None:
+    module = target.module
     if any(True for _ in module.children()):
         raise ModelError(
-            f"{cut.path} has modules in it; the style summed is for one that has parameters of its own alone."
+            f"{target.path} has child modules; the style summed is for modules that have only parameters of their own."
         )
-    split.forwards.append((module, lambda line, regions: Summed(module, line, regions)))
+    split.forwards.append((module, lambda line, regions: SummedGrads(module, line, regions)))
 
 
-STYLES: dict[str, Callable[[Split, Cut], None]] = {
+def _latent_and_rotary(split: ModelSplit, target: SplitModule) -> None:
+    _linear(target)
+    parent = split.modules[target.parent]
+    num_rotary = getattr(parent, ROTARY, None)
+    if type(num_rotary) is not int:
+        raise ModelError(
+            f"{target.path} has the style {target.style}, but {type(parent).__name__} has no attribute {ROTARY} with "
+            f"the number of its last features that are the keys' rotary part. Set it there."
+        )
+    if split.blocks:
+        raise ModelError(
+            f"{target.path} has the style {target.style}, which tensor.sequence does not support. Leave "
+            f"tensor.sequence out of the plan."
+        )
+    split.forwards.append((target.module, partial(LatentAndRotary, target.module, num_rotary=num_rotary)))
+
+
+STYLES: dict[str, Callable[[ModelSplit, SplitModule], None]] = {
     "column": _column,
     "column_gathered": _column,
     "row": _row,
@@ -133,13 +163,14 @@ STYLES: dict[str, Callable[[Split, Cut], None]] = {
     "vocabulary_cut": _vocabulary,
     "embedding_column": _embedding_column,
     "embedding_heads": _embedding_column,
+    "mla_kv_a_proj": _latent_and_rotary,
     "summed": _summed,
 }
 
 
-def _linear(cut: Cut) -> tuple[str, torch.Tensor]:
-    """Which kind of matrix product a module is, and its weight."""
-    module = cut.module
+def _linear(target: SplitModule) -> tuple[str, torch.Tensor]:
+    """Whether a module is like nn.Linear or like Conv1D, and its weight."""
+    module = target.module
     weight = module._parameters.get("weight")
     if weight is not None and weight.dim() == 2:
         is_plain = type(module).forward is nn.Linear.forward or type(module).__name__ in LIKE_LINEAR
@@ -148,22 +179,22 @@ def _linear(cut: Cut) -> tuple[str, torch.Tensor]:
         if type(module).__name__ == CONV1D and hasattr(module, "nf"):
             return CONV1D, weight
     raise ModelError(
-        f"{cut.path} is a {type(module).__name__}, and the style {cut.style} is for nn.Linear, and Conv1D of "
-        f"transformers. Name the linear modules in it, or leave it out of tensor.plan."
+        f"{target.path} is a {type(module).__name__}, but the style {target.style} is for nn.Linear and transformers' "
+        f"Conv1D. Name the linear modules in it, or leave it out of tensor.plan."
     )
 
 
-def _check_embedding(cut: Cut, module: nn.Embedding) -> None:
+def _check_embedding(target: SplitModule, module: nn.Embedding) -> None:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ModelError(
-            f"{cut.path} is an embedding with max_norm, scale_grad_by_freq or sparse, which look at all of it at once; "
-            f"leave it out of tensor.plan, or build it without."
+            f"{target.path} is an embedding with max_norm, scale_grad_by_freq or sparse, which need the whole "
+            f"embedding. Leave it out of tensor.plan, or build it without these options."
         )
 
 
-def _cut_param(split: Split, cut: Cut, name: str, dim: int, shares: Shares) -> None:
-    """Note this rank's part of a parameter, which another module may have too."""
-    param = cut.module._parameters.get(name)
+def _split_param(split: ModelSplit, target: SplitModule, name: str, dim: int, shares: Partition) -> None:
+    """Record this rank's part of a parameter, which other modules may share."""
+    param = target.module._parameters.get(name)
     if param is None:
         return
     place = split.place % shares.copies
@@ -171,21 +202,21 @@ def _cut_param(split: Split, cut: Cut, name: str, dim: int, shares: Shares) -> N
     known = split.boxes.setdefault(param, box)
     if known != box:
         raise ModelError(
-            f"{split.names[param]} is used by {split.cut_by[param]} and by {cut.path}, which cut it differently: "
-            f"{known} and {box} of {list(param.shape)}. Give both the same style, such as vocabulary."
+            f"{split.names[param]} is used by {split.split_by[param]} and by {target.path}, which split it "
+            f"differently: {known} and {box} of {list(param.shape)}. Give both the same style, such as vocabulary."
         )
-    split.cut_by.setdefault(param, cut.path)
+    split.split_by.setdefault(param, target.path)
 
 
-def _regroup(split: Split, cut: Cut, shares: Shares) -> None:
-    """Key and value heads that several ranks have: on each rank fewer queries share one."""
-    parent = split.modules[cut.parent]
+def _regroup(split: ModelSplit, target: SplitModule, shares: Partition) -> None:
+    """If several ranks hold the same key and value head, each has fewer query heads per key and value head."""
+    parent = split.modules[target.parent]
     value = getattr(parent, GROUPS, None)
     if type(value) is not int or value % shares.copies:
         raise ModelError(
-            f"{cut.path} has {cut.heads} heads for {split.num_ranks} ranks along {AXIS}, and {type(parent).__name__} "
-            f"has no attribute {GROUPS} to divide, so that ranks could share a head. Choose a size of {AXIS} that "
-            f"divides {cut.heads}."
+            f"{target.path} has {target.heads} heads for {split.num_ranks} ranks along {AXIS}, and ranks cannot share "
+            f"a head, because {type(parent).__name__} has no attribute {GROUPS} to divide. Choose a size of {AXIS} "
+            f"that divides {target.heads}."
         )
     if all((one, name) != (parent, GROUPS) for one, name, _ in split.attributes):
         split.attributes.append((parent, GROUPS, value // shares.copies))

@@ -1,4 +1,4 @@
-"""`tensor.verify`: the first batch goes through a copy of the uncut model too, and outputs are compared by module."""
+"""`tensor.verify`: runs the first batch through a copy of the unsplit model too, and compares outputs by module."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.runtime.nested import tensors_in
 from shardwise.tensor.generators import draws
-from shardwise.tensor.shares import AXIS
-from shardwise.tensor.split import Split
+from shardwise.tensor.model_split import ModelSplit
+from shardwise.tensor.partition import AXIS
 
 Tensor = torch.Tensor
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-COARSE = 5e-2
+HALF_TOLERANCE = 5e-2
 """For bf16 and fp16."""
 
 
 class Verifier:
-    """Compares the first forward of a model that is cut with that of a copy that is not, and then lets go of it."""
+    """Compares the first forward of a split model with that of an unsplit copy, which is freed afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Before the model is cut. Raises `ConfigError` for one that cannot be compared so."""
+        """Call it before the model is split. Raises `ConfigError` for a model that cannot be compared."""
         if any(param.device.type == "meta" for param in model.parameters()) or any(
             type(param) is not nn.Parameter for param in model.parameters()
         ):
-            raise ConfigError("tensor.verify needs a model with values: build it plainly, at a size that fits a rank.")
+            raise ConfigError(
+                "tensor.verify needs a model with values. Build it without deferred_init or the meta device, at a size "
+                "that fits a rank."
+            )
         if draws(model):
-            raise ConfigError("tensor.verify compares numbers, and dropout draws others. Build the model without it.")
-        self._uncut: nn.Module | None = copy.deepcopy(model)
+            raise ConfigError("tensor.verify cannot compare outputs with dropout. Build the model without it.")
+        self._unsplit: nn.Module | None = copy.deepcopy(model)
         self._found: list[tuple[str, int, Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
-    def watch(self, model: nn.Module, split: Split, world: World, group: DataGroup) -> None:
-        """Once the model is cut. All ranks call; the copies take the first one's values."""
-        uncut = self._uncut
-        assert uncut is not None
-        kept = {name: param.dtype for name, param in model.named_parameters()}
-        for name, param in uncut.named_parameters():
+    def watch(self, model: nn.Module, split: ModelSplit, world: World, group: DataGroup) -> None:
+        """Call it after the model is split. Collective: the copies take the values of the first rank."""
+        unsplit = self._unsplit
+        assert unsplit is not None
+        dtypes = {name: param.dtype for name, param in model.named_parameters()}
+        for name, param in unsplit.named_parameters():
             values = param.detach().contiguous()
             group.broadcast(values.view(-1), "verify")
-            param.data = values.to(kept[name])
+            param.data = values.to(dtypes[name])
         given: list[tuple[Any, Any]] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -59,44 +62,45 @@ class Verifier:
             args, kwargs = given.pop()
             for handle in self._handles:
                 handle.remove()
-            said = self._compared(split, module, args, kwargs)
-            self._uncut = None
+            problem = self._compare(split, module, args, kwargs)
+            self._unsplit = None
             self._found.clear()
-            told = [message.decode() for message in world.exchange(said.encode(), "verify")]
-            if any(told):
-                raise ModelError(next(message for message in told if message))
+            problems = [message.decode() for message in world.exchange(problem.encode(), "verify")]
+            if any(problems):
+                raise ModelError(next(filter(None, problems)))
 
-        self._handles += _listening(model, self._found)
+        self._handles += _record_outputs(model, self._found)
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(model.register_forward_hook(after))
 
-    def _compared(self, split: Split, model: nn.Module, args: Any, kwargs: Any) -> str:
-        """What differs first, in a sentence; empty if nothing does."""
-        uncut = self._uncut
-        assert uncut is not None
-        uncut.train(model.training)
+    def _compare(self, split: ModelSplit, model: nn.Module, args: Any, kwargs: Any) -> str:
+        """An error message about the first difference; "" if there is none."""
+        unsplit = self._unsplit
+        assert unsplit is not None
+        unsplit.train(model.training)
         expected: list[tuple[str, int, Tensor]] = []
-        _listening(uncut, expected)
+        _record_outputs(unsplit, expected)
         with torch.no_grad():
-            uncut(*args, **kwargs)
+            unsplit(*args, **kwargs)
         wanted = {(path, number): value for path, number, value in expected}
         for path, number, value in self._found:
             other = _part(wanted.get((path, number)), value, split, path)
             if other is None:
                 continue
             error = float((value.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
-            if not error <= TOLERANCE.get(value.dtype, COARSE):
+            if not error <= TOLERANCE.get(value.dtype, HALF_TOLERANCE):
                 module = split.modules[path] if path else model
                 return (
-                    f"Cut along {AXIS} the model computes something else than the uncut one. The first module that "
-                    f"differs is {path or 'the model'} ({type(module).__name__}), by {error:.1e} of its output at "
-                    f"place {split.place}. Look at what of it tensor.plan cuts, and at what tensor.divide leaves out."
+                    f"Split along {AXIS}, the model computes something else than the unsplit model. The first module "
+                    f"that differs is {path or 'the model'} ({type(module).__name__}), by {error:.1e} of its output at "
+                    f"place {split.place}. Check how tensor.plan splits it, and whether an attribute is missing in "
+                    f"tensor.divide."
                 )
         return ""
 
 
-def _listening(model: nn.Module, found: list[tuple[str, int, Tensor]]) -> list[RemovableHandle]:
-    """Note the first floating-point tensor that each module returns, in the order in which they end."""
+def _record_outputs(model: nn.Module, found: list[tuple[str, int, Tensor]]) -> list[RemovableHandle]:
+    """Record the first floating-point tensor that each module returns, in the order in which the modules finish."""
     calls: Counter[str] = Counter()
 
     def listen(path: str, module: nn.Module) -> RemovableHandle:
@@ -111,8 +115,8 @@ def _listening(model: nn.Module, found: list[tuple[str, int, Tensor]]) -> list[R
     return [listen(path, module) for path, module in model.named_modules()]
 
 
-def _part(whole: Tensor | None, like: Tensor, split: Split, path: str) -> Tensor | None:
-    """Of the output of a module that is not cut what the one that is has here; `None` where nobody can say."""
+def _part(whole: Tensor | None, like: Tensor, split: ModelSplit, path: str) -> Tensor | None:
+    """This rank's part of the output of an unsplit module, `like` the split module's; `None` if it is not known."""
     if whole is None or whole.shape == like.shape:
         return whole
     shares = split.outputs.get(path)

@@ -1,10 +1,10 @@
-"""Heads that are counted in a forward: found by how it views what is cut, on the first batch, without arithmetic.
+"""Detects hard-coded numbers of heads in a forward, by its views of split tensors on the first batch.
 
-[Note: views] A forward with the number of its heads written into it (`x.unflatten(-1, (3, 12, -1))`) takes a part of
-the features too, and makes as many heads of it, each narrower: shapes fit, and numbers are wrong. So at the first batch
-both the uncut and the cut model run on tensors without bytes, and the views that they take are compared. Of what is cut
-by whole heads the outermost dimension of a view counts heads, within each fused part; any other that changes, a token's
-or one within a head, is what such a forward does.
+[Note: views] A forward with a hard-coded number of heads (`x.unflatten(-1, (3, 12, -1))`) also accepts a part of the
+features, and makes the same number of narrower heads from it: shapes fit, but results are wrong. So at the first batch,
+the unsplit and the split model both run on fake tensors, and their views are compared. Features are split by whole
+heads, so only the dimension of a view that counts heads (in each fused part) may change. If another one changes, such
+as tokens or the size of a head, the number of heads is hard-coded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.errors import ModelError
 from shardwise.placement import Dtype
 from shardwise.rehearsal import Take, Twin, Work, rehearse_work
 from shardwise.storage import Unit
-from shardwise.tensor.shares import AXIS
+from shardwise.tensor.partition import AXIS
 
 Shape = tuple[int, ...]
 _VIEWS = frozenset(
@@ -48,7 +48,7 @@ _TORCH, _OURS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (t
 
 @dataclass(frozen=True)
 class View:
-    """One that the forward of the module at `path` took."""
+    """A view that the forward of the module at `path` took."""
 
     path: str
     source: Shape
@@ -56,78 +56,75 @@ class View:
 
 
 class ViewCheck:
-    """Compares the first forward of a model that is cut with that of one that is not, by their views."""
+    """Compares the views in the first forward of a split model with those of the unsplit model."""
 
     def __init__(self, model: nn.Module, parts: Collection[int]) -> None:
-        """Before the model is cut; `parts` are the numbers of fused matrices in its modules."""
-        self._uncut: nn.Module | None = _without_bytes(model)
+        """Create it before the model is split; `parts` are the numbers of fused matrices in its modules."""
+        self._unsplit: nn.Module | None = _on_meta_device(model)
         self._parts = frozenset(parts)
 
-    @staticmethod
-    def can_watch(model: nn.Module) -> bool:
-        """Whether a model has plain parameters, of which copies can be made."""
-        return all(type(param) is nn.Parameter and param.device.type != "meta" for param in model.parameters())
-
     def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> None:
-        """Once the model is cut, unless it cannot be copied. The first forward raises `ModelError` on all ranks of
-        `line` if they differ."""
-        if self._uncut is None:
+        """Call it after the model is split. The first forward raises `ModelError` on all ranks of `line` if the views
+        differ. Does nothing if the model could not be copied."""
+        if self._unsplit is None:
             return
         device = units[0].flats[0].device
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
-            uncut, self._uncut = self._uncut, None
-            if uncut is None:
+            unsplit, self._unsplit = self._unsplit, None
+            if unsplit is None:
                 return
-            uncut.train(module.training)
-            said = ""
+            unsplit.train(module.training)
+            problem = ""
             try:
-                expected = _views(uncut, (), args, kwargs, device, compute)
-                said = difference(expected, _views(module, units, args, kwargs, device, compute), self._parts)
-            except ModelError:  # a model that asks for values: nobody can say
+                expected = _views(unsplit, (), args, kwargs, device, compute)
+                problem = difference(expected, _views(module, units, args, kwargs, device, compute), self._parts)
+            except ModelError:  # the model reads values, so it cannot be checked
                 pass
-            told = [message.decode() for message in line.exchange(said.encode())]
-            if any(told):
-                raise ModelError(next(message for message in told if message))
+            problems = [message.decode() for message in line.exchange(problem.encode())]
+            if any(problems):
+                raise ModelError(next(filter(None, problems)))
 
         handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
 def difference(expected: Sequence[View], found: Sequence[View], parts: Collection[int]) -> str:
-    """What is viewed otherwise than cut features should be, first, in a sentence; "" if nothing is, or nobody can say,
-    since the two forwards took other ways. `parts` are the numbers of fused matrices."""
+    """An error message about the first view of split features that is wrong; "" if there is none, or if the forwards
+    cannot be compared because they took different paths. `parts` are the numbers of fused matrices."""
     if [view.path for view in expected] != [view.path for view in found]:
         return ""
-    for whole, cut in zip(expected, found, strict=True):
-        if not _is_right(whole, cut, parts):
+    for whole, part in zip(expected, found, strict=True):
+        if not _is_right(whole, part, parts):
             return (
-                f"{whole.path or 'The model'} views {list(whole.source)} as {list(whole.target)}, and what tensor.plan "
-                f"cuts along {AXIS}, {list(cut.source)}, as {list(cut.target)}: a number of heads or features is "
-                f"written into its forward. Let it come out of the input there, such as x.unflatten(-1, (-1, "
-                f"head_dim)), name the attribute that counts it in tensor.divide, or fused matrices by parts."
+                f"{whole.path or 'The model'} views {list(whole.source)} as {list(whole.target)}, and the part of it "
+                f"that tensor.plan leaves on a rank along {AXIS}, {list(part.source)}, as {list(part.target)}: its "
+                f"forward has a hard-coded number of heads or features. Derive it from the input, such as "
+                f"x.unflatten(-1, (-1, head_dim)), name the attribute with this number in tensor.divide, or declare "
+                f"fused matrices with parts."
             )
     return ""
 
 
-def _is_right(whole: View, cut: View, parts: Collection[int]) -> bool:
-    if len(whole.source) != len(cut.source) or len(whole.target) != len(cut.target):
+def _is_right(whole: View, part: View, parts: Collection[int]) -> bool:
+    if len(whole.source) != len(part.source) or len(whole.target) != len(part.target):
         return False
     for source, target in _groups(whole.source, whole.target):
-        before, after = whole.source[source], whole.target[target]
-        here, there = cut.source[source], cut.target[target]
-        if math.prod(here) != math.prod(there):
-            return False  # what was cut of one dimension is missing in another
-        changed = [at for at, (one, other) in enumerate(zip(after, there, strict=True)) if one != other]
-        if len(before) != 1 or len(after) == 1 or not changed:
+        whole_before, whole_after = whole.source[source], whole.target[target]
+        part_before, part_after = part.source[source], part.target[target]
+        if math.prod(part_before) != math.prod(part_after):
+            return False  # another dimension has absorbed the difference
+        changed = [at for at, (one, other) in enumerate(zip(whole_after, part_after, strict=True)) if one != other]
+        if len(whole_before) != 1 or len(whole_after) == 1 or not changed:
             continue
-        if before == here or len(changed) > 1 or math.prod(after[: changed[0]]) not in {1, *parts}:
+        is_split = whole_before != part_before
+        if not is_split or len(changed) > 1 or math.prod(whole_after[: changed[0]]) not in {1, *parts}:
             return False
     return True
 
 
 def _groups(source: Shape, target: Shape) -> list[tuple[slice, slice]]:
-    """The dimensions of a view that belong together: as few as have as many elements on both sides."""
+    """The smallest groups of dimensions with the same number of elements on both sides of a view."""
     groups = []
     at, to = 0, 0
     while at < len(source) and to < len(target):
@@ -140,7 +137,7 @@ def _groups(source: Shape, target: Shape) -> list[tuple[slice, slice]]:
             elif there < here and to < len(target):
                 there, to = there * target[to], to + 1
             else:
-                return [(slice(0, len(source)), slice(0, len(target)))]  # with dimensions of no elements
+                return [(slice(0, len(source)), slice(0, len(target)))]  # a dimension has no elements
         groups.append((slice(first, at), slice(last, to)))
     return groups
 
@@ -153,21 +150,21 @@ def _views(
     device: torch.device,
     compute: Dtype,
 ) -> list[View]:
-    """Those that a forward of `model` takes. Raises `ModelError` for one that asks for values."""
+    """The views that a forward of `model` takes. Raises `ModelError` if it reads values."""
     found: list[View] = []
     num_args, names = len(args), list(kwargs)
 
     def prepare(twin: Twin) -> Work:
         stack: list[str] = []
         for path, module in twin.model.named_modules():
-            module.register_forward_pre_hook(_entering(stack, path), prepend=True)
+            module.register_forward_pre_hook(_push(stack, path), prepend=True)
             module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
 
         def work(take: Take, _: object) -> None:
             found.clear()
             stack.clear()
             given, _none = take()
-            with torch.no_grad(), _Log(found, stack):
+            with torch.no_grad(), _RecordViews(found, stack):
                 twin.model(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         return work
@@ -176,15 +173,15 @@ def _views(
     return found
 
 
-def _entering(stack: list[str], path: str) -> Callable[..., None]:
+def _push(stack: list[str], path: str) -> Callable[..., None]:
     def enter(*_: object) -> None:
         stack.append(path)
 
     return enter
 
 
-class _Log(TorchFunctionMode):
-    """Notes views that a model's own code takes: not those of this library between ranks, nor those within torch."""
+class _RecordViews(TorchFunctionMode):
+    """Records the views that the model's own code takes, but not those in this library or inside torch."""
 
     def __init__(self, found: list[View], stack: Sequence[str]) -> None:
         super().__init__()
@@ -213,10 +210,12 @@ def _is_called_by_us() -> bool:
     return frame.f_code.co_filename.startswith(_OURS)
 
 
-def _without_bytes(model: nn.Module) -> nn.Module | None:
-    """A copy whose parameters are on the meta device; `None` of a model that keeps what cannot be copied."""
+def _on_meta_device(model: nn.Module) -> nn.Module | None:
+    """A copy whose parameters are on the meta device; `None` for a model that cannot be copied."""
     memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        id(param): nn.Parameter(
+            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+        )
         for param in model.parameters()
     }
     try:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwise.errors import StateError
+from shardwise.errors import CommError, StateError
 from shardwise.storage import AtRest
 
 Tensor = torch.Tensor
@@ -36,6 +36,11 @@ class Source(Protocol):
 
     def opened(self) -> AbstractContextManager[Tensor]:
         """Yields the whole values. All ranks enter."""
+        ...
+
+    def recover(self, error: CommError) -> bool:
+        """`opened` has raised `error`, and nothing is open: returns whether it can be called again, in a job that goes
+        on when ranks are lost."""
         ...
 
     def take_over(self, values: Tensor) -> None:

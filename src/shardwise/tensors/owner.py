@@ -12,7 +12,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.access import Access
-from shardwise.errors import ModelError, StateError
+from shardwise.errors import CommError, ModelError, StateError
 from shardwise.gradients import Gradients
 from shardwise.placement import Slot
 from shardwise.runtime import Agreement, Runner, changed_inside
@@ -46,6 +46,10 @@ class Owner:
         self.before_change = before_change
         self.is_closed = False
         self.on_unfrozen: Callable[[], None] = _nothing
+        self.is_released = False
+        self.on_fault: Callable[[CommError], bool] = lambda _: False
+        """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
+        it can be read now, from its present home."""
         self.unfrozen: set[str] = set()
         """Parameters that were frozen when the plan was made and are now meant to train."""
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -60,16 +64,18 @@ class Owner:
             flat.guard.begin(flat.params, self._resting_type)
 
     def close(self) -> None:
-        """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise."""
+        """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise, and
+        to those whose last update has failed."""
         self.is_closed = True
         for flat in self._flats:
-            if flat.spec.resident:
+            if flat.spec.resident and flat.failed_update is None:
                 flat.guard.end()
             else:
                 flat.guard.rest()
 
     def release(self) -> None:
         """Restore the original class of all parameters; accesses are not intercepted any more."""
+        self.is_released = True
         for flat in self._flats:
             flat.guard.end()
 
@@ -159,8 +165,24 @@ class ParamHome:
                 f"{self.name} is read inside a torch.func transform (grad, vmap, jvp, ...), which would keep "
                 f"references to its memory. Take param.detach().clone() before, on all ranks, and use that inside."
             )
-        with self._owner.runner.gathering.borrowed([self._unit]):
+        if not self._is_left:
+            with self._owner.runner.gathering.borrowed([self._unit]):
+                yield plainly(Tensor.detach, [self.param], {})
+        elif isinstance(self.param, Resting):
+            with self.param.home().opened() as values:
+                yield values
+        else:
             yield plainly(Tensor.detach, [self.param], {})
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the parameter has another home by now, because ranks were lost."""
+        owner = self._owner_ref()
+        return owner is None or owner.is_released
+
+    def recover(self, error: CommError) -> bool:
+        """Go on without the ranks that `error` says were lost; returns whether `opened` can be called again."""
+        return not self._is_left and self._owner.on_fault(error)
 
     def reach(self) -> None:
         self._owner.runner.reach(self._unit)
@@ -177,6 +199,9 @@ class ParamHome:
 
     def take_over(self, values: Tensor) -> None:
         """Copy rank 0's `values` to all ranks."""
+        if self._is_left and isinstance(self.param, Resting):
+            self.param.home().take_over(values)
+            return
         owner, flat = self._owner, self._flat
         owner.before_change()
         owner.runner.step.open_params()
@@ -271,6 +296,9 @@ class GradSource:
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return use(func, args, kwargs)
+
+    def recover(self, error: CommError) -> bool:  # noqa: ARG002
+        return False  # gradients go with the step that is repeated
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from shardwise.errors import CommError
 from shardwise.placement import Slot
 from shardwise.storage import part_of
 from shardwise.tensors.handles import Home, Whole
@@ -52,6 +53,9 @@ class UncutSource:
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.home.require_open()
         return use(func, args, kwargs)
+
+    def recover(self, error: CommError) -> bool:
+        return self.home.recover(error)
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:

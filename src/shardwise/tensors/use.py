@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shardwise.errors import CommError
 from shardwise.tensors import uses
 from shardwise.tensors.handles import Home, Resting, Source, Whole
 
@@ -104,11 +105,18 @@ def _sources(given: Any) -> set[Source]:
 
 
 def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor]:
-    """The values of all `handles`, each source opened once, in the order in which they appear."""
+    """The values of all `handles`, each source opened once, in the order in which they appear. They are closed with
+    `stack`, which is empty."""
     sources: dict[Source, None] = {}
     for handle in handles:
         sources[handle.home() if isinstance(handle, Resting) else handle.source] = None
-    return {source: stack.enter_context(source.opened()) for source in sources}
+    while True:
+        try:
+            return {source: stack.enter_context(source.opened()) for source in sources}
+        except CommError as error:
+            stack.close()
+            if not next(iter(sources)).recover(error):
+                raise
 
 
 def _given_back(

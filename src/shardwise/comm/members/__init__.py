@@ -1,7 +1,7 @@
 """Membership of an elastic job: the messages between its processes and their launcher."""
 
-from shardwise.comm.members.channels import LauncherChannel, generation_prefix
+from shardwise.comm.members.channels import LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.messages import Announcement, MemberMessage
 
-__all__ = ["DEPARTURE", "Announcement", "LauncherChannel", "MemberMessage", "generation_prefix"]
+__all__ = ["DEPARTURE", "Announcement", "LauncherChannel", "MemberMessage", "generation_prefix", "scope_of"]

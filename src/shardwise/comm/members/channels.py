@@ -2,7 +2,11 @@
 
 The launcher writes its announcements to `news/0`, `news/1`, ..., each member its messages to `from/<member>/0`, ...; a
 count of all messages shows the launcher when there is something to read. A member's report to the others is stored
-under a separate key, and copied from there when the next generation begins.
+under a separate key, with the number of the message that it belongs to, and copied from there when the next generation
+begins.
+
+Every key is written once, and its name is part of what is sealed: an old message or report cannot be repeated in the
+place of a new one.
 """
 
 from __future__ import annotations
@@ -29,9 +33,18 @@ def prefix_of(attempt: str) -> str:
     return f"shardwise/members-{attempt}"
 
 
+def scope_of(generation: int) -> str:
+    """What the seal of a generation's board is limited to: keys and ranks mean something else in the next one."""
+    return f"generation-{generation}"
+
+
 def generation_prefix(attempt: str, generation: int) -> str:
     """The prefix of the keys of one generation, which torch, the watchdog and the devices write."""
-    return f"{prefix_of(attempt)}/generation-{generation}"
+    return f"{prefix_of(attempt)}/{scope_of(generation)}"
+
+
+def _report_key(member: int, number: int) -> str:
+    return f"report-of/{member}/{number}"
 
 
 class LauncherChannel:
@@ -42,6 +55,7 @@ class LauncherChannel:
         self._attempt = attempt
         self._store = SealedStore(prefix_of(attempt), store, seal)
         self._num_read: dict[int, int] = {}
+        self._report_keys: dict[int, str] = {}
         self._num_sent = 0
         self.num_announcements = 0
 
@@ -50,7 +64,7 @@ class LauncherChannel:
         self.num_announcements += 1
 
     def read(self, members: Iterable[int]) -> list[MemberMessage]:
-        """New messages of `members`, each member's in their order. Raises `CommError` for forged messages."""
+        """New messages of `members`, each member's in their order. Raises `CommError` for what no member has sent."""
         num_sent = self._store.add(_NUM_SENT, 0)
         if num_sent == self._num_sent:
             return []
@@ -58,9 +72,26 @@ class LauncherChannel:
         found = []
         for member in members:
             while self._store.check([key := f"from/{member}/{self._num_read.get(member, 0)}"]):
-                found.append(MemberMessage.from_json(self._store.get(key)))
+                found.append(self._message_of(member, key))
+                self._note_report(member)
                 self._num_read[member] = self._num_read.get(member, 0) + 1
         return found
+
+    def _message_of(self, member: int, key: str) -> MemberMessage:
+        try:
+            message = MemberMessage.from_json(self._store.get(key))
+            if message.member != member:
+                raise ValueError(f"it speaks for {message.member}")
+        except ValueError as error:
+            raise CommError(f"What member {member} has sent is not a message of a member: {error}.") from error
+        return message
+
+    def _note_report(self, member: int) -> None:
+        """Only the report that came with the latest message that had one is read, and only that one is kept."""
+        if self._store.check([key := _report_key(member, self._num_read.get(member, 0))]):
+            if former := self._report_keys.get(member):
+                self._store.delete_key(former)
+            self._report_keys[member] = key
 
     def share_reports(self, generation: int, members: Iterable[int], former: Iterable[int]) -> None:
         """Publish to a generation the reports of its `members`, by rank; only `former` members have one."""
@@ -77,8 +108,11 @@ class LauncherChannel:
         self._store.delete_key(f"reports/{generation}")
 
     def _report_of(self, member: int) -> bytes:
-        key = f"report-of/{member}"
-        return base64.b85decode(self._store.get(key)) if self._store.check([key]) else b""
+        key = self._report_keys.get(member)
+        try:
+            return base64.b85decode(self._store.get(key)) if key and self._store.check([key]) else b""
+        except ValueError as error:
+            raise CommError(f"The report of member {member} is damaged: {error}.") from error
 
 
 class MemberChannel:
@@ -103,7 +137,7 @@ class MemberChannel:
         handler."""
         with self._lock:
             if report is not None:
-                self._store.set(f"report-of/{self.member}", base64.b85encode(report).decode())
+                self._store.set(_report_key(self.member, self._num_sent), base64.b85encode(report).decode())
             self._store.set(f"from/{self.member}/{self._num_sent}", message.to_json())
             self._num_sent += 1
             self._store.add(_NUM_SENT, 1)
@@ -111,7 +145,10 @@ class MemberChannel:
     def reports(self, generation: int) -> tuple[bytes, ...]:
         """The reports of the members of `generation`, by rank."""
         with self._lock:
-            return reports_of_text(self._store.get(f"reports/{generation}"))
+            try:
+                return reports_of_text(self._store.get(f"reports/{generation}"))
+            except ValueError as error:
+                raise CommError(f"The reports to generation {generation} are damaged: {error}.") from error
 
     def store_of(self, generation: int) -> Store:
         """The store in which its members meet, over a connection of its own."""
@@ -134,7 +171,7 @@ class MemberChannel:
                     plain.wait([f"news/{number}"], _ALWAYS)
                     goes_on = read(Announcement.from_json(store.get(f"news/{number}")))
                     number += 1
-            except CommError as error:  # forged: what follows cannot be trusted either
+            except (CommError, ValueError) as error:  # forged: what follows cannot be trusted either
                 read(Announcement("end", -1, text=str(error)))
             except RuntimeError:
                 return  # the launcher is gone, and this process will not be there for long

@@ -12,10 +12,27 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from shardwise import plain_data
 
 MemberMessageKind = Literal["here", "heard", "ready", "opened", "leaving", "needs_all", "done", "raised"]
 AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "out", "bye", "end"]
+
+_MEMBER_MESSAGE = {
+    **dict.fromkeys(("kind", "text"), str),
+    **dict.fromkeys(("member", "generation", "step", "pid"), int),
+    "blames": [int],
+    "patience_seconds": float,
+    "lets_in": bool,
+}
+_ANNOUNCEMENT = {
+    **dict.fromkeys(("kind", "text"), str),
+    "generation": int,
+    "members": [int],
+    "before": [int],
+    "hosts": [str],
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,8 @@ class MemberMessage:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> MemberMessage:
-        plain = json.loads(text)
+        """Raises `ValueError` for anything else."""
+        plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
         return cls(**{**plain, "blames": tuple(plain["blames"])})
 
 
@@ -80,7 +98,8 @@ class Announcement:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Announcement:
-        plain = json.loads(text)
+        """Raises `ValueError` for anything else."""
+        plain = _read(text, _ANNOUNCEMENT, get_args(AnnouncementKind))
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("members", "before", "hosts")}})
 
 
@@ -90,4 +109,16 @@ def reports_as_text(reports: Sequence[bytes]) -> str:
 
 
 def reports_of_text(text: str | bytes) -> tuple[bytes, ...]:
-    return tuple(base64.b85decode(one) for one in json.loads(text))
+    """Raises `ValueError` for anything else."""
+    return tuple(base64.b85decode(one) for one in plain_data.read(_encoded(text), [str]))
+
+
+def _read(text: str | bytes, shape: plain_data.Shape, kinds: Sequence[str]) -> dict[str, Any]:
+    plain: dict[str, Any] = plain_data.read(_encoded(text), shape)
+    if plain["kind"] not in kinds:
+        raise ValueError(f"{plain['kind']!r} is not a kind of message")
+    return plain
+
+
+def _encoded(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text

@@ -21,7 +21,7 @@ import torch
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
 from shardwise.comm.shared_buffers import Part
-from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, has_own_pages, whole_pages
+from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, give_back, has_own_pages, whole_pages
 from shardwise.comm.shm.neighbours import Neighbours
 
 Tensor = torch.Tensor
@@ -35,8 +35,9 @@ class MappedBuffer:
         self._mapped = file.map_privately(offset, whole_pages(part.num_bytes))
         self.whole: Tensor = bytes_of(self._mapped)[: part.num_bytes]
         first = part.own_start // PAGE * PAGE
-        mapped = file.map(offset + first, whole_pages(max(1, part.own_stop - first)))
-        self.own: Tensor = bytes_of(mapped)[part.own_start - first : part.own_stop - first]
+        self._of_own = file.map(offset + first, whole_pages(max(1, part.own_stop - first)))
+        self._start, self._stop = part.own_start - first, part.own_stop - first
+        self.own: Tensor = bytes_of(self._of_own)[self._start : self._stop]
 
     def renew(self) -> None:
         forget(self._mapped)
@@ -47,6 +48,9 @@ class MappedBuffer:
 
     def wait_closed(self) -> None:
         self._shared_buffers.wait_closed()
+
+    def let_go(self) -> None:
+        give_back(self._of_own, self._start, self._stop)
 
 
 class MappedBuffers:

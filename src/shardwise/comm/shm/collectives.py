@@ -150,6 +150,9 @@ class Shared:
     def reclaim(self, tensor: Tensor) -> None:
         self._neighbours.reclaim(tensor)
 
+    def settle(self) -> None:
+        """A wait returns when it is there, or raises."""
+
     def rest(self, *, keeps_some: bool) -> None:
         self._neighbours.rest(keeps_some=keeps_some)
 

@@ -86,8 +86,10 @@ def _map(descriptor: int, offset: int, num_bytes: int, flags: int) -> Mapping:
     return mapped
 
 
-def _advise(mapped: Mapping, advice: int) -> None:
-    if _c("madvise")(ctypes.addressof(mapped), len(mapped), advice):
+def _advise(mapped: Mapping, advice: int, start: int = 0, stop: int | None = None) -> None:
+    """About its bytes `start` to `stop`, which are whole pages; by default all of it."""
+    num_bytes = (len(mapped) if stop is None else stop) - start
+    if _c("madvise")(ctypes.addressof(mapped) + start, num_bytes, advice):
         raise _system_error()
 
 
@@ -115,10 +117,13 @@ def bytes_of(mapped: Mapping) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def give_back(mapped: Mapping) -> None:
-    """Free the pages of a mapping for all processes; they read as zeros afterwards."""
-    with suppress(OSError):  # otherwise they stay, which only costs memory
-        _advise(mapped, mmap.MADV_REMOVE)
+def give_back(mapped: Mapping, start: int = 0, stop: int | None = None) -> None:
+    """Free the whole pages within bytes `start` to `stop` of a mapping, by default all, for all processes; they read as
+    zeros afterwards."""
+    first, last = whole_pages(start), (len(mapped) if stop is None else stop) // PAGE * PAGE
+    if first < last:
+        with suppress(OSError):  # otherwise they stay, which only costs memory
+            _advise(mapped, mmap.MADV_REMOVE, first, last)
 
 
 def has_own_pages(mapped: Mapping) -> bool:

@@ -1,7 +1,7 @@
-"""What a strategy of Lightning does over our engine, under either of Lightning's names.
+"""Lightning strategies on our engine, for both of Lightning's packages.
 
-`lightning.pytorch` and `pytorch_lightning` are the same code with classes of their own, so these are mixins, which
-`shardwise.integrations.lightning` and `shardwise.integrations.pytorch_lightning` put in front of theirs.
+`lightning.pytorch` and `pytorch_lightning` have the same code, but different classes. So the strategies are mixins,
+which `shardwise.integrations.lightning` and `shardwise.integrations.pytorch_lightning` combine with their base classes.
 """
 
 from shardwise.integrations.lightning_parts.fabric import FabricStrategyMixin

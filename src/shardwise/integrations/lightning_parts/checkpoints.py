@@ -1,8 +1,8 @@
-"""Checkpoints inside of Lightning's: a folder in the place of its file.
+"""Sharded checkpoints of Lightning's Trainer: a folder instead of a file.
 
-`epoch=0-step=100.ckpt/` has `shardwise/`, of which each rank writes and reads its own part, and `meta.pt` with all that
-Lightning keeps besides (loops, callbacks, schedulers, hyper-parameters). That is written last: a folder without it was
-cut short. A checkpoint of weights alone is one plain file of Lightning's, which rank 0 writes.
+`epoch=0-step=100.ckpt/` contains `shardwise/`, of which each rank writes and reads its own part, and `meta.pt` with
+everything else that Lightning saves (loops, callbacks, schedulers, hyper-parameters). `meta.pt` is written last, so a
+folder without it is incomplete. A checkpoint with only weights is a plain Lightning file, which rank 0 writes.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from shardwise.integrations.folders import STATE_FOLDER
+from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 
 META = "meta.pt"
 STATES = "optimizer_states"
 WEIGHTS = "state_dict"
-_ELSEWHERE = "shardwise_elsewhere"
-"""In `meta.pt`: under which keys the model's own weights stood, which are in `shardwise/`."""
+_SHARDED_KEYS = "shardwise_elsewhere"
+"""The entry of `meta.pt` with the keys of the model's weights, which are in `shardwise/` instead."""
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether `path` is one of these folders. Raises `CheckpointError` for a folder that is none."""
+    """Whether `path` is such a folder. Raises `CheckpointError` for any other folder."""
     if not path.is_dir():
         return False
     if not (path / META).is_file() or not (path / STATE_FOLDER).is_dir():
         raise CheckpointError(
-            f"{path} is a folder without {META} and {STATE_FOLDER}/: it was cut short, or another strategy wrote it. "
-            f"Take another checkpoint, or one that is a single file."
+            f"{path} is a folder without {META} and {STATE_FOLDER}/: saving was interrupted, or another strategy wrote "
+            f"it. Use another checkpoint, or one that is a single file."
         )
     return True
 
 
-def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, standing: object) -> None:
-    """All ranks call. `standing` is the object that stands for the model's weights in `checkpoint`."""
+def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, placeholder: object) -> None:
+    """Write a checkpoint. Collective. `placeholder` is the object that replaces the model's weights in `checkpoint`."""
     world = engine.world
     if world.rank == 0:
         if path.is_file():
@@ -49,22 +49,25 @@ def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, standing: o
     world.barrier()
     engine.save(path / STATE_FOLDER)
     if world.rank == 0:
-        elsewhere = [name for name, value in checkpoint.items() if value is standing]
+        sharded = [name for name, value in checkpoint.items() if value is placeholder]
         draft = path / f"{META}.draft"
-        torch.save({**checkpoint, _ELSEWHERE: elsewhere}, draft)
+        torch.save({**checkpoint, _SHARDED_KEYS: sharded}, draft)
         draft.replace(path / META)
 
 
 def read(engine: sw.Engine, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What Lightning kept, with the engine resumed. All ranks call.
+    """Resume the engine, and return Lightning's part of the checkpoint. Collective.
 
-    A callback may have kept the model's own weights aside, and others in their place: then they are there, whole.
+    If a callback had saved the model's weights under another key, for example because it saves averaged weights in
+    their place, they are returned whole under that key.
     """
     checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     if engine.resume(path / STATE_FOLDER) is None:
-        raise CheckpointError(f"{path / STATE_FOLDER} has no checkpoint; was saving cut short? Take another.")
-    elsewhere = checkpoint.pop(_ELSEWHERE)
-    for name in elsewhere:
+        raise CheckpointError(
+            f"{path / STATE_FOLDER} has no complete checkpoint; saving may have been interrupted. Resume from another "
+            f"one."
+        )
+    for name in checkpoint.pop(_SHARDED_KEYS):
         if name != WEIGHTS:
             checkpoint[name] = engine.state_dict()
     return checkpoint

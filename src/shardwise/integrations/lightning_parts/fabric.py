@@ -1,6 +1,6 @@
-"""A strategy of Lightning's Fabric: where its loops ask for a model, a norm, a checkpoint, the engine answers.
+"""A strategy of Lightning's Fabric whose models, gradient norms and checkpoints are handled by the engine.
 
-Ranks, devices, launching and messages are those of Fabric's DDPStrategy.
+Ranks, devices, launching and communication are those of Fabric's DDPStrategy.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from shardwise.errors import ConfigError
 from shardwise.init import is_deferred
 from shardwise.integrations.lightning_parts import fabric_states
 from shardwise.integrations.lightning_parts.precision import refuse_scaler
-from shardwise.integrations.lightning_parts.settings import PRECISIONS, places, refuse_settings
+from shardwise.integrations.lightning_parts.settings import PRECISIONS, rank_environment, refuse_settings
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
-from shardwise.integrations.plans import PlanLike, require_no_stages, settled, share_of_data
-from shardwise.integrations.preparing import ids_of, zero_together
+from shardwise.integrations.model_patches import param_ids, patch_zero_grad
+from shardwise.integrations.plans import PlanLike, data_share, require_no_stages, resolved_plan
 
 _Base: Any = object
 
 
 class FabricStrategyMixin(_Base):
-    """In front of Fabric's DDPStrategy: models are sharded by `plan` as they are set up, and stay the same objects.
+    """A mixin for Fabric's DDPStrategy that shards models in place by `plan` when they are set up.
 
-    `plan` is a preset's name, a file, a dict or a `sw.Plan`; without one `zero3`. With `state_dict_type="sharded"`
-    what `fabric.save` writes is a folder, into which each rank writes its part and which any number of ranks can load;
-    with `"full"`, or with a `filter`, a single file as of DDP. Other arguments are DDPStrategy's for devices and
-    launching. Ranks along the axes `tp` and `sp` of the plan's mesh are given the same batches.
+    `plan` is a preset's name, a file, a dict or a `sw.Plan`; the default is `zero3`. With `state_dict_type="sharded"`
+    `fabric.save` writes a folder: each rank writes its part, and any number of ranks can load it. With `"full"`, or
+    with a `filter`, it writes a single file like DDP. Other arguments are those of DDPStrategy for devices and
+    launching. Ranks along the axes `tp` and `sp` of the plan's mesh get the same batches.
 
     A model is sharded by `fabric.setup(model, optimizer)`, or by `setup_optimizers` after `setup_module`. Raises
-    `ConfigError` for a plan with stages of a pipeline, or one that does what a loop of Fabric does itself.
+    `ConfigError` for a plan with pipeline stages, or with `accumulate` or `clip_grad_norm`, which a Fabric loop does
+    itself.
     """
 
     default_plan: ClassVar[PlanLike] = "zero3"
-    """What counts where `plan` is not given."""
+    """The plan if `plan` is not given."""
 
     def __init__(
         self,
@@ -55,11 +56,11 @@ class FabricStrategyMixin(_Base):
         for name, plain in (("accumulate", 1), ("clip_grad_norm", None)):
             if getattr(self.plan, name) is not plain:
                 raise ConfigError(
-                    f"The plan says {name} {getattr(self.plan, name)}, and a loop of Fabric does that itself. Leave it "
-                    f"out of the plan, and use fabric.no_backward_sync() and fabric.clip_gradients()."
+                    f"The plan sets {name} {getattr(self.plan, name)}, but with Fabric the training loop does this. "
+                    f"Leave it out of the plan, and use fabric.no_backward_sync() and fabric.clip_gradients()."
                 )
         if state_dict_type not in ("sharded", "full"):
-            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Take 'sharded' or 'full'.")
+            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Use 'sharded' or 'full'.")
         super().__init__(**settings)
         StrategyMixin.num_made += 1
         self._state_dict_type = state_dict_type
@@ -70,31 +71,31 @@ class FabricStrategyMixin(_Base):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """See Fabric. Ranks that share in a batch are given the same one."""
-        place, count = share_of_data(self.plan, self.global_rank, self.world_size)
+        """See Fabric. Ranks that share a batch get the same samples."""
+        place, count = data_share(self.plan, self.global_rank, self.world_size)
         return {"num_replicas": count, "rank": place}
 
     @property
     def world(self) -> sw.World:
-        """The ranks, met when this is first asked for."""
+        """The world of ranks, joined at first use."""
         if self._own_world is None:
-            self._own_world = sw.World.join(environment=places(self))
-            weakref.finalize(self, self._own_world.close)  # before the interpreter ends, too
+            self._own_world = sw.World.join(environment=rank_environment(self))
+            weakref.finalize(self, self._own_world.close)  # also at interpreter exit
         return self._own_world
 
     def engine_of(self, model: nn.Module) -> sw.Engine | None:
-        """The engine of a model that `fabric.setup` was given, or has returned; `None` for one that is not sharded."""
+        """The engine of a model that was given to or returned by `fabric.setup`; `None` if it is not sharded."""
         return self._engines.get(getattr(model, "module", model), self._engines.get(model))
 
     # -- setup ------------------------------------------------------------------------------------------
 
     def module_to_device(self, module: nn.Module) -> None:
-        """The engine does it, part by part."""
+        """Does nothing: the engine moves the model, part by part."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Around a model: what is built there is recorded, and made where the plan has it.
+        """Inside, constructors are recorded, and parameters are created later where the plan places them.
 
-        In `bf16-true` and its like Fabric casts each model before it is set up, so that has to have its values.
+        With `bf16-true`, `16-true` and `64-true` Fabric casts each model before it is set up, so it must have values.
         """
         if self.precision.precision in ("bf16-true", "16-true", "64-true"):
             whole: AbstractContextManager[Any] = super().module_init_context(empty_init)
@@ -105,7 +106,7 @@ class FabricStrategyMixin(_Base):
         return stack
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """See Fabric. A model that is trained is sharded once its optimizer is set up."""
+        """See Fabric. A trained model is sharded when its optimizer is set up."""
         params = list(module.parameters())
         if any(param.requires_grad for param in params):
             self._pending.append(module)
@@ -114,21 +115,21 @@ class FabricStrategyMixin(_Base):
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """See Fabric. All ranks call; shards the model whose parameters it has."""
+        """See Fabric. Collective. Shards the model whose parameters the optimizer has."""
         for module in self._pending:
-            if {id(param) for param in module.parameters()} & ids_of(optimizer):
+            if {id(param) for param in module.parameters()} & param_ids(optimizer):
                 self._pending.remove(module)
                 self._shard(module, [optimizer])
                 return optimizer
-        if any({id(param) for param in module.parameters()} & ids_of(optimizer) for module in self._engines):
+        if any({id(param) for param in module.parameters()} & param_ids(optimizer) for module in self._engines):
             raise ConfigError(
-                f"The model of this {type(optimizer).__name__} is sharded already, with another optimizer. Give both "
-                f"to fabric.setup(model, first, second)."
+                f"The model of this {type(optimizer).__name__} is already sharded with another optimizer. Pass both to "
+                f"fabric.setup(model, first, second)."
             )
         return optimizer
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
-        """See Fabric. All ranks call."""
+        """See Fabric. Collective."""
         self._shard(module, optimizers)
         return module, optimizers, scheduler
 
@@ -136,17 +137,18 @@ class FabricStrategyMixin(_Base):
         name = getattr(self.precision, "precision", "32-true")
         if name not in PRECISIONS or name == "16-true":
             known = [repr(one) for one in PRECISIONS if one != "16-true"]
-            raise ConfigError(
-                f"precision is {name!r}, which a loop of Fabric cannot have here. Take {', '.join(known)}."
-            )
-        plan = settled(self.plan, module, PRECISIONS[name], None, "Fabric")
+            raise ConfigError(f"precision {name!r} is not supported with Fabric. Use {', '.join(known)}.")
+        plan = resolved_plan(self.plan, module, PRECISIONS[name], None, "Fabric")
         if plan.precision == "fp16" and self._engines:
-            raise ConfigError("In fp16 every engine has a loss scale of its own. Take bf16 for several models.")
+            raise ConfigError(
+                "In fp16 each engine has its own loss scale, so only one model can be trained. Use bf16 for several "
+                "models."
+            )
         refuse_scaler(self.precision, plan)
         device = None if self.root_device.type == "cpu" else self.root_device
         engine = sw.shard(module, plan, optimizer=optimizers, world=self.world, device=device)
         self._engines[module] = engine
-        zero_together(module, engine)
+        patch_zero_grad(module, engine)
         if engine.scaler is not None:
             self.precision.scaler = _EngineScaler(engine)
 
@@ -160,10 +162,10 @@ class FabricStrategyMixin(_Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """See Fabric. All ranks call; returns the global norm before clipping, a tensor on the CPU."""
+        """See Fabric. Collective. Returns the global norm before clipping, a tensor on the CPU."""
         engine = self.engine_of(module)
         trained = {id(param) for param in module.parameters() if param.requires_grad}
-        if engine is None or not trained <= ids_of(optimizer):
+        if engine is None or not trained <= param_ids(optimizer):
             clipped: torch.Tensor = super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
@@ -171,20 +173,21 @@ class FabricStrategyMixin(_Base):
         norm = float(engine.clip_grad_norm_(max_norm, norm_type))
         if error_if_nonfinite and engine.scaler is None and not math.isfinite(norm):
             raise RuntimeError(
-                f"The norm of the gradients is {norm}. Give fabric.clip_gradients error_if_nonfinite=False to go on."
+                f"The norm of the gradients is {norm}. Pass error_if_nonfinite=False to fabric.clip_gradients to "
+                f"continue."
             )
         return torch.tensor(norm)
 
     # -- state ------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """See Fabric: whole, on all ranks. All ranks call."""
+        """See Fabric: the whole state dict, on all ranks. Collective."""
         engine = self.engine_of(module)
         state: dict[str, Any] = super().get_module_state_dict(module) if engine is None else engine.state_dict()
         return state
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """See Fabric. All ranks call, with the same values."""
+        """See Fabric. Collective, with the same values on all ranks."""
         engine = self.engine_of(module)
         if engine is None or not engine.mesh.parted_axes:
             super().load_module_state_dict(module, state_dict, strict)
@@ -192,7 +195,7 @@ class FabricStrategyMixin(_Base):
             engine.load_state_dict(state_dict)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
-        """See Fabric: whole, on all ranks. All ranks call."""
+        """See Fabric: the whole state, on all ranks. Collective."""
         engine = fabric_states.owner_of(optimizer, self._engines)
         if engine is None or not engine.mesh.parted_axes:
             return super().get_optimizer_state(optimizer)
@@ -201,22 +204,22 @@ class FabricStrategyMixin(_Base):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """See Fabric. All ranks call."""
+        """See Fabric. Collective."""
         is_sharded = any(one in self._engines for one in state.values() if isinstance(one, nn.Module))
         if not is_sharded or self._state_dict_type == "full" or filter:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         if storage_options is not None:
             raise ConfigError(
-                "storage_options is for checkpoints that are single files. Leave it out, or give the strategy "
-                "state_dict_type='full'."
+                "storage_options is only for checkpoints that are single files. Leave it out, or pass "
+                "state_dict_type='full' to the strategy."
             )
         fabric_states.save(Path(self.broadcast(str(path))), state, self._engines, self.world)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """See Fabric. All ranks call. Also reads single files, whichever strategy of Fabric wrote them."""
+        """See Fabric. Collective. Also reads single files written by any strategy of Fabric."""
         folder = Path(self.broadcast(str(path)))
         if fabric_states.is_sharded(folder):
             return fabric_states.load(folder, state, self._engines, strict=strict, weights_only=weights_only)
@@ -229,7 +232,7 @@ class FabricStrategyMixin(_Base):
 
 
 class _SyncControl:
-    """What `fabric.no_backward_sync` asks. Gradients that the plan keeps in shards are reduced all the same."""
+    """Implements `fabric.no_backward_sync`. Sharded gradients are reduced nevertheless."""
 
     def __init__(self, engines: dict[nn.Module, sw.Engine]) -> None:
         self._engines = engines
@@ -242,7 +245,7 @@ class _SyncControl:
 
 
 class _EngineScaler:
-    """In the place of a GradScaler: the engine has the loss scale, the same on all ranks, and skips steps itself."""
+    """Replaces a GradScaler: the engine has the loss scale, the same on all ranks, and skips steps itself."""
 
     def __init__(self, engine: sw.Engine) -> None:
         self._engine = engine
@@ -254,13 +257,13 @@ class _EngineScaler:
         return optimizer.step(**settings)
 
     def update(self) -> None:
-        """The step did it."""
+        """Does nothing: the step updates the loss scale."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """The engine takes its loss scale out of gradients before anybody reads them."""
+        """Does nothing: the engine unscales gradients before they are read."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The engine's checkpoint has it."""
+        """Does nothing: the loss scale is in the engine's checkpoint."""

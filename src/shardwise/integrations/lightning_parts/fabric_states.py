@@ -1,4 +1,4 @@
-"""What `fabric.save` writes with an engine: a folder, with `shardwise/` for a model and `meta.pt` for the rest."""
+"""Sharded checkpoints of `fabric.save`: a folder with `shardwise/` for each model and `meta.pt` for everything else."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.integrations.folders import STATE_FOLDER
+from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.lightning_parts.checkpoints import META, is_sharded
-from shardwise.integrations.preparing import engine_folder, ids_of
+from shardwise.integrations.model_patches import engine_folder, param_ids
 
 __all__ = ["is_sharded", "is_stateful", "load", "owner_of", "save", "with_whole_states"]
 
 Engines = Mapping[nn.Module, sw.Engine]
 _MODELS = "shardwise_models"
-"""In `meta.pt`: names of the models whose weights and optimizer states are in `shardwise/`, in their order."""
+"""The entry of `meta.pt` with the names of the models whose weights and optimizer states are in `shardwise/`, in
+order."""
 
 
 def owner_of(optimizer: torch.optim.Optimizer, engines: Engines) -> sw.Engine | None:
-    """The engine that updates what `optimizer` has."""
-    mine = ids_of(optimizer)
-    return next((engine for model, engine in engines.items() if mine & {id(one) for one in model.parameters()}), None)
+    """The engine that updates the parameters of `optimizer`."""
+    ids = param_ids(optimizer)
+    return next((engine for model, engine in engines.items() if ids & {id(one) for one in model.parameters()}), None)
 
 
 def is_stateful(one: object) -> bool:
@@ -34,14 +35,14 @@ def is_stateful(one: object) -> bool:
 
 
 def save(path: Path, state: Mapping[str, Any], engines: Engines, world: sw.World) -> None:
-    """All ranks call. `meta.pt` is written last: a folder without it was cut short."""
+    """Write a checkpoint. Collective. `meta.pt` is written last, so a folder without it is incomplete."""
     models = [name for name, one in state.items() if isinstance(one, nn.Module) and one in engines]
     saved = {engines[state[name]] for name in models}
     for name, one in state.items():
         owner = owner_of(one, engines) if isinstance(one, torch.optim.Optimizer) else None
         if owner is not None and owner not in saved:
-            raise ConfigError(f"The state has the optimizer {name!r} without its model. Put the model into it too.")
-    rest = {name: one for name, one in state.items() if not _is_elsewhere(one, engines)}
+            raise ConfigError(f"The state has the optimizer {name!r} without its model. Add the model to the state.")
+    rest = {name: one for name, one in state.items() if not _is_in_engine(one, engines)}
     converted = {name: one.state_dict() if is_stateful(one) else one for name, one in rest.items()}
     if world.rank == 0:
         if path.is_file():
@@ -61,24 +62,27 @@ def save(path: Path, state: Mapping[str, Any], engines: Engines, world: sw.World
 
 
 def load(path: Path, state: Any, engines: Engines, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Go on from a folder; returns what `state` has no place for. All ranks call, with models that are set up."""
+    """Load a checkpoint into `state`; returns the entries that `state` does not have. Collective, after models are set
+    up."""
     kept: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     models = kept.pop(_MODELS, None)
     if models is None:
-        raise CheckpointError(f"{path} was written by Lightning's Trainer. Give it to trainer.fit(ckpt_path=...).")
+        raise CheckpointError(f"{path} was written by Lightning's Trainer. Load it with trainer.fit(ckpt_path=...).")
     if not isinstance(state, dict) or any(state.get(name) not in engines for name in models):
         raise ConfigError(
-            f"{path} has the models {', '.join(map(repr, models))} in shards. Give fabric.load a state with each of "
-            f"them under its name, after fabric.setup(model, optimizer)."
+            f"{path} has the sharded models {', '.join(map(repr, models))}. Pass fabric.load a state with each of them "
+            f"under its name, after fabric.setup(model, optimizer)."
         )
-    wanted = [name for name, one in state.items() if not _is_elsewhere(one, engines)]
+    wanted = [name for name, one in state.items() if not _is_in_engine(one, engines)]
     missing = [name for name in wanted if name not in kept]
     missing += [name for name, one in state.items() if _is_sharded_model(one, engines) and name not in models]
     if missing and strict:
-        raise KeyError(f"{path} has no {missing[0]!r}. Leave it out of the state, or give fabric.load strict=False.")
+        raise KeyError(f"{path} has no {missing[0]!r}. Leave it out of the state, or pass strict=False to fabric.load.")
     for number, name in enumerate(models):
         if engines[state[name]].resume(engine_folder(str(path), number)) is None:
-            raise CheckpointError(f"{path} has no checkpoint of {name!r}; was saving cut short? Take another.")
+            raise CheckpointError(
+                f"{path} has no complete checkpoint of {name!r}; saving may have been interrupted. Load another one."
+            )
     for name in wanted:
         if name not in kept:
             continue
@@ -90,7 +94,7 @@ def load(path: Path, state: Any, engines: Engines, *, strict: bool, weights_only
 
 
 def with_whole_states(state: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
-    """`state`, in which optimizers of models that are cut over ranks take whole states."""
+    """`state`, with optimizers of models that are split along model axes replaced by objects that load whole states."""
     loads = dict(state)
     for name, one in state.items():
         engine = owner_of(one, engines) if isinstance(one, torch.optim.Optimizer) else None
@@ -114,8 +118,8 @@ def _is_sharded_model(one: object, engines: Engines) -> bool:
     return isinstance(one, nn.Module) and one in engines
 
 
-def _is_elsewhere(one: object, engines: Engines) -> bool:
-    """Whether an engine's checkpoint has it."""
+def _is_in_engine(one: object, engines: Engines) -> bool:
+    """Whether an object is part of an engine's checkpoint."""
     if isinstance(one, torch.optim.Optimizer):
         return owner_of(one, engines) is not None
     return _is_sharded_model(one, engines)

@@ -1,4 +1,4 @@
-"""Precision plugins of Lightning, with what the engine does of their work."""
+"""Precision plugins of Lightning whose loss scaling and clipping the engine does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Base: Any = object
 
 
 class EnginePrecision(_Base):
-    """In front of a plugin: the engine has the loss scale and the norm; what the plugin does to a forward stays."""
+    """A mixin for a precision plugin: the engine scales the loss and clips; the plugin's forward context is kept."""
 
     precision: str
     scaler: Any
     engine: sw.Engine | None = None
     sole_optimizer: torch.optim.Optimizer | None = None
-    """The one that has all parameters that are trained, if one has."""
+    """The optimizer with all trained parameters, if there is one."""
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         return super().pre_backward(tensor if self.engine is None else self.engine.scale(tensor), module)
@@ -32,7 +32,7 @@ class EnginePrecision(_Base):
             self.engine.clip_grad_norm_(clip_val)
 
     def attach(self, engine: sw.Engine, optimizers: list[torch.optim.Optimizer]) -> None:
-        """From now on `engine` trains. Raises `ConfigError` for a scaler of the user's own beside the engine's."""
+        """Use `engine` from now on. In fp16 it replaces the plugin's scaler."""
         if engine.scaler is not None:
             self.scaler = None
         self.engine = engine
@@ -44,12 +44,12 @@ class EnginePrecision(_Base):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether forwards run under autocast, and batches stay in fp32."""
+        """Whether forwards run under autocast, with batches in fp32."""
         return self.precision.endswith("-mixed")
 
 
 def with_engine(plugin: Any) -> Any:
-    """A copy of a plugin, of its class with `EnginePrecision` in front, by whose name checkpoints know it."""
+    """A copy of a plugin with the mixin `EnginePrecision`. It keeps its class name, which checkpoints contain."""
     if isinstance(plugin, EnginePrecision):
         return plugin
     kind = type(plugin)
@@ -60,13 +60,13 @@ def with_engine(plugin: Any) -> Any:
 
 
 def refuse_scaler(plugin: Any, plan: sw.Plan) -> None:
-    """Raise `ConfigError` for a GradScaler with settings of its own under a plan that has a loss scale."""
+    """Raise `ConfigError` for a GradScaler with custom settings under a plan with a loss scale."""
     scaler = getattr(plugin, "scaler", None)
     if plan.precision != "fp16" or scaler is None:
         return
     plain = torch.amp.GradScaler(device=plugin.device)
     if type(scaler) is not type(plain) or scaler.state_dict() != plain.state_dict():
         raise ConfigError(
-            "The precision plugin has a GradScaler with settings of its own, and in fp16 the engine has the loss "
-            "scale. Leave the scaler out and say loss_scale in the plan, or precision: fp32, by which it stays."
+            "The precision plugin has a GradScaler with custom settings, but in fp16 the engine scales the loss. Leave "
+            "the scaler out and set loss_scale in the plan, or keep it and set precision: fp32 in the plan."
         )

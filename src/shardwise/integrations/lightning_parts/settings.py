@@ -1,4 +1,4 @@
-"""What a Trainer of Lightning and a plan say about the same things."""
+"""Combines a plan with the settings of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.integrations.plans import require_agreement, settled, without
+from shardwise.integrations.plans import require_agreement, resolved_plan, without
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz", "offload", "zero3-offload", "infinity")
 _OURS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
@@ -18,7 +18,8 @@ PRECISIONS = {"32-true": "no", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-tr
 
 
 def names_and_plans() -> dict[str, str]:
-    """The plan that counts under a name of a strategy, in which Lightning knows no hyphens: `shardwise_zero3_kept`."""
+    """Presets by strategy name. The names have underscores, because Lightning allows no hyphens:
+    `shardwise_zero3_kept`."""
     return {f"shardwise_{preset.replace('-', '_')}": preset for preset in PRESETS}
 
 
@@ -27,21 +28,22 @@ def refuse_settings(settings: dict[str, Any]) -> None:
     for name in settings:
         if name not in _OURS:
             raise ConfigError(
-                f"{name}= is for DistributedDataParallel, and a plan is in its place. Leave {name} out; parameters "
-                f"that get no gradient, and graphs that change, need no setting here."
+                f"{name}= is for DistributedDataParallel, but shardwise uses a plan instead. Leave {name} out; "
+                f"parameters without gradients and changing graphs need no setting."
             )
     method = settings.get("start_method", "popen")
     if method != "popen":
         raise ConfigError(
-            f"start_method={method!r} starts ranks that rank 0 alone takes the weights from in the end. Leave it out, "
-            f"and run the script itself: Lightning starts it once for each rank, as `shardwise launch` and torchrun do."
+            f"start_method={method!r} starts ranks that end with the training, and passes whole weights to the parent "
+            f"process. Leave it out: Lightning then starts the script once per rank, as shardwise launch and torchrun "
+            f"do."
         )
 
 
 def plan_for(plan: sw.Plan, trainer: Any, model: nn.Module, precision: str) -> sw.Plan:
-    """The plan of one run: what it leaves open comes from the Trainer, and what the Trainer does itself is taken out.
+    """The plan of one run, with unset fields from the Trainer, and without those that the Trainer handles itself.
 
-    Raises `ConfigError` where the two contradict each other.
+    Raises `ConfigError` if plan and Trainer contradict each other.
     """
     require_agreement(
         plan, "accumulate", plan.accumulate, trainer.accumulate_grad_batches, "accumulate_grad_batches of Trainer"
@@ -53,16 +55,16 @@ def plan_for(plan: sw.Plan, trainer: Any, model: nn.Module, precision: str) -> s
     )  # fmt: skip
     if getattr(model, "_compiler_ctx", None) is not None:
         raise ConfigError(
-            "The LightningModule was given to torch.compile, which compiles whole steps. Give the module itself, and "
-            "say compile in the plan: units are compiled one by one."
+            "The LightningModule was passed to torch.compile, which compiles whole steps. Pass the original module, "
+            "and set compile in the plan, which compiles each unit separately."
         )
     if precision not in PRECISIONS:
-        raise ConfigError(f"precision is {precision!r}, which no plan has. Take {', '.join(map(repr, PRECISIONS))}.")
-    return settled(without(plan, "accumulate", "clip_grad_norm"), model, PRECISIONS[precision], None, "Lightning")
+        raise ConfigError(f"precision {precision!r} is not supported. Use {', '.join(map(repr, PRECISIONS))}.")
+    return resolved_plan(without(plan, "accumulate", "clip_grad_norm"), model, PRECISIONS[precision], None, "Lightning")
 
 
-def places(strategy: Any) -> dict[str, str]:
-    """The environment by which this rank finds its world: Lightning does not set all of it."""
+def rank_environment(strategy: Any) -> dict[str, str]:
+    """The environment variables with which this rank joins its world. Lightning does not set all of them."""
     device = strategy.root_device
     return {
         **os.environ,

@@ -1,6 +1,6 @@
-"""The strategy: where Lightning asks for a model, a backward, a checkpoint, the engine answers.
+"""A strategy of Lightning's Trainer whose model, backward and checkpoints are handled by the engine.
 
-Ranks, devices, launching and the messages of `self.log(..., sync_dist=True)` are those of Lightning's DDPStrategy.
+Ranks, devices, launching and the reductions of `self.log(..., sync_dist=True)` are those of Lightning's DDPStrategy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
-from shardwise.integrations.lightning_parts.settings import places, plan_for, refuse_settings
+from shardwise.integrations.lightning_parts.settings import plan_for, rank_environment, refuse_settings
 from shardwise.integrations.lightning_parts.states import ENGINE, StateMixin
-from shardwise.integrations.lightning_parts.uneven import Pace
-from shardwise.integrations.plans import PlanLike, require_no_stages, share_of_data
-from shardwise.integrations.preparing import ids_of, zero_apart, zero_together
+from shardwise.integrations.lightning_parts.uneven_evaluation import UnevenEvaluation
+from shardwise.integrations.model_patches import param_ids, patch_zero_grad, unpatch_zero_grad
+from shardwise.integrations.plans import PlanLike, data_share, require_no_stages
 
 
 def _call(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -30,25 +30,26 @@ def _call(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any
 
 
 class StrategyMixin(StateMixin):
-    """In front of Lightning's DDPStrategy: the LightningModule is sharded by `plan`, and stays the same object.
+    """A mixin for Lightning's DDPStrategy that shards the LightningModule in place by `plan`.
 
-    `plan` is a preset's name, a file, a dict or a `sw.Plan`; without one `zero3`. With `state_dict_type="sharded"`
-    checkpoints are folders, into which each rank writes its part and which any number of ranks can load; with
-    `"full"` they are single files as of DDP, whole in the memory of rank 0. Other arguments are DDPStrategy's for
-    devices and launching.
+    `plan` is a preset's name, a file, a dict or a `sw.Plan`; the default is `zero3`. With `state_dict_type="sharded"`
+    checkpoints are folders: each rank writes its part, and any number of ranks can load them. With `"full"` they are
+    single files like those of DDP, whole in the memory of rank 0. Other arguments are those of DDPStrategy for devices
+    and launching.
 
-    The module is sharded when `fit`, `validate`, `test` or `predict` begins, and stays so afterwards: `state_dict()`,
-    `trainer.save_checkpoint` and the next of these work on all ranks together. `release()` makes it plain again.
+    The module is sharded when `fit`, `validate`, `test` or `predict` begins, and stays sharded afterwards:
+    `state_dict()`, `trainer.save_checkpoint` and further runs are collective. `release()` makes it a plain module
+    again.
 
-    Ranks along the axes `tp` and `sp` of the plan's mesh are given the same batches. Raises `ConfigError` for a plan
-    with stages of a pipeline, and for what belongs to another engine.
+    Ranks along the axes `tp` and `sp` of the plan's mesh get the same batches. Raises `ConfigError` for a plan with
+    pipeline stages, and for settings of other engines.
     """
 
     strategy_name = "shardwise"
     default_plan: ClassVar[PlanLike] = "zero3"
-    """What counts where `plan` is not given."""
+    """The plan if `plan` is not given."""
     num_made: ClassVar[int] = 0
-    """How many there have been in this process."""
+    """The number of instances that this process has created."""
 
     def __init__(
         self,
@@ -61,13 +62,13 @@ class StrategyMixin(StateMixin):
         require_no_stages(self.plan, "Lightning")
         refuse_settings(settings)
         if state_dict_type not in ("sharded", "full"):
-            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Take 'sharded' or 'full'.")
+            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Use 'sharded' or 'full'.")
         super().__init__(**settings)
         StrategyMixin.num_made += 1
         self._state_dict_type = state_dict_type
-        self._standing: dict[str, Any] = {}
+        self._placeholder: dict[str, Any] = {}
         self._own_world: sw.World | None = None
-        self._pace = Pace()
+        self._uneven = UnevenEvaluation()
 
     @property
     def is_distributed(self) -> bool:
@@ -84,26 +85,26 @@ class StrategyMixin(StateMixin):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """See Lightning. Ranks that share in a batch are given the same one."""
-        place, count = share_of_data(self.plan, self.global_rank, self.world_size)
+        """See Lightning. Ranks that share a batch get the same samples."""
+        place, count = data_share(self.plan, self.global_rank, self.world_size)
         return {"num_replicas": count, "rank": place}
 
     # -- the engine -------------------------------------------------------------------------------------
 
     @property
     def world(self) -> sw.World:
-        """The ranks, met when this is first asked for."""
+        """The world of ranks, joined at first use."""
         if self._own_world is None:
-            self._own_world = sw.World.join(environment=places(self))
+            self._own_world = sw.World.join(environment=rank_environment(self))
         return self._own_world
 
     def setup(self, trainer: Any) -> None:
-        """See Lightning. All ranks call; shards the module, with the optimizers that `fit` has for it."""
+        """See Lightning. Collective. Shards the module, in `fit` with its optimizers."""
         self.accelerator.setup(trainer)
         if self._layer_sync is not None:
             raise ConfigError(
-                "sync_batchnorm makes every batch norm a message between ranks of torch's own, which an engine that "
-                "recomputes and gathers ahead does not expect. Leave it out: norms are per rank, as under DDP."
+                "sync_batchnorm adds collectives of torch to every batch norm, which conflict with recomputation and "
+                "prefetch. Leave it out: batch norm statistics are per rank, as with DDP."
             )
         module = self.lightning_module
         is_fit = trainer.state.fn == "fit"
@@ -120,74 +121,76 @@ class StrategyMixin(StateMixin):
         self.model = module
         self.precision_plugin.attach(engine, self.optimizers)
         self.setup_precision_plugin()
-        self._shorten()
+        self._bypass_wrappers()
 
     def _shard(self, module: nn.Module, plan: sw.Plan) -> None:
         own = {id(param) for param in module.parameters()}
-        mine = [one for one in self.optimizers if own & ids_of(one)]  # Lightning has one of its own in place of none
+        mine = [one for one in self.optimizers if own & param_ids(one)]  # without one, Lightning has a dummy
         device = None if self.root_device.type == "cpu" else self.root_device
         engine = sw.shard(module, plan, optimizer=mine or None, world=self.world, device=device)
-        weakref.finalize(engine, self.world.close)  # before the interpreter ends, too
+        weakref.finalize(engine, self.world.close)  # also at interpreter exit
         module.__dict__[ENGINE] = engine
-        zero_together(module, engine)
+        patch_zero_grad(module, engine)
 
-    def _shorten(self) -> None:
-        """Lightning shows an optimizer in a class of its own, by which its methods would go through one parameter after
-        the other."""
-        for shown in self._lightning_optimizers:
+    def _bypass_wrappers(self) -> None:
+        """Let Lightning's wrappers of optimizers call the methods that the engine has set on the optimizers. Otherwise
+        they would run torch's methods, which go through the parameters one by one."""
+        for wrapper in self._lightning_optimizers:
             for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-                shown.__dict__[name] = partial(_call, shown.optimizer, name)
+                wrapper.__dict__[name] = partial(_call, wrapper.optimizer, name)
 
     def release(self) -> None:
-        """Make the module plain again: whole parameters on every rank, no engine. All ranks call.
+        """Make the module plain again, with whole parameters on every rank and no engine. Collective.
 
-        Without an engine it does nothing. Raises `ConfigError` for a module that is cut over ranks.
+        Does nothing without an engine. Raises `ConfigError` for a module that is split along model axes.
         """
         engine, module = self.engine, self.lightning_module
         if engine is None:
             return
         if engine.mesh.parted_axes:
             raise ConfigError(
-                f"The module is cut along {' and '.join(engine.mesh.parted_axes)}, and stays so. For another fit() or "
-                f"a plain module make a new one, and give it a checkpoint, or strategy.engine.state_dict()."
+                f"The module is split along {' and '.join(engine.mesh.parted_axes)}, which cannot be undone. For "
+                f"another fit() or a plain module create a new one, and load a checkpoint or "
+                f"strategy.engine.state_dict()."
             )
         whole = engine.state_dict()
         del module.__dict__[ENGINE]
-        zero_apart(module)
+        unpatch_zero_grad(module)
         engine.close()
         module.load_state_dict(whole)
 
     def model_to_device(self) -> None:
-        """The engine does it, part by part."""
+        """Does nothing: the engine moves the model, part by part."""
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Around `configure_model`: what is built there is recorded, and made where the plan has it."""
+        """Around `configure_model`: constructors are recorded, and parameters created later where the plan places
+        them."""
         return sw.deferred_init()
 
     # -- steps ------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self._called("training_step", args, kwargs)
+            return self._call_step("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._evaluated("validation_step", args, kwargs)
+            return self._evaluate_step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._evaluated("test_step", args, kwargs)
+            return self._evaluate_step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._evaluated("predict_step", args, kwargs)
+            return self._evaluate_step("predict_step", args, kwargs)
 
-    def _called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step as a forward of the module, so that whoever hangs on that sees one."""
+    def _call_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a step as the module's `forward`, so that forward hooks run."""
         module = self.lightning_module
         step = getattr(module, name)
         if name == "training_step" and not module.automatic_optimization:
-            return step(*args, **kwargs)  # it has whole steps inside, and forwards of its own
+            return step(*args, **kwargs)  # it runs whole steps, and calls forwards itself
         before = module.__dict__.pop("forward", None)
 
         def plain() -> None:
@@ -208,7 +211,7 @@ class StrategyMixin(StateMixin):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """See Lightning. Gradients that the plan keeps in shards are reduced all the same; there is no other place."""
+        """See Lightning. Sharded gradients are reduced nevertheless, because no rank can store them whole."""
         engine = self.engine
         if engine is None or engine.table.grad.shard:
             yield
@@ -217,19 +220,19 @@ class StrategyMixin(StateMixin):
             yield
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Nothing is wrapped."""
+        """Does nothing: the model is not wrapped in DDP."""
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Nothing is wrapped."""
+        """Does nothing: the model is not wrapped in DDP."""
 
     # -- evaluation -------------------------------------------------------------------------------------
 
-    def _evaluated(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.engine is not None
-        self._pace.enter(self.engine)
-        output = self._called(name, args, kwargs)
+        self._uneven.enter(self.engine)
+        output = self._call_step(name, args, kwargs)
         if self._loop().batch_progress.is_last_batch:
-            self._pace.leave()
+            self._uneven.leave()
         return output
 
     def _loop(self) -> Any:
@@ -242,11 +245,11 @@ class StrategyMixin(StateMixin):
 
     def _begin(self, stage: str) -> None:
         assert self.engine is not None
-        self._pace.begin(self.engine, self.lightning_module.trainer, stage)
+        self._uneven.begin(self.engine, self.lightning_module.trainer, stage)
 
     def _end(self) -> None:
         assert self.engine is not None
-        self._pace.begin_late(self.engine)
+        self._uneven.join_without_batches(self.engine)
 
     def on_validation_start(self) -> None:
         self._begin("validate")
@@ -269,12 +272,12 @@ class StrategyMixin(StateMixin):
     # -- the end ----------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """The other ranks raise too, and name it."""
+        """Make the other ranks raise too, with this exception in their message."""
         if self._own_world is not None and self._own_world.size > 1:
             self._own_world.close(exception)
 
     def teardown(self) -> None:
-        """The module stays sharded, for whoever asks for its weights, or evaluates it."""
+        """The module stays sharded, so that its weights can be read and it can be evaluated."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

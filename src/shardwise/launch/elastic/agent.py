@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from shardwise.comm import last_words
-from shardwise.comm.members import LauncherChannel, generation_prefix
+from shardwise.comm.members import LauncherChannel, generation_prefix, scope_of
 from shardwise.elastic.blame import Judge
 from shardwise.job_token import Seal, new_token
 from shardwise.launch.elastic.blaming import Blaming, Verdicts
@@ -281,7 +281,8 @@ class ElasticAgent:
 
     def _last_words(self, rank: int, generation: int) -> str:
         try:
-            return last_words(self._context.store, rank, generation_prefix(str(self.attempt), generation), self._seal)
+            prefix, seal = generation_prefix(str(self.attempt), generation), self._seal.within(scope_of(generation))
+            return last_words(self._context.store, rank, prefix, seal)
         except RuntimeError:
             return ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -52,8 +53,10 @@ class FolderNotes:
             return
         with contextlib.suppress(OSError):  # a record that cannot be written must not end a job
             path = Path((self._folder / RECORD_PATH).read_text())
-            with path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
+            with path.open("ab+") as stream:
+                stream.seek(max(0, stream.seek(0, os.SEEK_END) - 1))
+                is_torn = stream.read(1) not in (b"", b"\n")  # its writer was killed in the middle of a line
+                stream.write(b"\n" * is_torn + json.dumps(line).encode() + b"\n")
 
 
 class OomKills:

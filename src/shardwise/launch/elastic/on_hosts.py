@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic.budget import Budget
+from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
 from shardwise.launch.elastic.remote import RemoteHost, RemoteWorkers
@@ -55,7 +56,8 @@ def run_on_hosts(
     job, elastic = plan.job, plan.job.elastic
     assert elastic is not None
     with SignalLog() as signals, Folder(job.log_dir) as folder, ExitStack() as stack:
-        if plan.settings.copies:
+        code = CodeCopy(say) if plan.settings.copies else None
+        if code is not None:
             copy_directory(plan)
         arrivals: Arrivals = queue.Queue(MAX_ARRIVALS)
         hosts: list[RemoteHost] = []
@@ -75,6 +77,7 @@ def run_on_hosts(
             stack.callback(host_list.close)
         logs = Logs(folder, job.log_dir is not None)
         workers = RemoteWorkers(plan, hosts, arrivals, (address, port), logs, say, host_list)
+        workers.code = code
         stack.callback(workers.disconnect)
         slots = Slots(
             elastic.most,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.host_list import HostList
 from shardwise.launch.elastic.notes import Notes
 from shardwise.launch.elastic.slots import Slot
@@ -118,6 +119,8 @@ class RemoteWorkers:
     ) -> None:
         assert plan.job.elastic is not None
         self.notes: Notes = _RemoteNotes(self)
+        self.code: CodeCopy | None = None
+        """With `--rsync`, what was sent at the start."""
         self.says_skip = False
         """Whether a rank has reported that its plan skips bad batches."""
         self._plan, self._meeting, self._logs, self._say = plan, meeting, logs, say
@@ -326,6 +329,7 @@ class RemoteWorkers:
             host.is_copied = True
             self._events.append(HostReady(host.name, host.share.num_ranks))
         if problem:
+            host.is_copied = False  # what is missing there may be what was copied, if the host begins anew
             self._lose(host, problem)
 
     # -- hosts that come and go -------------------------------------------------------------------------
@@ -334,6 +338,8 @@ class RemoteWorkers:
         if host.state != "lost":
             self._listen_for(host, now)
         elif now > host.try_at:
+            if self.code is not None and not host.is_copied:
+                self.code.compare(host.name)
             host.connect(self._plan, self._arrivals, now)
 
     def _listen_for(self, host: RemoteHost, now: float) -> None:

@@ -110,17 +110,30 @@ def copy_directory(plan: SshPlan) -> None:
 def what_is_sent() -> str:
     """Which files of this directory `--rsync` would copy, as text. Uses only this machine."""
     try:
-        command = ["rsync", "--recursive", "--list-only", "--no-human-readable", *LEFT_OUT, "./"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_SECONDS, check=False)
+        listed = _listed()
     except FileNotFoundError:
         return "what would be sent is not known: there is no rsync on this machine"
     except subprocess.TimeoutExpired:
         return f"what would be sent is more than can be listed in {_LIST_SECONDS} s"
-    lines = [line.split(maxsplit=4) for line in done.stdout.splitlines() if not line.startswith("d")]
+    lines = [line.split(maxsplit=4) for line in listed.splitlines() if not line.startswith("d")]
     files = {words[4]: int(words[1]) for words in lines if len(words) == 5 and words[1].isdigit()}
     largest = sorted(files, key=lambda name: (-files[name], name))[:_NUM_SHOWN]
     shown = ", ".join(f"{name} ({format_bytes(files[name])})" for name in largest)
     return f"sent to each host: {len(files)} files, {format_bytes(sum(files.values()))}; the largest: {shown or 'none'}"
+
+
+def list_of_files() -> str:
+    """The files of this directory that `--rsync` copies, with sizes and times; `""` if they cannot be listed."""
+    try:
+        return "\n".join(line for line in _listed().splitlines() if not line.startswith("d"))
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _listed() -> str:
+    command = ["rsync", "--recursive", "--list-only", "--no-human-readable", *LEFT_OUT, "./"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIST_SECONDS, check=False)
+    return done.stdout
 
 
 def look_at(hosts: list[Connection], plan: SshPlan, answers: Answers) -> dict[Connection, tuple[float, Message]]:

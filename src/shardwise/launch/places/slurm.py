@@ -25,6 +25,8 @@ from shardwise.launch.places.hosts import Host, Share, expand
 from shardwise.launch.places.mpi import run_and_pass_on
 
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+_SUBMIT_SECONDS = 120.0
+_NO_CONTROLLER = r"configuration source|contact slurm controller|Unable to contact|Connection refused"
 
 
 @dataclass(frozen=True)
@@ -136,18 +138,35 @@ def plan_srun(job: Job, request: SlurmRequest, environment: Mapping[str, str], e
 def run_sbatch(plan: SbatchPlan, environment: Mapping[str, str]) -> str:
     """Submit the script, and return what `sbatch` says: the number of the job. Raises `LaunchError`."""
     check_there("sbatch")
-    done = subprocess.run(
-        ["sbatch", "--parsable"],
-        input=plan.script,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=plan.script,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=_SUBMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"sbatch did not answer within {_SUBMIT_SECONDS:g} s. Is the Slurm controller up? `scontrol ping` tells."
+        ) from error
     if done.returncode:
-        raise LaunchError(f"Slurm refused the job: {done.stderr.strip() or 'it does not say why'}")
+        raise LaunchError(_refusal(done.stderr))
     return done.stdout.strip().partition(";")[0]
+
+
+def _refusal(stderr: str) -> str:
+    """What `sbatch` says, in one sentence."""
+    lines = [re.sub(r"^sbatch: ((error|fatal): )?", "", line.strip()).rstrip(".") for line in stderr.splitlines()]
+    said = "; ".join(filter(None, lines)) or "it does not say why"
+    if re.search(_NO_CONTROLLER, said):
+        return (
+            f"No Slurm controller is reached from here ({said}). Run this on a login node, or look at SLURM_CONF and "
+            f"`scontrol ping`."
+        )
+    return f"Slurm refused the job: {said}."
 
 
 def run_srun(plan: SrunPlan) -> int:

@@ -1,4 +1,4 @@
-"""How model axes cut a model: each rank's part of every parameter, and the changes to its modules.
+"""How the model axes `tp` and `ep` split a model: each rank's part of every parameter, and the changes to its modules.
 
 `tensor/` and `experts/` implement this independently of each other; here a plan and a mesh determine which of them
 apply.
@@ -6,12 +6,12 @@ apply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from shardwise.comm import Line, World
+from shardwise.comm import Line, World, require_same_batch
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
@@ -19,39 +19,40 @@ from shardwise.experts import ExpertSplit, RankTotal, share_totals
 from shardwise.mesh import Mesh
 from shardwise.pipeline import StageLayout
 from shardwise.placement import Box
+from shardwise.runtime import named_tensors
 from shardwise.storage import LabelledTable, tables_for
-from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, begin_stages, draws, split_for
+from shardwise.tensor import AXIS, Generators, ModelSplit, Regions, begin_stages, draws, split_for
 
 Boxes = Mapping[nn.Parameter, Box]
 
 
 def boxes_for(
-    model: nn.Module, mesh: Mesh, rank: int, split: Split | None, experts: ExpertSplit | None = None
+    model: nn.Module, mesh: Mesh, rank: int, split: ModelSplit | None, experts: ExpertSplit | None = None
 ) -> Boxes:
-    """The boxes of `rank` for the parameters of `model`; empty if no axis cuts or copies any."""
+    """The boxes of `rank` for the parameters of `model`; empty if no axis splits or replicates any."""
     axes = mesh.same_params_axes
     copies = mesh.among(rank, axes)
     place = copies.index(rank)
     own_experts = experts.boxes(len(copies), place) if experts is not None else {}
     if not axes:
         return own_experts
-    cut = split.boxes if split is not None else {}
+    split_boxes = split.boxes if split is not None else {}
     for param in own_experts:
-        if param in cut:
+        if param in split_boxes:
             name = next(name for name, one in model.named_parameters() if one is param)
             raise ModelError(
-                f"tensor.plan cuts {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
+                f"tensor.plan splits {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
                 f"tensor.plan, or {EXPERTS} out of the mesh."
             )
     whole = {param: Box.whole(param.shape, len(copies), place) for param in model.parameters()}
-    return {**whole, **cut, **own_experts}
+    return {**whole, **split_boxes, **own_experts}
 
 
 def boxes_after(
     model: nn.Module, mesh: Mesh, rank: int, known: Boxes, had: ExpertSplit | None, experts: ExpertSplit | None
 ) -> Boxes:
     """The boxes of `rank` after a live model is resharded: experts may be split anew (`had` is their current split),
-    while `tp` cuts stay as in `known`."""
+    while parts along `tp` stay as in `known`."""
     axes = mesh.same_params_axes
     copies = mesh.among(rank, axes)
     place = copies.index(rank)
@@ -60,7 +61,7 @@ def boxes_after(
     for name, param in model.named_parameters():
         if param in own_experts and param not in whole_shapes and param in known and known[param].is_cut:
             raise ModelError(
-                f"{name} is cut along {AXIS}, and along {EXPERTS} ranks have whole experts. Save a checkpoint, and "
+                f"{name} is split along {AXIS}, and along {EXPERTS} ranks have whole experts. Save a checkpoint, and "
                 f"resume it with a plan whose tensor.plan leaves {name} out."
             )
     whole = {  # a former part keeps its shape until it is laid out, so its box is computed from the whole shape
@@ -75,7 +76,7 @@ def rows_for(
     model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None, known: Boxes | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
     """The table of every parameter: those of experts are sharded along all axes but `ep`. `known` are the boxes of a
-    model that is already cut."""
+    model that is already split."""
     rows = tables_for(model, plan, mesh, known)
     for param in experts.params if experts is not None else ():
         row = rows[param]
@@ -84,19 +85,21 @@ def rows_for(
     return rows
 
 
-def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: ExpertSplit | None = None) -> Split | None:
-    """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
+def split_of(
+    model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: ExpertSplit | None = None
+) -> ModelSplit | None:
+    """How tensor parallelism splits `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
     if AXIS not in mesh.model_axes:
         return None
     if plan.compile is not None:
-        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
-    apart = [found.path for found in experts.modules] if experts is not None else []
-    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), apart)
+        raise ConfigError(f"compile needs units whose modules do not communicate. Leave it out of a plan with {AXIS}.")
+    excluded = [found.path for found in experts.modules] if experts is not None else []
+    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), excluded)
 
 
-def sequence_parts(split: Split | None, mesh: Mesh, stages: StageLayout) -> dict[int, int]:
-    """By pipeline stage, into how many parts the sequence that it receives is split. The blocks with which such stages
-    begin are told so."""
+def sequence_parts(split: ModelSplit | None, mesh: Mesh, stages: StageLayout) -> dict[int, int]:
+    """By pipeline stage, into how many parts the sequence that it receives is split. The first blocks of
+    such stages are prepared for it."""
     firsts = [names[0] for names in stages.stages]
     if split is None:
         return {}
@@ -104,15 +107,15 @@ def sequence_parts(split: Split | None, mesh: Mesh, stages: StageLayout) -> dict
     return {stage: mesh.size(AXIS) for stage, name in enumerate(firsts) if split.receives_part(name)}
 
 
-def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
+def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: World, device: torch.device) -> None:
     """Change the model in place. Its parameters are already parts. All ranks must call."""
     group = world.group(mesh, AXIS)
     line = Line(world.collectives(device), group)
-    regions = Regions(line, agree_on_generators(model, mesh, world))
+    regions = Regions(line, synchronize_generators(model, mesh, world))
     split.carry_out(line, regions)
-    model.register_forward_pre_hook(lambda *_: regions.forget())
+    model.register_forward_pre_hook(lambda *_: regions.reset())
     model.register_forward_hook(lambda *_: regions.end())
-    model.register_forward_pre_hook(FirstBatch(line), with_kwargs=True)
+    model.register_forward_pre_hook(_FirstBatchCheck(line), with_kwargs=True)
 
 
 def carry_out_experts(
@@ -126,11 +129,24 @@ def carry_out_experts(
     share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
 
 
-def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
+def synchronize_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
     """Make ranks that share a sample draw the same numbers from now on, if the model draws any. All ranks must call."""
     if AXIS not in mesh.model_axes or not draws(model):
         return None
     group = world.group(mesh, AXIS)
     generators = Generators(world.rank_device, group.index)
-    generators.agree(world, group)
+    generators.synchronize(world, group)
     return generators
+
+
+class _FirstBatchCheck:
+    """A forward pre-hook that compares, once, the batches of the ranks of a line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._is_done = False
+
+    def __call__(self, _: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if not self._is_done:
+            self._is_done = True
+            require_same_batch(named_tensors(args, kwargs), self._line)

@@ -1,4 +1,4 @@
-"""Folders that others own, and what of ours goes into them."""
+"""Our files inside the checkpoint folders of other libraries."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 import shardwise as sw
 
 STATE_FOLDER = "shardwise"
-"""Inside a checkpoint of another library: parameters and optimizer states, in our format."""
+"""The subfolder with parameters and optimizer states in our format."""
 
 
 @contextmanager
-def beside(folder: Path, engine: sw.Engine) -> Iterator[Path]:
-    """A new folder to write into, the same on all ranks; what rank 0 finds there on leaving goes into `folder`.
+def staged(folder: Path, engine: sw.Engine) -> Iterator[Path]:
+    """Give all ranks the same temporary folder to write into; at the end, rank 0 moves its files into `folder`.
 
-    All ranks enter and leave. Files of the same name are replaced, others stay.
+    Collective. Files of the same name are replaced, others are kept.
     """
-    mine = ""
+    created = ""
     if engine.world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        mine = tempfile.mkdtemp(prefix=".weights-", dir=folder)
-    draft = Path(engine.world.exchange(mine.encode(), "folder")[0].decode())
+        created = tempfile.mkdtemp(prefix=".weights-", dir=folder)
+    draft = Path(engine.world.exchange(created.encode(), "folder")[0].decode())
     try:
         yield draft / "files"
         if engine.world.rank == 0:

@@ -1,4 +1,4 @@
-"""Sums and gathers of a backward beside products of column modules: in which order, and that nothing else changes."""
+"""Sums and gathers that overlap the backward of column modules: their order, and that results do not change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Build = Callable[[], nn.Module]
 
 
 class Attention(nn.Module):
-    """Causal, with projections of their own, which read the same tensor."""
+    """Causal, with separate projections that read the same tensor."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ SEQUENCE = {**APART, "sequence": True}
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
-    """What happened, by thread: collectives that start and are waited for, and products of column modules."""
+    """Events by thread: collectives that start and are waited for, and products of column modules."""
     events: dict[int, list[str]] = {}
 
     def noting(of: Any, name: str, told: str) -> None:
@@ -90,13 +90,13 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
     noting(Line, "start_sum", "sum")
     noting(Line, "start_sum_part", "sum")
     noting(Line, "start_concatenate", "gather")
-    noting(products, "_of_input", "input")
-    noting(products, "_of_weight", "weight")
+    noting(products, "_input_grad", "input")
+    noting(products, "_weight_grad", "weight")
     return events
 
 
 def backwards_of(build: Build, tensor: dict[str, Any], events: dict[int, list[str]], **more: Any) -> list[str]:
-    """The events of the second step's backward, which are the same on both ranks."""
+    """The events in the backward of the second step. Asserts that they are the same on both ranks."""
     models = [seeded(build) for _ in range(2)]
 
     def rank(world: sw.World) -> str:
@@ -128,7 +128,7 @@ def test_parameters_are_differentiated_between_the_start_of_a_sum_and_its_end(
         assert told.count(region) == times, told
 
 
-def test_a_sequence_is_gathered_again_beside_products(order: dict[int, list[str]]) -> None:
+def test_gathering_a_sequence_again_overlaps_with_products(order: dict[int, list[str]]) -> None:
     told = " ".join(backwards_of(Apart, SEQUENCE, order, hosts="ab"))
     for num_columns in (3, 1):
         inputs, weights = ["input"] * num_columns, ["weight"] * (num_columns - 1)
@@ -136,8 +136,8 @@ def test_a_sequence_is_gathered_again_beside_products(order: dict[int, list[str]
         assert told.count(" ".join(region)) == 2, told
 
 
-def test_ranks_of_one_host_do_one_thing_after_the_other(order: dict[int, list[str]]) -> None:
-    """Who waits does the work, so nothing could run beside, and torch's own backwards are faster."""
+def test_ranks_of_one_host_do_not_overlap(order: dict[int, list[str]]) -> None:
+    """The ranks compute the sums themselves, so nothing could overlap, and torch's own backwards are faster."""
     told = backwards_of(Apart, APART, order)
     assert "input" not in told
     sums = [place for place, what in enumerate(told) if what == "sum"]
@@ -152,7 +152,7 @@ def test_ranks_of_one_host_do_one_thing_after_the_other(order: dict[int, list[st
 @pytest.mark.parametrize("preset", ["zero3", "ddp", "zero2"])
 @pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
 def test_training_between_hosts_is_that_of_the_unsplit_model(preset: str, tensor: dict[str, Any], hosts: str) -> None:
-    """With `aabb` ranks along `tp` share a host, and go on as ever."""
+    """With `aabb`, ranks along `tp` share a host and do not overlap."""
     assert_equal(sharded(Apart, preset, tensor, hosts=hosts), plain(seeded(Apart), 2))
 
 
@@ -165,7 +165,7 @@ def test_training_on_devices_is_that_of_the_unsplit_model(tensor: dict[str, Any]
 
 
 class Conv1D(nn.Module):
-    """Linear with its weight the other way round, as in GPT-2 of transformers."""
+    """Linear with a transposed weight, as in GPT-2 of transformers."""
 
     def __init__(self, num_out: int, num_in: int) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Conv1D(nn.Module):
 
 
 class Transposed(Transformer):
-    """The same with one linear module of each block made of that."""
+    """Each block has one `Conv1D`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,12 +186,12 @@ class Transposed(Transformer):
             block.up = Conv1D(block.up.out_features, block.up.in_features)
 
 
-def test_weights_that_lie_the_other_way_round() -> None:
+def test_transposed_weights() -> None:
     assert_equal(sharded(Transposed, "zero2", TENSOR, hosts="abab"), plain(seeded(Transposed), 2))
 
 
 class Lora(nn.Module):
-    """A frozen linear module and adapters beside it, named as peft does."""
+    """A frozen linear module with adapters, named as in peft."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -215,15 +215,15 @@ class Adapted(Apart):
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
-def test_adapters_do_not_end_the_region_beside_them(order: dict[int, list[str]], hosts: str) -> None:
-    """What queries, keys and values read is summed once, though adapters of queries open regions of their own."""
+def test_adapters_do_not_end_the_region_of_their_base(order: dict[int, list[str]], hosts: str) -> None:
+    """The input gradient of queries, keys and values is summed once, although adapters open regions of their own."""
     told = backwards_of(Adapted, APART, order, hosts=hosts)
     adapters, read, heads = 2 * 2, 1, 1  # nothing that is trained comes before the first block's attention
     assert told.count("sum") == adapters + read + 2 + heads
 
 
 class Frozen(Apart):
-    """Of one region's columns one is frozen, one has a bias that is trained alone, and one a bias that is frozen."""
+    """One column of a region is frozen, one trains only its bias, and one has a frozen bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Frozen(Apart):
 
 
 class Tied(Apart):
-    """Two columns of one region share a weight, and the blocks theirs."""
+    """Two columns of one region share a weight, and so do the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Reentrant(Checkpointed):
 
 
 class Hooked(Apart):
-    """Hooks on column modules, which see what passes, and scale it."""
+    """Hooks on column modules, which read and scale inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,19 +328,19 @@ def test_models_of_all_kinds(name: str, where: str) -> None:
 
 @pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
 @pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
-def test_activations_that_are_not_kept(tensor: dict[str, Any], policy: str) -> None:
+def test_activations_that_are_recomputed_or_offloaded(tensor: dict[str, Any], policy: str) -> None:
     activations = {"policy": "selective", "keep": ["matmul"]} if policy == "selective" else policy
     runs = sharded(Apart, "zero3", tensor, hosts="abab", activations=activations)
     assert_equal(runs, plain(seeded(Apart), 2))
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_uneven_shares(tp: int) -> None:
+def test_uneven_parts(tp: int) -> None:
     assert_equal(sharded(Uneven, "zero2", UNEVEN, dp=1, tp=tp, hosts="abc"[:tp]), plain(seeded(Uneven)))
 
 
 class FewKeys(Apart):
-    """Two heads of keys and values for four of queries."""
+    """Two key and value heads for four query heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,15 +364,15 @@ class FewKeyHeads(Attention):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_that_share_heads(sequence: bool) -> None:
-    """Their gradients are sums over those ranks, which are made at once."""
+    """The gradients of shared heads are summed over those ranks at once, without overlap."""
     heads = {f"blocks.*.attn.{name}": {"style": "column", "heads": 2} for name in "kv"}
     asked = {**APART, "plan": {**APART["plan"], **heads}, "sequence": sequence}
     assert_equal(sharded(FewKeys, "zero2", asked, dp=1, tp=4, hosts="aabb"), plain(seeded(FewKeys)))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_autocast_is_that_of_ranks_that_wait(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
-    """To the bit, where the sums are made at once; and near the unsplit model."""
+def test_autocast_equals_that_without_overlap(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
+    """Bit for bit equal to sums without overlap, and close to the unsplit model."""
     asked = {**APART, "sequence": sequence}
 
     class Narrow(Apart):
@@ -390,8 +390,8 @@ def test_autocast_is_that_of_ranks_that_wait(monkeypatch: pytest.MonkeyPatch, se
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-3)
 
 
-def test_ten_steps_are_those_of_ranks_that_wait() -> None:
-    """Beside products or one after the other: the same numbers, and the same bytes along each axis."""
+def test_ten_steps_equal_those_without_overlap() -> None:
+    """With and without overlap: the same numbers, and the same bytes along each axis."""
 
     def trained(tensor: dict[str, Any], **where: Any) -> list[dict[str, Any]]:
         models = [seeded(Apart) for _ in range(4)]
@@ -417,7 +417,7 @@ def test_ten_steps_are_those_of_ranks_that_wait() -> None:
 
 
 @pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
-def test_a_graph_that_is_kept_is_gone_through_again(tensor: dict[str, Any]) -> None:
+def test_two_backwards_with_retain_graph(tensor: dict[str, Any]) -> None:
     models = [seeded(Apart) for _ in range(2)]
     twin = seeded(Apart)
     for _ in range(2):
@@ -439,7 +439,7 @@ def test_a_graph_that_is_kept_is_gone_through_again(tensor: dict[str, Any]) -> N
 
 
 def test_gradients_of_some_tensors_alone() -> None:
-    """`torch.autograd.grad` of an input, and of a bias whose weight is left out."""
+    """`torch.autograd.grad` of an input, and of a bias without its weight."""
     models = [seeded(Apart) for _ in range(2)]
     names = ("blocks.0.norm1.weight", "blocks.1.attn.k.bias", "blocks.0.up.weight")
     twin = seeded(Apart)
@@ -463,7 +463,7 @@ def test_gradients_of_some_tensors_alone() -> None:
 
 
 def test_a_backward_that_raises_leaves_nothing_behind() -> None:
-    """A collective that was under way on all ranks is waited for at the next forward."""
+    """The next forward waits for a collective that was running on all ranks."""
     models = [seeded(Apart) for _ in range(2)]
     twin = seeded(Apart)
     twin(tokens(1)).backward()
@@ -491,8 +491,8 @@ def fails(_: Tensor) -> None:
     raise InjectedError("a hook")
 
 
-def test_a_rank_that_is_lost_beside_products_is_told_of() -> None:
-    """The others hear of it where they wait for the sum."""
+def test_a_rank_that_fails_during_an_overlap_is_reported() -> None:
+    """The others raise where they wait for the sum."""
     models = [seeded(Apart) for _ in range(2)]
 
     def rank(world: sw.World) -> None:
@@ -510,8 +510,8 @@ def test_a_rank_that_is_lost_beside_products_is_told_of() -> None:
         run_ranks(2, rank, hosts="ab")
 
 
-def test_a_graph_of_a_backward() -> None:
-    """With `create_graph` gradients have gradients of their own, so all is done at once."""
+def test_a_backward_with_create_graph() -> None:
+    """The gradients are differentiable, so everything is done at once."""
     inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     x = torch.randn(3, 6)
 

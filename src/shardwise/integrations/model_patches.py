@@ -1,4 +1,4 @@
-"""What `prepare` of Accelerate refuses, and what it tells a model."""
+"""Changes to models and checks of settings that the Accelerate and Lightning integrations share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.integrations.folders import STATE_FOLDER
+from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 
 _ZERO_GRAD = "zero_grad"
 _NO_SYNC = "no_sync"
-_MANAGED = "_is_fsdp_managed_module"
-"""What transformers looks for: https://github.com/huggingface/transformers/blob/main/src/transformers/distributed/fsdp.py"""
+_FSDP_MARK = "_is_fsdp_managed_module"
+"""The attribute by which transformers recognizes FSDP:
+https://github.com/huggingface/transformers/blob/main/src/transformers/distributed/fsdp.py"""
 _REFUSED = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
@@ -33,7 +34,7 @@ _REFUSED_VARIABLES = {
 }
 
 
-def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+def param_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
@@ -41,28 +42,29 @@ def engine_folder(folder: str, number: int) -> Path:
     return Path(folder) / (STATE_FOLDER if number == 0 else f"{STATE_FOLDER}-{number}")
 
 
-def generate_in_step(model: nn.Module) -> None:
-    """Let `generate()` of transformers go on until all ranks are done, and layers be called whether they are dropped or
-    not: what it does for models whose weights all ranks gather together."""
+def synchronize_generation(model: nn.Module) -> None:
+    """Let transformers treat the model like one of FSDP: `generate()` continues until all ranks have finished, and
+    LayerDrop calls skipped layers nevertheless, because all ranks must gather their weights."""
     for module in model.modules():
         if hasattr(module, "generation_config"):
-            setattr(module, _MANAGED, True)
+            setattr(module, _FSDP_MARK, True)
 
 
-def refuse_engines(arguments: dict[str, Any]) -> None:
+def refuse_other_engines(arguments: dict[str, Any]) -> None:
+    """Raise `ConfigError` for arguments of an `Accelerator`, and environment variables, that select another engine."""
     for name, engine in _REFUSED.items():
         if arguments.get(name) is not None:
-            raise ConfigError(f"{name}= asks for {engine}, and a plan is in its place. Leave {name} out.")
+            raise ConfigError(f"{name}= selects {engine}, but shardwise uses a plan instead. Leave {name} out.")
     for variable, engine in _REFUSED_VARIABLES.items():
         if os.environ.get(variable, "false").lower() in ("true", "1", "yes"):
             raise ConfigError(
-                f"{variable} is set, which asks for {engine}, and a plan is in its place. Start the script with "
-                f"shardwise launch, or torchrun."
+                f"{variable} is set, which selects {engine}, but shardwise uses a plan instead. Start the script with "
+                f"shardwise launch or torchrun."
             )
 
 
-def zero_together(model: nn.Module, engine: sw.Engine) -> None:
-    """Let `model.zero_grad()`, which Trainer calls in every step, forget all gradients at once, and not one by one."""
+def patch_zero_grad(model: nn.Module, engine: sw.Engine) -> None:
+    """Let `model.zero_grad()`, which Trainer calls in every step, drop all gradients in one call."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         if set_to_none:
@@ -87,7 +89,7 @@ def refuse_no_sync(model: nn.Module) -> None:
         model.__dict__[_NO_SYNC] = no_sync
 
 
-def zero_apart(model: nn.Module) -> None:
-    """Take that back."""
+def unpatch_zero_grad(model: nn.Module) -> None:
+    """Undo `patch_zero_grad` and `refuse_no_sync`."""
     for name in (_ZERO_GRAD, _NO_SYNC):
         model.__dict__.pop(name, None)

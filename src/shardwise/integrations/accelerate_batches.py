@@ -1,4 +1,4 @@
-"""Which ranks get the same batch of a library's data loaders: those along `tp` and `sp`; all others read their own."""
+"""Batches under Trainer and Accelerate: ranks along `tp` and `sp` get the same batch, all others get their own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 
 _AXES = ("tp", "sp")
-"""Along these ranks share in a batch."""
+"""The axes along which ranks share a batch."""
 _THEIR_AXIS = "tp"
-"""What Accelerate calls such an axis."""
+"""Accelerate's name for such an axis."""
 
 
-def copies_of_a_batch(plan: sw.Plan) -> int:
-    """How many ranks, neighbours, are to be given the same batch.
+def ranks_per_batch(plan: sw.Plan) -> int:
+    """The number of neighbouring ranks that get the same batch.
 
-    Raises `ConfigError` for a mesh in which these are no neighbours, or not counted.
+    Raises `ConfigError` for a mesh in which these ranks are not neighbours, or whose sizes are not given.
     """
     mesh = dict(plan.mesh or {})
     sharing = [axis for axis in _AXES if mesh.get(axis, 1) != 1]
@@ -36,14 +36,14 @@ def copies_of_a_batch(plan: sw.Plan) -> int:
         listed = ", ".join(f"{axis}: {count}" for axis, count in mesh.items())
         good = ", ".join(f"{axis}: 2" for axis in sharing)
         raise ConfigError(
-            f"The mesh is {{{listed}}}, and data is dealt to neighbours: say the size of {' and '.join(sharing)}, and "
-            f"put {'them' if len(sharing) > 1 else 'it'} last, such as {{dp: -1, {good}}}."
+            f"The mesh is {{{listed}}}, but ranks that share a batch must be neighbours. Set the size of "
+            f"{' and '.join(sharing)}, and put {'them' if len(sharing) > 1 else 'it'} last, such as {{dp: -1, {good}}}."
         )
     return math.prod(mesh[axis] for axis in sharing)
 
 
-class DealtMesh:
-    """What data loaders of Accelerate ask of a device mesh: how many neighbours get the same batch."""
+class BatchMesh:
+    """A stand-in for a device mesh, from which Accelerate's data loaders read how many ranks share a batch."""
 
     mesh_dim_names = ("dp_shard", _THEIR_AXIS)
 
@@ -62,8 +62,8 @@ class _Axis:
         return self._size
 
 
-class PerReplica(AcceleratedScheduler):
-    """Goes on as often as there are batches in a step: Accelerate's own counts all ranks."""
+class PerBatchScheduler(AcceleratedScheduler):
+    """Steps once per distinct batch of a step. Accelerate's own steps once per rank."""
 
     def __init__(self, theirs: AcceleratedScheduler, num_batches: int) -> None:
         super().__init__(theirs.scheduler, theirs.optimizers, theirs.step_with_optimizer, split_batches=True)
@@ -77,62 +77,63 @@ class PerReplica(AcceleratedScheduler):
                 super().step(*args, **kwargs)
 
 
-class DealingAccelerator(PlainAccelerator):
-    """Accelerate's `Accelerator`, in whose loaders, schedulers and metrics `copies_of_a_batch` ranks count as one."""
+class BatchSharingAccelerator(PlainAccelerator):
+    """The part of our `Accelerator` whose loaders, schedulers and metrics count `ranks_per_batch` ranks as one."""
 
     _schedulers: list[Any]
-    copies_of_a_batch = 1
-    """Ranks that are given the same batch: the product of the mesh's `tp` and `sp`."""
+    ranks_per_batch = 1
+    """The number of ranks that get the same batch: the product of the mesh's `tp` and `sp`."""
     _counts_batches_once = False
 
     def _prepare_device_mesh(self) -> Any:
-        if self.copies_of_a_batch == 1:
+        if self.ranks_per_batch == 1:
             return super()._prepare_device_mesh()
-        return DealtMesh(self.num_processes, self.copies_of_a_batch)
+        return BatchMesh(self.num_processes, self.ranks_per_batch)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """See accelerate. Ranks along `tp` and `sp` are given the same batches."""
+        """See accelerate. Ranks along `tp` and `sp` get the same batches."""
         is_read_by_one = self.dispatch_batches
         if is_read_by_one is None:
             is_read_by_one = isinstance(data_loader.dataset, torch.utils.data.IterableDataset)
-        if self.copies_of_a_batch > 1 and is_read_by_one:
+        if self.ranks_per_batch > 1 and is_read_by_one:
             raise ConfigError(
-                "Rank 0 would read all batches and deal them out to single ranks, and those along tp and sp need "
-                "the same one. Set dispatch_batches=False, and every rank reads."
+                "With dispatch_batches, rank 0 reads all batches and sends a different one to each rank, but ranks "
+                "along tp and sp need the same one. Set dispatch_batches=False, so that each rank reads."
             )
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """See accelerate. It goes on as often as there are batches in a step."""
+        """See accelerate. The scheduler steps once per distinct batch of a step."""
         prepared = super().prepare_scheduler(scheduler)
-        if self.copies_of_a_batch == 1 or self.split_batches or isinstance(prepared, PerReplica):
+        if self.ranks_per_batch == 1 or self.split_batches or isinstance(prepared, PerBatchScheduler):
             return prepared
-        own = PerReplica(prepared, self.num_processes // self.copies_of_a_batch)
+        own = PerBatchScheduler(prepared, self.num_processes // self.ranks_per_batch)
         self._schedulers[self._schedulers.index(prepared)] = own
         return own
 
     def gather(self, tensor: Any) -> Any:
-        """See accelerate: of all ranks, those that have the same batch too."""
+        """See accelerate. Includes all ranks, so a shared batch appears several times."""
         gathered = super().gather(tensor)
         if not self._counts_batches_once:
             return gathered
         return recursively_apply(self._once, gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """See accelerate: each batch once."""
-        if self.copies_of_a_batch == 1:
+        """See accelerate. Includes each batch once."""
+        if self.ranks_per_batch == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object:
             raise ConfigError(
-                "gather_for_metrics(use_gather_object=True) counts batches of ranks along tp and sp again."
+                "gather_for_metrics(use_gather_object=True) would count batches that ranks along tp and sp share "
+                "several times. Leave use_gather_object out."
             )
         with self.counting_batches_once():
             return super().gather_for_metrics(input_data)
 
     @contextmanager
     def counting_batches_once(self) -> Iterator[None]:
-        """Inside, `gather` has each batch once, although several ranks are given it."""
-        before, self._counts_batches_once = self._counts_batches_once, self.copies_of_a_batch > 1
+        """Inside, `gather` includes each batch once, although several ranks have it."""
+        before, self._counts_batches_once = self._counts_batches_once, self.ranks_per_batch > 1
         try:
             yield
         finally:
@@ -140,4 +141,4 @@ class DealingAccelerator(PlainAccelerator):
 
     def _once(self, gathered: torch.Tensor) -> torch.Tensor:
         parts = gathered.chunk(self.num_processes)
-        return torch.cat(parts[:: self.copies_of_a_batch])
+        return torch.cat(parts[:: self.ranks_per_batch])

@@ -1,6 +1,6 @@
-"""Ready rules for models of the transformers library that bring no tensor-parallel plan, and what its own plans mean.
+"""Our rules for models of transformers without a tensor-parallel plan, and the meaning of the styles in its plans.
 
-Facts about classes of that library, which is not imported: models are known by `config.model_type`, modules by name.
+This file knows classes of transformers without importing it: models by `config.model_type`, modules by name.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ STYLES: dict[str, StyleName] = {
     "embedding_rowwise": "vocabulary",
     "embedding_colwise": "embedding_column",
     "replicated_with_grad_allreduce": "summed",
+    "mla_kv_a_proj": "mla_kv_a_proj",
     "replicate": "replicated",
 }
-"""The library's names for styles that we have too."""
+"""Transformers' names of our styles."""
 EXPERTS_STYLE = "moe_tp_experts"
-"""The library's name for a module of stacked experts that is cut by features."""
+"""Transformers' style for a module of stacked experts that is split by features."""
 STACKED_STYLES = {"packed_colwise": (1, 2), "colwise": (1, 1), "packed_rowwise": (2, 2), "rowwise": (2, 1)}
-"""Its names for parameters of such modules: the dimension that is cut, and how many matrices are fused along it."""
+"""Transformers' styles for parameters of such modules: the split dimension, and the number of matrices fused along
+it."""
+LEFT_OUT: dict[str, dict[str, str]] = {
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},  # has parameters of its own
+}
+"""By `config.model_type`, styles that are missing in transformers' own plans."""
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How a module is cut. `parts` matrices of one size are fused in it, each with so many attention `heads`."""
+    """How a module is split. It has `parts` fused matrices of equal size, each with that many attention `heads`."""
 
     style: StyleName
     parts: int = 1
@@ -43,19 +49,19 @@ class TensorRule:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Rules by patterns of module names, attributes that count what is cut, and arguments of attention modules
-    `[batch * heads, ...]`, of which a rank takes those of its own heads."""
+class KnownModel:
+    """Rules by patterns of module names, attributes to divide, and arguments of attention modules with the shape
+    `[batch * heads, ...]`, which are narrowed to a rank's heads."""
 
     rules: Mapping[str, TensorRule]
     divide: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    by_head: Mapping[str, str] = field(default_factory=dict)
+    per_head_arguments: Mapping[str, str] = field(default_factory=dict)
 
 
 COLUMN, ROW, VOCABULARY = TensorRule("column"), TensorRule("row"), TensorRule("vocabulary")
 
 _TABLES = {
-    "gpt2": Ready(
+    "gpt2": KnownModel(
         {
             "h.*.attn.c_attn": TensorRule("column", parts=3),
             "h.*.attn.c_proj": ROW,
@@ -66,7 +72,7 @@ _TABLES = {
         },
         {"h.*.attn": ("num_heads", "split_size")},
     ),
-    "opt": Ready(
+    "opt": KnownModel(
         {
             "layers.*.self_attn.[qkv]_proj": COLUMN,
             "layers.*.self_attn.out_proj": ROW,
@@ -77,7 +83,7 @@ _TABLES = {
         },
         {"layers.*.self_attn": ("num_heads",)},
     ),
-    "bert": Ready(
+    "bert": KnownModel(
         {
             "layer.*.attention.self.query": COLUMN,
             "layer.*.attention.self.key": COLUMN,
@@ -90,7 +96,7 @@ _TABLES = {
         },
         {"layer.*.attention.self": ("num_attention_heads", "all_head_size")},
     ),
-    "t5": Ready(
+    "t5": KnownModel(
         {
             "*Attention.[qkv]": COLUMN,
             "*Attention.o": ROW,
@@ -102,7 +108,7 @@ _TABLES = {
         },
         {"SelfAttention": ("n_heads", "inner_dim"), "EncDecAttention": ("n_heads", "inner_dim")},
     ),
-    "vit": Ready(
+    "vit": KnownModel(
         {
             "layers.*.attention.[qkv]_proj": COLUMN,
             "layers.*.attention.o_proj": ROW,
@@ -111,12 +117,12 @@ _TABLES = {
         },
     ),
 }
-"""By `config.model_type`, where nothing else decides."""
+"""By `config.model_type`, for models whose rules do not depend on the rest of the config."""
 
 
-def _bloom(config: Any) -> Ready:
-    """Queries, keys and values are fused head by head, and ALiBi's biases (arXiv:2108.12409) are an argument."""
-    return Ready(
+def _bloom(config: Any) -> KnownModel:
+    """Queries, keys and values are interleaved by head, and ALiBi's biases (arXiv:2108.12409) are an argument."""
+    return KnownModel(
         {
             "h.*.self_attention.query_key_value": TensorRule("column", heads=config.n_head),
             "h.*.self_attention.dense": TensorRule("row", heads=config.n_head),
@@ -130,16 +136,16 @@ def _bloom(config: Any) -> Ready:
     )
 
 
-def _falcon(config: Any) -> Ready:
-    """Fused by the heads of keys and values, each with its queries; all queries of the older models share one."""
+def _falcon(config: Any) -> KnownModel:
+    """Queries, keys and values are interleaved by key and value head. In older models all queries share one."""
     if config.alibi or (config.multi_query and not config.new_decoder_architecture):
-        what = "ALiBi" if config.alibi else "one head of keys and values, fused with all queries"
+        what = "ALiBi" if config.alibi else "one key and value head, fused with all queries"
         raise ModelError(
-            f"This Falcon has {what}, for which shardwise has no tensor-parallel plan. It has one for rotary positions "
-            f"and the new decoder architecture (Falcon-40B, 180B). Leave tp out of the mesh."
+            f"This Falcon has {what}, for which shardwise has no tensor-parallel plan. It has one for Falcon with "
+            f"rotary positions and the new decoder architecture (40B, 180B). Leave tp out of the mesh."
         )
     heads = config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
-    return Ready(
+    return KnownModel(
         {
             "h.*.self_attention.query_key_value": TensorRule("column", heads=heads),
             "h.*.self_attention.dense": TensorRule("row", heads=heads),
@@ -152,24 +158,26 @@ def _falcon(config: Any) -> Ready:
     )
 
 
-_BY_CONFIG: dict[str, Callable[[Any], Ready]] = {"bloom": _bloom, "falcon": _falcon}
-READY = sorted({*_TABLES, *_BY_CONFIG})
-"""The values of `config.model_type` that there are rules for."""
+_BY_CONFIG: dict[str, Callable[[Any], KnownModel]] = {"bloom": _bloom, "falcon": _falcon}
+KNOWN_TYPES = sorted({*_TABLES, *_BY_CONFIG})
+"""The values of `config.model_type` for which there are rules."""
 
 
-def ready_for(model: nn.Module) -> Ready | None:
-    """The rules that we have for a model. Raises `ModelError` for a kind of it that they do not fit."""
+def known_model(model: nn.Module) -> KnownModel | None:
+    """Our rules for a model; `None` if there are none. Raises `ModelError` for an unsupported variant."""
     config = config_of(model)
     kind = "" if config is None else str(config.model_type)
     return _BY_CONFIG[kind](config) if kind in _BY_CONFIG else _TABLES.get(kind)
 
 
-QUERIES = ("q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
+LATENT = ("q_b_proj", "kv_b_proj")
+"""Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what makes heads of what all heads share."""
+QUERIES = (*LATENT, "q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
 KEYS = ("k_proj", "v_proj", "key", "value", "k", "v")
 
 
 def config_of(model: nn.Module) -> Any:
-    """The configuration of a model of the transformers library, that of its text part; `None` of any other module."""
+    """The config of a transformers model (of its text part, if it has one); `None` for any other module."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         return None
@@ -178,7 +186,7 @@ def config_of(model: nn.Module) -> Any:
 
 
 def heads_of(config: Any, path: str) -> tuple[int, int] | None:
-    """The attention heads of the module at `path`, and of its queries; `None` if it is not known to be of attention."""
+    """The number of heads of the attention projection at `path`, and of query heads; `None` for other modules."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or not _is_attention(path):
         return None
@@ -190,7 +198,7 @@ def heads_of(config: Any, path: str) -> tuple[int, int] | None:
 
 
 def groups_of(config: Any) -> int | None:
-    """Key and value heads."""
+    """The number of key and value heads."""
     heads = getattr(config, "num_attention_heads", None)
     return getattr(config, "num_key_value_heads", None) or heads
 

@@ -1,0 +1,18 @@
+"""The console to which commands print their tables."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+FILE_WIDTH = 160
+"""Columns for a reader that is not a terminal, unless COLUMNS says otherwise: it should not have to unfold tables."""
+
+
+def console_for_output() -> Console:
+    """A console for stdout, as wide as the terminal; a pipe or a file gets wider lines."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(width=FILE_WIDTH)
+    return console

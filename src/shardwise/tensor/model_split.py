@@ -1,0 +1,71 @@
+"""The changes that split a model along the tensor-parallel axis, for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardwise.comm import Line
+from shardwise.errors import ModelError
+from shardwise.placement import Box
+from shardwise.tensor.forwards import Forward
+from shardwise.tensor.partition import Partition
+from shardwise.tensor.regions import Regions
+from shardwise.tensor.rules import SplitModule
+
+Make = Callable[[Line, Regions], Forward]
+
+
+@dataclass
+class ModelSplit:
+    """The planned changes to one model.
+
+    `boxes` are this rank's parts of the split parameters. `carry_out` sets the `forwards` and `attributes`.
+    """
+
+    place: int
+    num_ranks: int
+    boxes: dict[nn.Parameter, Box] = field(default_factory=dict)
+    forwards: list[tuple[nn.Module, Make]] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, str, object]] = field(default_factory=list)
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    split_by: dict[nn.Parameter, str] = field(default_factory=dict)
+    """The path of the module that splits each parameter, for error messages."""
+
+    outputs: dict[str, Partition] = field(default_factory=dict)
+    """By module path, how its output is partitioned."""
+    blocks: str = ""
+    """With `tensor.sequence`, the path of the list of blocks in which the sequence is split."""
+
+    def is_on_sequence(self, target: SplitModule) -> bool:
+        """Whether each rank has its part of the sequence before and after the module."""
+        if not self.blocks or not target.path.startswith(f"{self.blocks}."):
+            return False
+        if target.style in ("column_gathered", "vocabulary_cut", "row_scattered"):
+            raise ModelError(
+                f"{target.path} has the style {target.style}, which needs the whole sequence. With tensor.sequence use "
+                f"column and row in blocks, or leave tensor.sequence out of the plan."
+            )
+        return True
+
+    def receives_part(self, name: str) -> bool:
+        """Whether a pipeline stage that begins with the module `name` receives this rank's part of the sequence: true
+        for every block but the first."""
+        if not self.blocks or not name.startswith(f"{self.blocks}."):
+            return False
+        return self.modules[name] is not next(self.modules[self.blocks].children())
+
+    def parent_enters(self, target: SplitModule) -> bool:
+        """Whether the sequence is gathered for the parent of a column module, instead of for the column module alone.
+        This is so unless the parent is the block itself, because attention uses the length of its input."""
+        return target.path.removeprefix(f"{self.blocks}.").count(".") > 1
+
+    def carry_out(self, line: Line, regions: Regions) -> None:
+        """Change the model in place."""
+        for module, name, value in self.attributes:
+            setattr(module, name, value)
+        for module, make in self.forwards:
+            module.__dict__["forward"] = make(line, regions)

@@ -1,0 +1,213 @@
+"""Kills ranks of `campaign_rank.py`, at drawn steps and in drawn situations, and says what became of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import warm
+from tests.faults.campaign_rank import FOREVER, SAVE_EVERY
+
+SCRIPT = Path(__file__).with_name("campaign_rank.py")
+NUM_RANKS = 4
+SITUATIONS = {"anywhere": 6, "rank 0": 3, "recovering": 4, "stopped": 1, "joining": 4, "saving": 3}
+"""What kills are drawn from, and how often. `recovering` and `stopped` take two ranks."""
+_MANY_STEPS = 3
+_QUIET_SECONDS = 60
+"""So long without a step, and the job hangs."""
+
+
+class Hung(AssertionError):
+    """The job makes no progress; with the stacks of its ranks."""
+
+
+class Campaign:
+    """One job and its kills. `num_kills` are spread over `num_steps`."""
+
+    def __init__(self, out: Path, plan: str, loop: str, num_steps: int, num_kills: int, seed: int) -> None:
+        self.out = out
+        self.draw = random.Random(f"{plan} {loop} {num_steps} {num_kills} {seed}")
+        self.num_steps, self.num_kills = num_steps, num_kills
+        self.dead: set[int] = set()
+        self.situations: Counter[str] = Counter()
+        self.next_leave = 0.0
+        self.allow(1)
+        self.said = (out / "said").open("w+")
+        launch = ["launch", "--nproc", str(NUM_RANKS), "--elastic", f"1:{NUM_RANKS}", "--retries", "100000:100000"]
+        self.job = subprocess.Popen(
+            [warm.python(), "-m", "shardwise", *launch, str(SCRIPT), str(out), plan, loop, str(num_steps)],
+            env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
+            stdout=self.said,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self) -> str:
+        """What the job has printed, when it has ended."""
+        due = sorted(self.draw.sample(range(1, self.num_steps - 1), min(self.num_kills, self.num_steps - 2)))
+        try:
+            while len(self.dead) < self.num_kills and self.job.poll() is None:
+                self.kill_in_some_situation(due[min(len(self.dead), len(due) - 1)])
+            self.allow(FOREVER)
+            self.await_or_hang(lambda: self.job.poll() is not None)
+        finally:
+            self.end()
+        return self.text()
+
+    def end(self) -> None:
+        if self.job.poll() is None:
+            self.job.kill()
+        self.job.wait()
+        self.said.close()
+
+    # -- what is known of the job -----------------------------------------------------------------------
+
+    def text(self) -> str:
+        return (self.out / "said").read_text()
+
+    def step(self) -> int:
+        """The last step that any member has noted."""
+        return max((int(path.read_text()) for path in self.out.glob("taken-*")), default=-1)
+
+    def pids(self) -> dict[int, int]:
+        """The process of each living member that has begun its script."""
+        found = {int(path.name.partition("-")[2]): int(path.read_text()) for path in self.out.glob("pid-*")}
+        return {member: pid for member, pid in found.items() if member not in self.dead and is_alive(pid)}
+
+    def ranks(self) -> dict[int, int]:
+        """The ranks of living members that have taken a step in the generation of the newest."""
+        found: dict[int, tuple[int, int]] = {}
+        for member in self.pids():
+            with contextlib.suppress(FileNotFoundError):
+                rank, generation = map(int, (self.out / f"rank-{member}").read_text().split())
+                found[member] = generation, rank
+        newest = max((generation for generation, _ in found.values()), default=-1)
+        return {member: rank for member, (generation, rank) in found.items() if generation == newest}
+
+    # -- what is done to it -----------------------------------------------------------------------------
+
+    def allow(self, step: int) -> None:
+        draft = self.out / ".allowed"
+        draft.write_text(str(step))
+        draft.rename(self.out / "allowed")
+
+    def kill_in_some_situation(self, step: int) -> None:
+        """One or two kills, when `step` steps have been taken and others would go on."""
+        situation = self.draw.choices(list(SITUATIONS), list(SITUATIONS.values()))[0]
+        if situation in ("recovering", "stopped") and self.num_kills - len(self.dead) < 2:
+            situation = "anywhere"
+        least = {"recovering": 3, "stopped": 3}.get(situation, self.draw.choice([2, 2, 3, 4]))
+        self.allow(step)
+        self.await_or_hang(lambda: self.step() >= step - 1 and self.are_here(least))
+        if self.job.poll() is not None:
+            return
+        if situation == "joining" and self.kill_who_comes():
+            return
+        if situation == "saving" and self.kill_who_saves():
+            return
+        self.allow(self.step() + 1 + self.draw.randrange(1, _MANY_STEPS))
+        time.sleep(self.draw.uniform(0.0, 0.08))
+        ranks = self.ranks()
+        if len(ranks) < 2:
+            return
+        first = min(ranks, key=lambda member: ranks[member])
+        victim = first if situation == "rank 0" else self.draw.choice(sorted(ranks))
+        if situation == "stopped" and len(ranks) >= 3:
+            stopped = self.draw.choice([one for one in sorted(ranks) if one != victim])
+            self.kill(stopped, signal.SIGSTOP, situation)
+        self.kill(victim, signal.SIGKILL, situation)
+        if situation == "recovering":
+            time.sleep(self.draw.uniform(0.0, 0.25))
+            if len(left := sorted(set(ranks) & set(self.pids()))) >= 2:
+                self.kill(self.draw.choice(left), signal.SIGKILL, situation)
+
+    def are_here(self, least: int) -> bool:
+        """Whether so many train; those who have just joined show it by a step, for which they get leave."""
+        if len(self.ranks()) >= least:
+            return True
+        if time.monotonic() > self.next_leave:
+            self.next_leave = time.monotonic() + 0.5
+            self.allow(self.step() + 2)
+        return False
+
+    def kill_who_comes(self) -> bool:
+        """Whether a member was killed that was about to join."""
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            known = {int(path.name.partition("-")[2]) for path in self.out.glob("rank-*")}
+            if coming := sorted(set(self.pids()) - known):
+                time.sleep(self.draw.uniform(0.0, 1.0))
+                self.kill(coming[0], signal.SIGKILL, "joining")
+                return True
+            time.sleep(0.01)
+        return False
+
+    def kill_who_saves(self) -> bool:
+        """Whether a member was killed that had begun to save, or was in it."""
+        self.allow(max(self.step() + 1, 0) // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY + 1)
+        until = time.monotonic() + 10
+        while time.monotonic() < until and self.job.poll() is None:
+            if saving := [int(path.name.partition("-")[2]) for path in self.out.glob("saving-*")]:
+                time.sleep(self.draw.uniform(0.0, 0.03))
+                ranks = self.ranks()
+                if (found := [one for one in saving if one in ranks]) and len(ranks) >= 2:
+                    self.kill(self.draw.choice(found), signal.SIGKILL, "saving")
+                    return True
+            time.sleep(0.001)
+        return False
+
+    def kill(self, member: int, number: signal.Signals, situation: str) -> None:
+        pid = int((self.out / f"pid-{member}").read_text())
+        self.dead.add(member)
+        self.situations[situation] += 1
+        with (self.out / "kills").open("a") as stream:
+            stream.write(
+                f"{time.time():.3f} {situation}: member {member} {number.name} after {self.step() + 1} steps\n"
+            )
+        (self.out / f"saving-{member}").unlink(missing_ok=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def await_or_hang(self, holds: Callable[[], bool]) -> None:
+        """Wait until `holds`, or until the job has ended. Raises `Hung`."""
+        last, since = self.progress(), time.monotonic()
+        while not holds() and self.job.poll() is None:
+            time.sleep(0.01)
+            if (now := self.progress()) != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() - since > _QUIET_SECONDS:
+                raise Hung(f"nothing happens after step {self.step()}\n{self.stacks()}\n{self.text()[-5000:]}")
+
+    def progress(self) -> tuple[object, ...]:
+        return self.step(), sorted(self.ranks().items()), sorted(self.pids())
+
+    def stacks(self) -> str:
+        pids = self.pids()
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(2)
+        kept = {path.name: path.read_text() for path in (self.out / f"stacks-{member}" for member in pids)}
+        return "\n".join(f"--- {name}\n{text}" for name, text in kept.items())
+
+    def notes(self) -> dict[int, list[dict[str, object]]]:
+        """The lines of each member, the last of which may be torn."""
+        found: dict[int, list[dict[str, object]]] = {}
+        for path in self.out.glob("steps-*.jsonl"):
+            lines = path.read_text().split("\n")
+            found[int(path.stem.partition("-")[2])] = [json.loads(line) for line in lines[:-1]]
+        return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

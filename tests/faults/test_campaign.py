@@ -1,0 +1,149 @@
+"""Twenty, fifty, a hundred ranks are killed in 500 steps, whatever they are doing, and others come in their place: the
+job ends with the bits of one that was left alone."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint import checkpoints_in
+from shardwise.testing import run_ranks
+from tests.faults.campaign import Campaign, is_alive
+from tests.faults.campaign_rank import READ_EVERY
+from tests.faults.exact import LEARNING_RATE, MULTIPLE, NUM_BLOCKS, Model, Samples, alone, loader, optimizer_of
+from tests.thorough import EXHAUSTIVE, thorough_only
+
+Tensor = torch.Tensor
+MOST = 2**24
+"""Whole numbers that fp32 has."""
+HPZ = '{"preset": "hpz", "mesh": {"node": 2, "local": 2}}'
+FEW = [("zero3", "engine", 30, 6), ("zero1", "plain", 30, 6)]
+MANY = [
+    ("zero2", "train_step", 500, 20),
+    ("ddp", "plain", 500, 20),
+    ("zero1", "plain", 500, 50),
+    (HPZ, "engine", 500, 50),
+    ("zero3", "engine", 500, 100),
+]
+
+
+class Oracle:
+    """The plain loop, of which nobody is killed."""
+
+    def __init__(self, num_steps: int) -> None:
+        zeros = {name: param.detach().double() for name, param in Model().named_parameters()}
+        self.params = [zeros, *(params for _, params in alone(num_steps))]
+        """Before each step, and after the last."""
+        largest = max(param.abs().max().item() for param in self.params[-1].values())
+        assert largest * 2 / LEARNING_RATE < MOST, "sums are not whole any more"
+        self.samples = Samples()
+        self.batches: list[set[int]] = []
+        with loader((0, 1), 1) as batches:
+            while len(self.batches) < num_steps:
+                self.batches += [set(batch["index"].tolist()) for batch in batches]
+
+    def loss(self, step: int, samples: list[int]) -> tuple[float, float]:
+        """The mean loss of these samples in this step, and what it would be if nothing cancelled out."""
+        params = self.params[step]
+        rows = [self.samples[sample] for sample in samples]
+        x = torch.stack([row["x"] for row in rows]).double()
+        outputs, sums = params["seen.weight"][samples, 0], params["seen.weight"][samples, 0].abs()
+        for number in range(NUM_BLOCKS):
+            all_of_block = params[f"blocks.{number}.weight"] + params[f"blocks.{number}.more"].sum(0)
+            outputs = outputs + x.roll(number, -1) @ all_of_block
+            sizes = params[f"blocks.{number}.weight"].abs() + params[f"blocks.{number}.more"].abs().sum(0)
+            sums = sums + x.roll(number, -1).abs() @ sizes
+        weights = torch.stack([row["weight"] for row in rows]).double() * MULTIPLE
+        return (outputs * weights).mean().item(), (sums * weights.abs()).mean().item()
+
+
+def check(campaign: Campaign, said: str, num_steps: int) -> None:
+    assert campaign.job.returncode == 0, said[-20000:]
+    assert len(campaign.dead) == campaign.num_kills, said[-5000:]
+    oracle = Oracle(num_steps)
+    notes = campaign.notes()
+    check_steps(oracle, notes, campaign)
+    states = list(campaign.out.glob("state-*"))
+    assert states, said[-5000:]
+    for path in states:
+        state = torch.load(path)
+        for name, whole in oracle.params[-1].items():
+            assert (state[name].double() == whole).all(), (path.name, name)
+    check_checkpoints(oracle, campaign.out / "checkpoints")
+    check_nothing_is_left(campaign)
+
+
+def check_steps(oracle: Oracle, notes: dict[int, list[dict[str, object]]], campaign: Campaign) -> None:
+    """What each member had in each step, of the dead ones too."""
+    had: dict[int, list[tuple[int, set[int]]]] = {}
+    num_wrong_means = 0
+    for member, lines in notes.items():
+        for line in lines:
+            step = line["step"]
+            assert isinstance(step, int)
+            if "samples" in line:
+                samples, found = line["samples"], line["loss"]
+                assert isinstance(samples, list)
+                assert isinstance(found, float)
+                loss, size = oracle.loss(step, samples) if samples else (0.0, 1.0)
+                assert not samples or abs(found - loss) <= 1e-6 * max(size, 1.0), (member, line, loss)
+                had.setdefault(step, []).append((member, set(samples)))
+            elif "read" in line:
+                assert line["read"] == oracle.params[step + 1]["seen.weight"].sum().item(), (member, line)
+    for step, shares in had.items():
+        for (one, some), (other, others) in combinations(shares, 2):
+            assert not some & others, f"members {one} and {other} both had some samples in step {step}"
+        together = set().union(*(samples for _, samples in shares))
+        assert together <= oracle.batches[step], f"samples of another step in step {step}"
+        living = {member for member, _ in shares} - campaign.dead
+        if living == {member for member, _ in shares}:
+            assert together == oracle.batches[step], f"samples are missing in step {step}"
+    assert sorted(had) == list(range(len(oracle.batches[: len(had)])))
+    assert num_wrong_means <= campaign.num_kills
+    assert any("read" in line for lines in notes.values() for line in lines) or max(had) < READ_EVERY
+
+
+def check_checkpoints(oracle: Oracle, folder: Path) -> None:
+    found = checkpoints_in(folder)
+    assert found
+    for step, path in found.items():
+        state = run_ranks(1, lambda world, path=path: resumed(world, path))[0]
+        for name, whole in oracle.params[step].items():
+            assert (state[name].double() == whole).all(), (path, name)
+
+
+def resumed(world: sw.World, path: Path) -> dict[str, Tensor]:
+    model = Model()
+    with sw.shard(model, "ddp", optimizer=optimizer_of(model), world=world) as engine:
+        found = engine.resume(path)
+        assert found is not None
+        assert found.state == {"of": found.step}
+        return engine.state_dict()
+
+
+def check_nothing_is_left(campaign: Campaign) -> None:
+    until = time.monotonic() + 10
+    while campaign.pids() and time.monotonic() < until:
+        time.sleep(0.05)
+    pids = [int(path.read_text()) for path in campaign.out.glob("pid-*")]
+    assert not [pid for pid in pids if is_alive(pid)], "a rank outlives the job"
+    folders = {path.read_text() for path in campaign.out.glob("memory-*")}
+    assert folders
+    assert all(folder.startswith("/dev/shm/") for folder in folders)
+    assert not [folder for folder in folders if Path(folder).exists()], "what outlives ranks goes with the job"
+
+
+@thorough_only("kills many processes")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("plan", "loop", "num_steps", "num_kills"), MANY if EXHAUSTIVE else FEW)
+def test_ranks_are_killed_whatever_they_do(
+    plan: str, loop: str, num_steps: int, num_kills: int, tmp_path: Path
+) -> None:
+    campaign = Campaign(tmp_path, plan, loop, num_steps, num_kills, seed=0)
+    said = campaign.run()
+    check(campaign, said, num_steps)

@@ -1,0 +1,137 @@
+"""Ranks that are lost while the others read whole tensors between steps, or close their engines: what was read is right
+on every rank, and whoever has come to the end waits for those who have not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import World
+from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
+from tests.ranks.test_lost_ranks import PLANS
+from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.thorough import drawn, one_in
+
+Tensor = torch.Tensor
+NUM_RANKS, NUM_STEPS = 3, 4
+Reads = Callable[[sw.Engine], dict[str, Tensor]]
+
+
+class DiesSending:
+    """A member dies before its message number `left` from `arm` on. Some of the others may have got what it sent until
+    then: a rank that needs nothing more from it goes on, one that does is interrupted."""
+
+    def __init__(self, engine: sw.Engine, left: int) -> None:
+        self._engine, self._left = engine, left
+        self.num_sent = 0
+
+    def arm(self) -> None:
+        transport = self._engine.world.transport
+        send = transport.send
+
+        def counted(*args: Any) -> Any:
+            if self.num_sent == self._left:
+                raise Killed
+            self.num_sent += 1
+            return send(*args)
+
+        transport.send = counted  # type: ignore[method-assign]
+
+
+def read_all(engine: sw.Engine) -> dict[str, Tensor]:
+    """Parameters and momenta, in three ways."""
+    found = dict(engine.state_dict())
+    single = engine.get("blocks.1.weight")
+    assert single is not None
+    assert torch.equal(single, found["blocks.1.weight"])
+    states = engine.optimizer_state_dict()["state"]
+    found |= {f"momentum {index}": state["momentum_buffer"].clone() for index, state in states.items()}
+    return found
+
+
+def read_plainly(engine: sw.Engine) -> dict[str, Tensor]:
+    """Parameters, by torch's own functions, as code does that averages weights."""
+    params = dict(engine.module.named_parameters())
+    with torch.no_grad():
+        found = {name: param.detach().clone() for name, param in params.items()}
+        both = params["blocks.0.weight"] + params["blocks.1.weight"]
+        assert torch.equal(both, found["blocks.0.weight"] + found["blocks.1.weight"])
+    return found
+
+
+def lived(
+    plan: dict[str, Any], left: int, folder: Path, at_step: int = 2, reads: Reads = read_all, victim: int = 1
+) -> tuple[list[list[dict[str, Tensor]]], int]:
+    """What each rank that lives has read after each step from the second on, and how much the victim has sent, from its
+    read after `at_step` on."""
+    sent = [0]
+
+    def work(world: World, member: int) -> list[dict[str, Tensor]]:
+        model = Model()
+        engine = sw.shard(model, plan, optimizer=optimizer_of(model), world=world)
+        dies = DiesSending(engine, left if member == victim else 10**9)
+        found = []
+        with loader(engine.data_ranks, 1) as batches:
+            while engine.num_steps < NUM_STEPS:
+                for batch in batches:
+                    step = engine.num_steps
+                    engine.backward(loss_of(model(batch["index"], batch["x"]), batch["weight"]))
+                    engine.step()
+                    if engine.num_steps == step:
+                        continue
+                    if engine.num_steps == at_step and member == victim:
+                        dies.arm()
+                    if engine.num_steps >= 2:
+                        found.append(reads(engine))
+                    if engine.num_steps == NUM_STEPS:
+                        break
+        engine.close()
+        sent[0] = max(sent[0], dies.num_sent)
+        return found
+
+    results = run_mortals(NUM_RANKS, work, folder, shares_memory=False)
+    return [results[member] for member in sorted(results)], sent[0]
+
+
+def check(
+    name: str, folder: Path, at_step: int, places: Callable[[int], Iterable[int]], reads: Reads = read_all
+) -> None:
+    params = [params for _, params in alone(NUM_STEPS)]
+    _, num_sent = lived(PLANS[name], 10**9, folder, at_step, reads)
+    assert not list(folder.iterdir()), "all have closed"
+    for left in places(num_sent):
+        found, _ = lived(PLANS[name], left, folder, at_step, reads)
+        assert len(found) == NUM_RANKS - 1, left
+        for one in found:
+            assert len(one) == NUM_STEPS - 1, left
+            for step, read in enumerate(one):
+                for key, whole in params[step + 1].items():
+                    assert (read[key].double() == whole).all(), (left, step, key)
+                assert all(torch.equal(read[key], found[0][step][key]) for key in read), (left, step)
+        assert not list(folder.rglob("*.image")), "images of a job that has ended"
+
+
+@one_in(3)
+@pytest.mark.parametrize("name", ["zero3", "zero1", "ddp"])
+def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
+    """Some of the others have the result then, and some do not."""
+    check(name, tmp_path, 2, lambda _: range(7, 40, drawn(13, 1)))
+
+
+@one_in(3)
+@pytest.mark.parametrize("name", ["zero3", "zero1", "ddp"])
+def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: Path) -> None:
+    """Some of the others have ended then, and some still need what those had."""
+    check(name, tmp_path, NUM_STEPS, lambda num_sent: range(num_sent - drawn(3, num_sent), num_sent))
+
+
+@one_in(2)
+@pytest.mark.parametrize("name", ["zero3", "zero1"])
+def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:
+    """No commit has waited for what is read, since nobody had read anything before."""
+    check(name, tmp_path, 2, lambda num_sent: range(0, min(num_sent, drawn(8, 40)), drawn(3, 1)), read_plainly)

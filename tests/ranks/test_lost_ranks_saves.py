@@ -1,0 +1,107 @@
+"""Ranks that are lost while their part of a checkpoint is being written in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint import notes, saver
+from shardwise.comm import PostOffice, ThreadTransport, World
+from shardwise.errors import CheckpointError
+from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
+from tests.ranks.test_lost_ranks import PLANS
+from tests.ranks.threads_that_die import Killed, run_mortals
+
+Tensor = torch.Tensor
+NUM_RANKS, NUM_STEPS = 3, 3
+
+
+def never_finishes(victim: int, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes the file of a rank ends with the rank, before the file is there."""
+    write_rank = saver.write_rank
+    scratch.mkdir()
+
+    def but_not_the_victim(draft: Path, feed: Any, *more: Any) -> None:
+        if feed.image.name == notes.file_name(victim):
+            write_rank(scratch, feed, *more)
+            raise SystemExit
+        write_rank(draft, feed, *more)
+
+    monkeypatch.setattr(saver, "write_rank", but_not_the_victim)
+    monkeypatch.setattr(notes, "AFTER_FAULT_SECONDS", 0.1)
+
+
+def trained(world: World, folder: Path, *, dies: bool, then: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What closing the engine raised."""
+    model = Model()
+    engine = sw.shard(model, PLANS["zero1"], optimizer=optimizer_of(model), world=world)
+    with loader(engine.data_ranks, 1) as batches:
+        for batch in batches:
+            engine.backward(loss_of(model(batch["index"], batch["x"]), batch["weight"]))
+            engine.step()
+            if engine.num_steps == NUM_STEPS and engine.num_void == 0:
+                engine.save(folder, wait=False, state={"mine": 5})
+                if dies:
+                    raise Killed
+            if engine.num_steps == NUM_STEPS + (then == "step"):
+                break
+    engine.mean(1.0)
+    monkeypatch.undo()
+    if then != "close":
+        engine.wait_for_save()
+    try:
+        engine.close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_what_a_lost_rank_has_not_finished_is_written_again(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, folder = tmp_path / "images", tmp_path / "checkpoints"
+    images.mkdir()
+    never_finishes(victim, tmp_path / "scratch", monkeypatch)
+
+    def work(world: World, member: int) -> str:
+        return trained(world, folder, dies=member == victim, then="wait", monkeypatch=monkeypatch)
+
+    assert list(run_mortals(NUM_RANKS, work, images).values()) == ["", ""]
+    model = Model()
+    with sw.shard(
+        model, "ddp", optimizer=optimizer_of(model), world=World(0, 1, ThreadTransport(PostOffice(), 0))
+    ) as engine:
+        loaded = engine.resume(folder)
+        assert loaded is not None
+        assert (loaded.step, loaded.state) == (NUM_STEPS, {"mine": 5})
+        *_, (_, params) = alone(NUM_STEPS)
+        for name, value in engine.state_dict().items():
+            if name in params:
+                assert (value.double() == params[name]).all(), name
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("then", ["close", "step"])
+def test_one_that_cannot_be_written_again_is_an_error(
+    then: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step was taken since, or nobody asks whether it is there before the end, which rank 0 finds then."""
+    images, folder = tmp_path / "images", tmp_path / "checkpoints"
+    images.mkdir()
+    never_finishes(victim, tmp_path / "scratch", monkeypatch)
+
+    def work(world: World, member: int) -> str:
+        try:
+            return trained(world, folder, dies=member == victim, then=then, monkeypatch=monkeypatch)
+        except CheckpointError as error:
+            return str(error)
+
+    by_member = run_mortals(NUM_RANKS, work, images)
+    found = [by_member[member] for member in sorted(by_member)]
+    words = ["is not complete: a rank was lost while it was being written" in said for said in found]
+    assert words == [True, then == "step"], found
