@@ -121,6 +121,7 @@ class EngineState:
         wait: bool = True,
         keep: Keep | None = None,
         metrics: Mapping[str, float] | None = None,
+        without_gradients: bool = False,
     ) -> Path:
         """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
@@ -131,7 +132,8 @@ class EngineState:
         of the folder are kept, and `metrics` determine which is the best.
 
         Returns the checkpoint's path. Raises `CheckpointError` on all ranks if it could not be written; earlier
-        checkpoints are then still there. Raises `StateError` while gradients wait for a step.
+        checkpoints are then still there. Raises `StateError` while gradients wait for a step, unless
+        `without_gradients`: a checkpoint has none, and a run that resumes from it begins this step without them.
         """
         self._require_open()
         return Path(
@@ -145,6 +147,7 @@ class EngineState:
                         wait=wait,
                         keep=keep or Keep(),
                         metrics=metrics or {},
+                        without_gradients=without_gradients,
                     )
                 )
             )
@@ -210,6 +213,15 @@ class EngineState:
             self._session.renew(self._sharded)
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
+
+    def _replan(self) -> None:
+        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
+        sharded = self._sharded
+        if self._is_open and sharded.unfreezing.must_replan:
+            dropped = sharded.unfreezing.used_gradients()
+            sharded.zero_grad()
+            self.reshard(sharded.plan)
+            self._sharded.unfreezing.note_dropped(dropped)
 
     def save_pretrained(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ from shardwise.sharding import (
     require_units,
     settings_of,
 )
-from shardwise.storage import DiskMemory
+from shardwise.storage import DiskMemory, Flat
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
@@ -86,6 +87,7 @@ class State:
         wait: bool,
         keep: Keep,
         metrics: Mapping[str, float],
+        without_gradients: bool,
     ) -> Path:
         """See `Engine.save`."""
         progress = sharded.progress
@@ -97,7 +99,7 @@ class State:
                 raise ConfigError(f"step is {number!r}, which is not a number of steps; give a whole one, at least 0.")
             if sharded.disk is not None:
                 sharded.disk.require_whole()
-            if sharded.gradients.wait():
+            if not without_gradients and sharded.gradients.wait():
                 raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
             kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
             self.user_state = kept["user"]
@@ -233,12 +235,31 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
         )
 
 
+@contextmanager
+def _trained_as_before(flats: Sequence[Flat]) -> Iterator[None]:
+    """Inside, parameters that have been frozen since the plan was made are trainable, so that they keep their
+    states."""
+    frozen = [param for flat in flats if flat.spec.trainable for param in flat.params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
+
+
 def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     """A `ShardedModel` for another plan, with everything that `sharded` had; `sharded` is taken down. All ranks call,
     between steps.
 
     Raises `ConfigError` or `StateError` before anything is changed.
     """
+    with _trained_as_before(sharded.flats):
+        return _resharded(sharded, plan)
+
+
+def _resharded(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
             "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
@@ -248,13 +269,16 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
+    updates = dict(sharded.sharding.updates)
+    if sharded.optimizer is not None:
+        updates |= sharded.optimizer.added
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
-    require_elementwise(model, designed, sharded.sharding.updates)
-    require_units(model, designed, sharded.sharding.updates)
+    require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
     tables = {param: row.table for param, row in designed.rows.items()}
     require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
     if sharded.gradients.exist():
@@ -262,13 +286,14 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     had = sharded.disk
     if had is not None:
         had.require_whole()
-    disk = designed.open_disk(world, model, sharded.sharding.device, sharded.sharding.updates, had)
+    disk = designed.open_disk(world, model, sharded.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
     dealt = _dealt_out(model, sharded.sharding.experts, designed)
     log_fitted(fitted, world)
     try:
-        renewed = _moved(sharded, designed, (fitted.said, budget), disk, progress, dealt)
+        known = replace(sharded.sharding, updates=updates)
+        renewed = _moved(sharded, known, designed, (fitted.said, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
@@ -283,6 +308,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 
 def _moved(
     sharded: ShardedModel,
+    sharding: Sharding,
     designed: Design,
     fitted: tuple[str, Budget],
     disk: DiskMemory | None,
@@ -290,10 +316,10 @@ def _moved(
     dealt: Sequence[str],
 ) -> ShardedModel:
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
-    down."""
+    down. `sharding` is its own, with the updates of all parameters that optimizers have by now."""
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     held = Held.live(sharded.flats, sharded.optimizer, sharded.world)
-    former = Former(sharded.model, optimizers, sharded.sharding, progress, sharded.before_change)
+    former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
     for flat in (flat for unit in former.sharding.units for flat in unit.flats):

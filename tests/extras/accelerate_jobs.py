@@ -93,6 +93,41 @@ def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
+def unfrozen(plan: Any, folder: str, rows_of_a_batch: int = 2) -> dict[str, Any]:
+    """A head that is trained alone, then with a layer more, which is added to the optimizer. A state is saved amid the
+    micro-batches of a step, which go on, and loaded."""
+    accelerator = made(plan, gradient_accumulation_steps=2)
+    model = llama()
+    model.model.requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows(32), rows_of_a_batch))
+    found = []
+    for epoch in range(2):
+        if epoch == 1:
+            layer = accelerator.unwrap_model(model).model.layers[1].requires_grad_(True)
+            optimizer.add_param_group({"params": layer.parameters(), "lr": 1e-3})
+        for number, batch in enumerate(batches):
+            with accelerator.accumulate(model):
+                loss = model(
+                    batch["input_ids"], labels=batch["input_ids"]
+                ).loss  # of all tokens, in batches of any size
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(accelerator.gather(loss.detach()[None]).mean().item())
+            if (epoch, number) == (1, 4):
+                accelerator.save_state(folder)
+    ended = accelerator.get_state_dict(model)
+    accelerator.load_state(folder)
+    loaded = accelerator.get_state_dict(model)
+    states = {"ended": ended, "loaded": loaded} if accelerator.is_main_process else {}
+    return {"losses": found} | {
+        name: {key: value.tolist() for key, value in state.items()} for name, state in states.items()
+    }
+
+
 class Attending(nn.Module):
     """A model without transformers, with its own positions."""
 

@@ -168,6 +168,15 @@ def test_refused_when_it_begins(tmp_path: Path) -> None:
         assert re.search(sentence, found.get(what, "nothing"), re.DOTALL), (what, found.get(what))
 
 
+def test_blocks_are_unfrozen_by_basefinetuning(tmp_path: Path) -> None:
+    """DDP would not sum gradients of what was frozen when it was wrapped, so one process is what counts."""
+    begun = begin(1, jobs.finetuned, None, str(tmp_path / "theirs"), batch_size=4)
+    ours = on_ranks(2, jobs.finetuned, "zero3", str(tmp_path / "ours"))[0]
+    plain = begun()[0]
+    same(ours, plain, "norms", "state", "groups")
+    assert (plain["groups"], len(plain["norms"])) == (3, 18)
+
+
 def test_names() -> None:
     assert set(PRESETS) == set(KNOWN)
     strategy = StrategyRegistry.get("shardwise_zero3_kept")

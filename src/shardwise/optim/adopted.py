@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
+from shardwise.optim.added import GroupAdded, added_group
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
@@ -24,6 +26,7 @@ from shardwise.optim.states import StatesOfPieces
 from shardwise.optim.step_method import StepGuard, is_inside_step
 from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
+from shardwise.program import Update
 from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
@@ -59,6 +62,10 @@ class AdoptedOptimizer:
         self.rows = PiecesInRows(self.pieces, self._member_of)
         self.updates = Updates(self._groups, self.rows, peers)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
+        self._flats = flats
+        self.added: dict[nn.Parameter, Update] = {}
+        """How parameters will be updated whose group was added since the model was sharded; they have no memory yet."""
+        self.on_added: Callable[[], None] = _nothing
         self._handles: list[RemovableHandle] = []
         peers.meet(self.pieces)
         for member, groups in self._groups.items():
@@ -74,7 +81,7 @@ class AdoptedOptimizer:
             kind = type(member)
             member.__dict__.update(  # until release
                 zero_grad=partial(_zero_grad, partial(forget, only)),
-                add_param_group=_refuse_group,
+                add_param_group=partial(self._add_group, member),
                 state_dict=partial(self._among_pieces, member, kind.state_dict),
                 load_state_dict=partial(self._among_pieces, member, kind.load_state_dict),
             )
@@ -123,6 +130,23 @@ class AdoptedOptimizer:
     ) -> Any:
         with self._groups[member].listed():
             return method(member, *args, **kwargs)
+
+    def _add_group(self, member: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        """See [Note: unfrozen later]. Until there is memory, their pieces are empty."""
+        new: GroupAdded = added_group(member, param_group, self._flats, self.pieces)
+        self.pieces += new.pieces
+        self._groups[member] = GroupsOfPieces(member, [*self._groups[member].pieces, *new.pieces])
+        self._member_of |= {piece.tensor: member for piece in new.pieces}
+        self._names |= {id(piece.param): piece.name for piece in new.pieces}
+        self.added |= new.updates
+        member.state = dict(dict.items(member.state))  # type: ignore[assignment]  # and not by the guard, which refuses
+        self._guard_states(member)
+        self.on_added()
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether gradients are computed of parameters that were added, and that no step can update yet."""
+        return any(flat.spec.trainable and self.added.keys() & set(flat.params) for flat in self._flats)
 
     # -- all of them as one -----------------------------------------------------------------------------
 
@@ -330,14 +354,5 @@ def _own(cut: Any, value: Any) -> Any:
     return cut.clone() if isinstance(cut, Tensor) and cut is value else cut
 
 
-def _refuse_group(param_group: dict[str, Any]) -> None:
-    raise ModelError(
-        f"A parameter group with {_describe(param_group)} was added to an optimizer whose model is sharded already, "
-        f"but how each parameter is updated is part of the program. Add all groups before shard(), those that come in "
-        f"later with lr=0."
-    )
-
-
-def _describe(group: Mapping[str, Any]) -> str:
-    settings = [f"{key}={value}" for key, value in group.items() if key != "params"]
-    return ", ".join(settings) or "the default settings"
+def _nothing() -> None:
+    return None

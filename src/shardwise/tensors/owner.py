@@ -45,6 +45,7 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
+        self.on_unfrozen: Callable[[], None] = _nothing
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
         """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
@@ -80,12 +81,12 @@ class Owner:
 
     def require_trainable(self) -> None:
         """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
-        if self.unfrozen:
+        if self.unfrozen and torch.is_grad_enabled():
             names = sorted(self.unfrozen)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StateError(
-                f"{names[0]}{more} was frozen when the model was sharded, so there is no memory for its gradient. Call "
-                f"engine.reshard(engine.plan), which makes it, or requires_grad_(False) again."
+                f"{names[0]}{more} was frozen when the model was sharded, so there is no memory for its gradient. If "
+                f"gradients are waiting, take the step before you unfreeze; then engine.reshard(engine.plan) makes it."
             )
 
     def home_of(self, param: object) -> ParamHome:
@@ -107,6 +108,10 @@ class Owner:
         if plain not in self._types:
             self._types[plain] = _resting_type(plain, self)
         return self._types[plain]
+
+
+def _nothing() -> None:
+    return None
 
 
 class ParamHome:
@@ -260,6 +265,7 @@ class ParamHome:
         self._owner.unfrozen.discard(self.name)
         if trains and not self._flat.spec.trainable:
             self._owner.unfrozen.add(self.name)
+            self._owner.on_unfrozen()
 
     def refuse_hook(self) -> NoReturn:
         raise StateError(
