@@ -194,6 +194,7 @@ class EngineState:
         if self._session is not None and self._session.is_arriving:
             return self._session.resumed(Path(folder))
         self.wait_for_copy()
+        self._sharded.unfreezing.settle()
         found = self._state.resume(self._sharded, Path(folder))
         if found is not None and self._session is not None:
             self._session.note_edit()
@@ -217,10 +218,12 @@ class EngineState:
     def _replan(self) -> None:
         """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
         sharded = self._sharded
-        if self._is_open and sharded.unfreezing.must_replan:
+        if self._is_open and sharded.unfreezing.can_plan:
+            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.unfreezing.check(sharded.peers)
             dropped = sharded.unfreezing.used_gradients()
             sharded.zero_grad()
-            self.reshard(sharded.plan)
+            self.reshard(sharded.sharding.plan_to_fit)
             self._sharded.unfreezing.note_dropped(dropped)
 
     def save_pretrained(
@@ -333,6 +336,7 @@ class EngineState:
         self._sharded.refuse_stages(
             "load_optimizer_state_dict()", "Checkpoints have the states: engine.resume(folder)."
         )
+        self._sharded.unfreezing.settle()
         self._sharded.require_optimizer().load_state_dict(state)
 
     def _require_open(self) -> None:

@@ -86,6 +86,7 @@ class EngineTraining(EngineSequences):
         Raises `ConfigError` for a batch that cannot be cut, and `StateError` between the micro-batches of a loop.
         """
         self._require_open()
+        self._replan()
         if self._session is not None:
             return self._session.train(batch, target, loss_fn)
         loss = forward_backward(self._sharded, batch, target, loss_fn)
@@ -96,6 +97,7 @@ class EngineTraining(EngineSequences):
         """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
         step."""
         self._require_open()
+        self._replan()
         if self._session is not None:
             return self._session.forward_backward(batch, target, loss_fn)
         return forward_backward(self._sharded, batch, target, loss_fn)

@@ -46,6 +46,8 @@ class Progress:
     """How many steps were made void; their batches are to come again."""
     replan: Callable[[], object] = bool
     """Plans memory again, for what has been unfrozen: see [Note: unfrozen later] in `unfreezing.py`."""
+    unread: set[str] = field(default_factory=set)
+    """Parameters whose states were in what was loaded last, and not read because they were frozen."""
     on_step: list[Callable[[], None]] = field(default_factory=list)
     """Called after every optimizer step."""
 
@@ -95,7 +97,9 @@ class ShardedModel:
         try:
             parts = assembly.parts(optimizers)
             self._parts: Parts | None = parts
-            self.unfreezing = Unfreezing(model, parts.owner, parts.optimizer, parts.gradients, self._replan)
+            self.unfreezing = Unfreezing(
+                model, parts.owner, parts.optimizer, parts.gradients, parts.runner, progress.unread, self._replan
+            )
             self._hooks.callback(self.unfreezing.close)
             self.pipeline = assembly.pipeline(parts)
             self.sequence = assembly.sequence(progress.whole_outputs)

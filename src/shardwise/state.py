@@ -142,7 +142,16 @@ class State:
             if sharded.progress.num_steps != begun.num_steps:
                 raise begun.error("Save again.")
             folder, user = begun.target.parent, self.user_state or {}
-            self.save(sharded, folder, begun.number, user, wait=True, keep=begun.keep, metrics=begun.metrics)
+            self.save(
+                sharded,
+                folder,
+                begun.number,
+                user,
+                wait=True,
+                keep=begun.keep,
+                metrics=begun.metrics,
+                without_gradients=True,  # parameters and states are those of the step that it is of
+            )
         self.begun = None
 
     def close(self, rank: int) -> None:

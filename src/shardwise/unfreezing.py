@@ -1,23 +1,31 @@
 """Memory for parameters that are unfrozen, or added to an optimizer, after the model was sharded.
 
 [Note: unfrozen later] Memory for gradients and states is planned from `requires_grad` and from the optimizer's groups.
-When either changes, the next call of the model plans again, before its forward. A forward pre-hook would be too late,
-because torch has listed the hooks of the old plan by then. So the call itself is replaced, once, and otherwise nothing
-is in the way. Gradients that the last step has used are dropped then, because many loops drop them only between forward
-and backward; a loop that would add to them is stopped at its next step.
+When either changes, the next call of the model, or of a module in it, plans again before its forward. A forward
+pre-hook would be too late, because torch has listed the hooks of the old plan by then. So the calls themselves are
+replaced until the first of them, and otherwise nothing is in the way. Gradients that the last step has used are dropped
+then, because many loops drop them only between forward and backward; a loop that would add to them is stopped at its
+next step.
+
+As in plain PyTorch, a parameter that is frozen again keeps its states. Its memory stays planned, because nothing says
+whether the pause is for good.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.comm import DataGroup
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.optim import AdoptedOptimizer, Piece
+from shardwise.runtime import Runner
 from shardwise.tensors import Owner
 
 _CALL = "_call_impl"
@@ -25,7 +33,10 @@ _CALL = "_call_impl"
 
 
 class Unfreezing:
-    """Calls `replan` before the next forward of `model` that has gradients, if parameters have come to train."""
+    """Calls `replan` before the next forward of `model` that has gradients, if parameters have come to train.
+
+    `unread` are the names of parameters whose states were in a checkpoint, and not read because they were frozen.
+    """
 
     def __init__(
         self,
@@ -33,44 +44,91 @@ class Unfreezing:
         owner: Owner,
         optimizer: AdoptedOptimizer | None,
         gradients: Gradients,
+        runner: Runner,
+        unread: set[str],
         replan: Callable[[], object],
     ) -> None:
         self._model = model
         self._owner = owner
         self._optimizer = optimizer
         self._gradients = gradients
+        self._runner = runner
+        self._unread = unread
         self._replan = replan
+        self._intercepted: list[nn.Module] = []
         self._stale: set[nn.Parameter] = set()
         """Parameters whose gradients were dropped before the loop has asked for that."""
-        owner.on_unfrozen = self._ask
+        owner.on_unfrozen = self._intercept
         if optimizer is not None:
-            optimizer.on_added = self._ask
+            optimizer.on_added = self._intercept
+            optimizer.before_load = self.settle
+            optimizer.unread = unread
 
     def close(self) -> None:
-        self._model.__dict__.pop(_CALL, None)
+        for module in self._intercepted:
+            module.__dict__.pop(_CALL, None)
+        self._intercepted = []
 
-    def _ask(self) -> None:
-        model = self._model
+    def _intercept(self) -> None:
+        if not self._intercepted:
+            self._intercepted = list(self._model.modules())
+            for module in self._intercepted:
+                module.__dict__[_CALL] = partial(self._call, module)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._has_more:
-                self.close()
-            elif torch.is_grad_enabled() and self.must_replan:
-                self.close()
+    def _call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_pending:
+            self.close()
+        elif torch.is_grad_enabled():
+            if self.can_plan:
                 self._replan()
-            return getattr(type(model), _CALL)(model, *args, **kwargs)
-
-        model.__dict__[_CALL] = call
+            else:
+                self._owner.require_trainable()
+        return getattr(type(module), _CALL)(module, *args, **kwargs)
 
     @property
-    def _has_more(self) -> bool:
+    def _is_pending(self) -> bool:
         """Whether parameters have come to train that have no memory."""
         return bool(self._owner.unfrozen) or (self._optimizer is not None and bool(self._optimizer.added))
 
     @property
-    def must_replan(self) -> bool:
-        """Whether there are such parameters, and no gradient waits for a step."""
-        return self._has_more and not self._gradients.wait()
+    def can_plan(self) -> bool:
+        """Whether there are such parameters, and it is the time to plan again: nothing runs, and no gradient waits for
+        a step."""
+        return self._is_pending and not self._runner.is_computing and not self._gradients.wait()
+
+    def settle(self) -> bool:
+        """Plan again now, if need be, for states that are to be loaded. Returns whether it was done."""
+        if not self._is_pending:
+            return False
+        if not self.can_plan:
+            raise StateError(
+                "States cannot be loaded now: parameters were unfrozen or added while gradients wait for a step. Take "
+                "the step, or call zero_grad(), before."
+            )
+        self._replan()
+        return True
+
+    def check(self, peers: DataGroup) -> None:
+        """Raise, before planning again, unless all `peers` have unfrozen and added the same, and if its states were in
+        what was loaded and not read. All of them call."""
+        added = self._optimizer.names_added if self._optimizer is not None else set()
+        wanted = sorted(self._owner.unfrozen | added)
+        told = [json.loads(message) for message in peers.exchange(json.dumps(wanted).encode(), "unfrozen")]
+        odd = next((place for place, theirs in enumerate(told) if theirs != told[0]), None)
+        if odd is not None:
+            name = min(set(told[0]) ^ set(told[odd]))
+            has, has_not = (0, odd) if name in told[0] else (odd, 0)
+            raise StateError(
+                f"{name} was unfrozen, or added to the optimizer, on rank {peers.rank_at(has)} and not on rank "
+                f"{peers.rank_at(has_not)}. Do so on all ranks, before the same forward."
+            )
+        lost = sorted(self._owner.unfrozen & self._unread)
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise StateError(
+                f"The optimizer's states of {lost[0]}{more} were in what was loaded, but were not read because it was "
+                f"frozen then. Unfreeze it before you load them."
+            )
 
     def used_gradients(self) -> set[nn.Parameter]:
         """The parameters that have gradients which a step has used."""
@@ -89,12 +147,12 @@ class Unfreezing:
 
     def require_memory(self, member: torch.optim.Optimizer) -> None:
         """Raise before a step of `member` that would leave out what the plain one does."""
-        if self._optimizer is not None and self._optimizer.awaits_memory:
+        if self._optimizer is not None and self._optimizer.added and self._optimizer.awaits_memory:
             raise StateError(
                 "A parameter group was added between a forward and its step. Add it before the forward, which makes "
                 "memory for its states; now call zero_grad(), and go on."
             )
-        if any(param in self._stale for group in member.param_groups for param in group["params"]):
+        if self._stale and any(param in self._stale for group in member.param_groups for param in group["params"]):
             raise StateError(
                 "Parameters were unfrozen while the gradients of the last step were still there. These have been "
                 "dropped, and this loop adds to them: call zero_grad() before you unfreeze."

@@ -93,6 +93,12 @@ def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
+def written(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+    """The model's values on the main process, as they are now: Accelerate's own tensors are the model's."""
+    state = accelerator.get_state_dict(model)
+    return {key: value.tolist() for key, value in state.items()} if accelerator.is_main_process else {}
+
+
 def unfrozen(plan: Any, folder: str, rows_of_a_batch: int = 2) -> dict[str, Any]:
     """A head that is trained alone, then with a layer more, which is added to the optimizer. A state is saved amid the
     micro-batches of a step, which go on, and loaded."""
@@ -108,9 +114,8 @@ def unfrozen(plan: Any, folder: str, rows_of_a_batch: int = 2) -> dict[str, Any]
             optimizer.add_param_group({"params": layer.parameters(), "lr": 1e-3})
         for number, batch in enumerate(batches):
             with accelerator.accumulate(model):
-                loss = model(
-                    batch["input_ids"], labels=batch["input_ids"]
-                ).loss  # of all tokens, in batches of any size
+                ids = batch["input_ids"]  # all tokens count, so that batches of any size weigh the same
+                loss = model(ids, labels=ids).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -119,13 +124,9 @@ def unfrozen(plan: Any, folder: str, rows_of_a_batch: int = 2) -> dict[str, Any]
             found.append(accelerator.gather(loss.detach()[None]).mean().item())
             if (epoch, number) == (1, 4):
                 accelerator.save_state(folder)
-    ended = accelerator.get_state_dict(model)
+    ended = written(accelerator, model)
     accelerator.load_state(folder)
-    loaded = accelerator.get_state_dict(model)
-    states = {"ended": ended, "loaded": loaded} if accelerator.is_main_process else {}
-    return {"losses": found} | {
-        name: {key: value.tolist() for key, value in state.items()} for name, state in states.items()
-    }
+    return {"losses": found, "ended": ended, "loaded": written(accelerator, model)}
 
 
 class Attending(nn.Module):

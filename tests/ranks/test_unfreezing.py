@@ -175,7 +175,7 @@ def test_evaluation_needs_no_memory_for_gradients() -> None:
 def test_where_gradients_wait_it_is_refused() -> None:
     def act(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
         model[0].requires_grad_(True)
-        with pytest.raises(StateError, match=r"0\.0\.bias and 1 more was frozen .* take the step before"):
+        with pytest.raises(StateError, match=r"0\.0\.bias and 1 more was frozen .* unfreeze after a step"):
             engine(batch(1))
         engine.step()
         engine.backward(engine(batch(1)).square().mean())

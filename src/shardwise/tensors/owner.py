@@ -85,8 +85,8 @@ class Owner:
             names = sorted(self.unfrozen)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StateError(
-                f"{names[0]}{more} was frozen when the model was sharded, so there is no memory for its gradient. If "
-                f"gradients are waiting, take the step before you unfreeze; then engine.reshard(engine.plan) makes it."
+                f"{names[0]}{more} was frozen when memory was planned, so there is none for its gradient. The next "
+                f"call of the model makes it: unfreeze after a step, or after zero_grad(), and before that call."
             )
 
     def home_of(self, param: object) -> ParamHome:
@@ -186,6 +186,10 @@ class ParamHome:
 
     def reach(self) -> None:
         self._owner.runner.reach(self._unit)
+
+    def require_gradient(self) -> None:
+        if self.name in self._owner.unfrozen:
+            self._owner.require_trainable()
 
     def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         return self._flat.full.as_strided(tuple(size), tuple(stride), offset)
