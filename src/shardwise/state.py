@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from shardwise.model_axes import carry_out_experts, synchronize_generators
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
+from shardwise.program import Update
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import (
     Design,
@@ -245,17 +246,23 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
 
 
 @contextmanager
-def _trained_as_before(flats: Sequence[Flat]) -> Iterator[None]:
-    """Inside, parameters that have been frozen since the plan was made are trainable, so that they keep their
-    states."""
-    frozen = [param for flat in flats if flat.spec.trainable for param in flat.params if not param.requires_grad]
-    for param in frozen:
-        param.requires_grad_(True)
+def trained_as_before(flats: Sequence[Flat], *, exactly: bool = False) -> Iterator[None]:
+    """Inside, parameters that have been frozen since the plan was made are trainable, so that they keep their states.
+    With `exactly`, those that have been unfrozen since are frozen, because other ranks may not have come that far."""
+    changed = [
+        (param, flat.spec.trainable)
+        for flat in flats
+        if exactly or flat.spec.trainable
+        for param in flat.params
+        if param.requires_grad != flat.spec.trainable
+    ]
+    for param, was_trained in changed:
+        param.requires_grad_(was_trained)
     try:
         yield
     finally:
-        for param in frozen:
-            param.requires_grad_(False)
+        for param, was_trained in changed:
+            param.requires_grad_(not was_trained)
 
 
 def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
@@ -264,7 +271,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 
     Raises `ConfigError` or `StateError` before anything is changed.
     """
-    with _trained_as_before(sharded.flats):
+    with trained_as_before(sharded.flats):
         return _resharded(sharded, plan)
 
 
@@ -278,9 +285,8 @@ def _resharded(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    updates = dict(sharded.sharding.updates)
-    if sharded.optimizer is not None:
-        updates |= sharded.optimizer.added
+    added = sharded.optimizer.added if sharded.optimizer is not None else {}
+    updates = {**sharded.sharding.updates, **added}
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan
@@ -345,6 +351,8 @@ class Former:
     sharding: Sharding
     progress: Progress
     before_change: Callable[[], None]
+    added: Mapping[nn.Parameter, Update] = field(default_factory=dict)
+    """Updates of parameters whose groups were added and for which memory is still to be planned."""
 
 
 def move(
@@ -372,6 +380,8 @@ def move(
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.pop(piece.name, {}))
+        if former.added:
+            renewed.optimizer.await_memory(former.added)
     return renewed
 
 

@@ -131,10 +131,10 @@ class Unfreezing:
             )
 
     def used_gradients(self) -> set[nn.Parameter]:
-        """The parameters that have gradients which a step has used."""
-        if self._optimizer is None or not self._gradients.exist():
+        """The parameters of optimizers that have gradients which a step has used."""
+        if self._optimizer is None:
             return set()
-        return {piece.param for piece in self._optimizer.pieces}
+        return {one.param for one in self._optimizer.pieces if self._gradients.has(one.flat, one.index)}
 
     def note_dropped(self, params: set[nn.Parameter]) -> None:
         """The gradients of `params` were dropped by us."""

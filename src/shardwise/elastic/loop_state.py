@@ -172,7 +172,8 @@ class LoopState:
         for member, theirs in zip(optimizer.members, schedules, strict=True):
             for scheduler, state in matched(_outermost(member), [(name, decode(state)) for name, state in theirs]):
                 scheduler.load_state_dict(state)
-        for group, settings in zip(optimizer.groups, groups, strict=True):
+        known = (group for group in optimizer.groups if not optimizer.added.keys() & set(group["params"]))
+        for group, settings in zip(known, groups, strict=True):  # a group that its loop has added just now is its own
             group.update(settings)
 
     def restore_settings(self) -> None:

@@ -10,7 +10,7 @@ from shardwise.config import Plan
 from shardwise.elastic.meshes import plan_on
 from shardwise.sharded_model import ShardedModel
 from shardwise.sharding import design
-from shardwise.state import Former, move
+from shardwise.state import Former, move, trained_as_before
 
 
 def take_down(sharded: ShardedModel) -> None:
@@ -27,10 +27,11 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
     plan = plan_on(plan, world.size, world.local_size)
-    designed = design(former.model, plan, world)
-    belongings = TrainingState(held, world)
-    fitted = (former.sharding.fitted, former.sharding.budget)
-    renewed = move(former, designed, belongings, world, fitted=fitted)
+    with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
+        designed = design(former.model, plan, world)
+        belongings = TrainingState(held, world)
+        fitted = (former.sharding.fitted, former.sharding.budget)
+        renewed = move(former, designed, belongings, world, fitted=fitted)
     try:
         renewed.runner.step.restore_params()
     except BaseException:  # another rank was lost: the next attempt begins with the model in its plain form again

@@ -295,11 +295,22 @@ class Session(Recovery):
             self._recover(None)
         if self._is_quiet and self._begun > self._void_until:
             self._leave_quiet_mode()
+        if not self._is_quiet:
+            self._plan_again()
         self._num_steps[self._version] = self._sharded.progress.num_steps
         self.loop_state.restore_settings()
         self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
         if self.is_void():
             self.loop_state.note_settings()
+
+    def _plan_again(self) -> None:
+        """If parameters were unfrozen. Ranks may be lost until values are moved; the others then plan later."""
+        try:
+            self._sharded.progress.replan()
+        except CommError as error:
+            if self._sharded.is_taken_down:
+                raise
+            self._recover(error)
 
     def _take_edits(self) -> None:
         """Give values changed by hand a version of their own, so that copies from before are not taken for them."""

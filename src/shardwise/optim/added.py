@@ -27,9 +27,13 @@ class GroupAdded:
 
 
 def added_group(
-    member: torch.optim.Optimizer, param_group: dict[str, Any], flats: Sequence[Flat], pieces: Sequence[Piece]
+    member: torch.optim.Optimizer,
+    param_group: dict[str, Any],
+    flats: Sequence[Flat],
+    pieces: Sequence[Piece],
+    members: Sequence[torch.optim.Optimizer],
 ) -> GroupAdded:
-    """Add a group to `member`, whose groups list parameters now.
+    """Add a group to `member`, one of `members` with these `pieces`, whose groups list parameters now.
 
     Raises `ModelError` for parameters that the model does not have or an optimizer has already, and what `probed`
     raises; nothing has been changed then.
@@ -53,14 +57,19 @@ def added_group(
                     f"already. Give each parameter to one."
                 )
         updates = _updates(member, group)
-        if any(update.matrix or update.needs_norm for update in updates.values()):
+        others = [other for other in members if other is not member]
+        if any(map(_looks_further, updates.values())) and any(
+            _looks_further(update)
+            for other in others
+            for had in other.param_groups
+            for update in _updates(other, had).values()
+        ):
             raise ModelError(
-                f"A parameter group with {described} was added to an optimizer whose model is sharded already, and "
-                f"{type(member).__name__} plans for all its parameters together. Add all groups before shard(), those "
-                f"that come in later with lr=0."
+                f"A parameter group with {described} was added, for which {type(member).__name__} looks at whole "
+                f"parameters, as another optimizer of this model does already. Put it into a group of that one."
             )
     except BaseException:
-        member.param_groups.remove(group)
+        member.param_groups.pop()
         raise
     return GroupAdded(updates, [_empty(*homes[param]) for param in group["params"]])
 
@@ -70,6 +79,10 @@ def _updates(member: torch.optim.Optimizer, group: dict[str, Any]) -> dict[nn.Pa
     if isinstance(member, Cooperative):
         return {param: member.update_of(param, group) for param in params}
     return dict.fromkeys(params, Update(probed(member, group))) if params else {}
+
+
+def _looks_further(update: Update) -> bool:
+    return update.needs_norm or update.matrix
 
 
 def _empty(flat: Flat, index: int) -> Piece:

@@ -146,14 +146,18 @@ class AdoptedOptimizer:
 
     def _add_group(self, member: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         """See [Note: unfrozen later]. Until there is memory, their pieces are empty."""
-        new: GroupAdded = added_group(member, param_group, self._flats, self.pieces)
+        new: GroupAdded = added_group(member, param_group, self._flats, self.pieces, self.members)
         self.pieces += new.pieces
         self._groups[member] = GroupsOfPieces(member, [*self._groups[member].pieces, *new.pieces])
         self._member_of |= {piece.tensor: member for piece in new.pieces}
         self._names |= {id(piece.param): piece.name for piece in new.pieces}
-        self.added |= new.updates
         member.state = dict(dict.items(member.state))  # type: ignore[assignment]  # and not by the guard, which refuses
         self._guard_states(member)
+        self.await_memory(new.updates)
+
+    def await_memory(self, updates: Mapping[nn.Parameter, Update]) -> None:
+        """Let memory be planned for the states of these parameters, before the next forward."""
+        self.added |= updates
         self.on_added()
 
     @property
