@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -209,7 +209,9 @@ class EngineState:
         """
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
-        self._sharded = reshard(self._sharded, load_plan(plan))
+        self._sharded.unfreezing.check(self._sharded.peers)
+        with self._session.unwrapped() if self._session is not None else nullcontext():
+            self._sharded = reshard(self._sharded, load_plan(plan))
         if self._session is not None:
             self._session.renew(self._sharded)
         if self._run_log is not None:

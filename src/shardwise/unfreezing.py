@@ -55,10 +55,15 @@ class Unfreezing:
         self._runner = runner
         self._unread = unread
         self._replan = replan
+        self._is_loading = False
         self._intercepted: list[nn.Module] = []
         self._stale: set[nn.Parameter] = set()
         """Parameters whose gradients were dropped before the loop has asked for that."""
+        self._unloaded: set[str] = set()
+        """Those of `unread` that have memory by now. A step needs their states."""
         owner.on_unfrozen = self._intercept
+        if optimizer is not None and unread:
+            self._unloaded = {piece.name for piece in optimizer.pieces if piece.flat.spec.trainable} & unread
         if optimizer is not None:
             optimizer.on_added = self._intercept
             optimizer.before_load = self.settle
@@ -105,7 +110,11 @@ class Unfreezing:
                 "States cannot be loaded now: parameters were unfrozen or added while gradients wait for a step. Take "
                 "the step, or call zero_grad(), before."
             )
-        self._replan()
+        self._is_loading = True
+        try:
+            self._replan()
+        finally:
+            self._is_loading = False
         return True
 
     def check(self, peers: DataGroup) -> None:
@@ -122,13 +131,8 @@ class Unfreezing:
                 f"{name} was unfrozen, or added to the optimizer, on rank {peers.rank_at(has)} and not on rank "
                 f"{peers.rank_at(has_not)}. Do so on all ranks, before the same forward."
             )
-        lost = sorted(self._owner.unfrozen & self._unread)
-        if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise StateError(
-                f"The optimizer's states of {lost[0]}{more} were in what was loaded, but were not read because it was "
-                f"frozen then. Unfreeze it before you load them."
-            )
+        if not self._is_loading:
+            _require_read(self._owner.unfrozen & self._unread)
 
     def used_gradients(self) -> set[nn.Parameter]:
         """The parameters of optimizers that have gradients which a step has used."""
@@ -152,8 +156,19 @@ class Unfreezing:
                 "A parameter group was added between a forward and its step. Add it before the forward, which makes "
                 "memory for its states; now call zero_grad(), and go on."
             )
+        if self._unloaded:
+            _require_read(self._unloaded & self._unread)
         if self._stale and any(param in self._stale for group in member.param_groups for param in group["params"]):
             raise StateError(
                 "Parameters were unfrozen while the gradients of the last step were still there. These have been "
                 "dropped, and this loop adds to them: call zero_grad() before you unfreeze."
             )
+
+
+def _require_read(lost: set[str]) -> None:
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise StateError(
+            f"The optimizer's states of {min(lost)}{more} were in what was loaded, but were not read because it was "
+            f"frozen then. Unfreeze it before you load them."
+        )

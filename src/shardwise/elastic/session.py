@@ -34,7 +34,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,9 +138,21 @@ class Session(Recovery):
         """Memory of the copies that this rank keeps for ranks of other hosts."""
         return self._survival.copies.kept_bytes if self._survival.copies is not None else 0
 
-    def _wrap(self) -> None:
+    @contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """While a new plan is carried out, which looks for a compiler around the model."""
+        self._unwrap()
+        try:
+            yield
+        finally:
+            self._route()
+
+    def _route(self) -> None:
         """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
         self._model.__dict__["_compiled_call_impl"] = self._forward
+
+    def _wrap(self) -> None:
+        self._route()
         sharded = self._sharded
         sharded.before_update = self._before_update
         sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))

@@ -82,7 +82,7 @@ def _updates(member: torch.optim.Optimizer, group: dict[str, Any]) -> dict[nn.Pa
 
 
 def _looks_further(update: Update) -> bool:
-    return update.needs_norm or update.matrix
+    return update.needs_norm or bool(update.matrix)
 
 
 def _empty(flat: Flat, index: int) -> Piece:
