@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -209,24 +209,11 @@ class EngineState:
         """
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
-        self._sharded.unfreezing.check(self._sharded.peers)
-        with self._session.unwrapped() if self._session is not None else nullcontext():
-            self._sharded = reshard(self._sharded, load_plan(plan))
+        self._sharded = reshard(self._sharded, load_plan(plan))
         if self._session is not None:
             self._session.renew(self._sharded)
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
-
-    def _replan(self) -> None:
-        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
-        sharded = self._sharded
-        if self._is_open and sharded.unfreezing.can_plan:
-            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
-            sharded.unfreezing.check(sharded.peers)
-            dropped = sharded.unfreezing.used_gradients()
-            sharded.zero_grad()
-            self.reshard(sharded.sharding.plan_to_fit)
-            self._sharded.unfreezing.note_dropped(dropped)
 
     def save_pretrained(
         self,
@@ -335,9 +322,7 @@ class EngineState:
         `optimizer.load_state_dict` does the same.
         """
         self._require_open()
-        self._sharded.refuse_stages(
-            "load_optimizer_state_dict()", "Checkpoints have the states: engine.resume(folder)."
-        )
+        self._sharded.refuse_stages("load_optimizer_state_dict()", "Checkpoints have them: engine.resume(folder).")
         self._sharded.unfreezing.settle()
         self._sharded.require_optimizer().load_state_dict(state)
 

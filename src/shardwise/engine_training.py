@@ -69,6 +69,17 @@ def open_session(
 class EngineTraining(EngineSequences):
     """Part of `Engine`."""
 
+    def _replan(self) -> None:
+        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
+        sharded = self._sharded
+        if self._is_open and sharded.unfreezing.can_plan:
+            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.unfreezing.check(sharded.peers)
+            dropped = sharded.unfreezing.used_gradients()
+            sharded.zero_grad()
+            self.reshard(sharded.sharding.plan_to_fit)
+            self._sharded.unfreezing.note_dropped(dropped)
+
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
 

@@ -271,6 +271,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 
     Raises `ConfigError` or `StateError` before anything is changed.
     """
+    sharded.unfreezing.check(sharded.peers)
     with trained_as_before(sharded.flats):
         return _resharded(sharded, plan)
 

@@ -14,6 +14,7 @@ whether the pause is for good.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +30,8 @@ from shardwise.runtime import Runner
 from shardwise.tensors import Owner
 
 _CALL = "_call_impl"
-"""What torch's `Module.__call__` looks up on the module."""
+_COMPILED = "_compiled_call_impl"
+"""What torch's `Module.__call__` looks up on the module: the second, if it is not `None`."""
 
 
 class Unfreezing:
@@ -56,7 +58,8 @@ class Unfreezing:
         self._unread = unread
         self._replan = replan
         self._is_loading = False
-        self._intercepted: list[nn.Module] = []
+        self._intercepted: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        """Modules whose calls are replaced, and what they had from `Module.compile`."""
         self._stale: set[nn.Parameter] = set()
         """Parameters whose gradients were dropped before the loop has asked for that."""
         self._unloaded: set[str] = set()
@@ -70,17 +73,26 @@ class Unfreezing:
             optimizer.unread = unread
 
     def close(self) -> None:
-        for module in self._intercepted:
+        intercepted, self._intercepted = self._intercepted, []
+        for module, compiled in intercepted:
             module.__dict__.pop(_CALL, None)
-        self._intercepted = []
+            if compiled is not None:
+                module.__dict__[_COMPILED] = compiled
 
     def _intercept(self) -> None:
-        if not self._intercepted:
-            self._intercepted = list(self._model.modules())
-            for module in self._intercepted:
-                module.__dict__[_CALL] = partial(self._call, module)
+        if self._intercepted:
+            return
+        for module in self._model.modules():
+            compiled = module._compiled_call_impl
+            if hasattr(compiled, "compiles_nothing"):  # of an elastic job, which plans again by itself
+                compiled = None
+            call: Callable[..., Any] = partial(self._call, module, compiled)
+            if "torch._dynamo" in sys.modules:  # a compiler around the model must not trace this
+                call = torch.compiler.disable(call)
+            module.__dict__[_CALL if compiled is None else _COMPILED] = call
+            self._intercepted.append((module, compiled))
 
-    def _call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, module: nn.Module, compiled: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
         if not self._is_pending:
             self.close()
         elif torch.is_grad_enabled():
@@ -88,6 +100,8 @@ class Unfreezing:
                 self._replan()
             else:
                 self._owner.require_trainable()
+        if compiled is not None:
+            return compiled(*args, **kwargs)
         return getattr(type(module), _CALL)(module, *args, **kwargs)
 
     @property

@@ -4,6 +4,7 @@ PyTorch."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -299,6 +300,27 @@ def test_wherever_the_next_forward_is(build: Build, loop: Any) -> None:
 @pytest.mark.parametrize("plan", [{"activations": {"policy": "recompute"}}, {"compile": "aot_eager"}])
 def test_with_what_replaces_forwards(plan: dict[str, Any]) -> None:
     raced({"preset": "zero3", **plan}, adam_of_trained, in_whole_steps)
+
+
+@thorough_only("it compiles")
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_compiler_around_the_model(is_wrapped: bool) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None) -> list[list[float]]:
+        called = model
+        if is_wrapped:
+            called = torch.compile(model, backend="aot_eager")
+        else:
+            model.compile(backend="aot_eager")
+        found = []
+        for step in range(6):
+            unfreeze(step, model, optimizer)
+            one_step(called, optimizer, batch(step)[rows])
+            found.append(values(model))
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it compiles next to nothing
+        raced("zero3", momentum, loop)
 
 
 def grouped(params: Sequence[nn.Parameter]) -> list[dict[str, Any]]:

@@ -34,8 +34,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +48,7 @@ from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.layouts import Layout
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
+from shardwise.elastic.rebuild import plan_again
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
@@ -138,21 +138,9 @@ class Session(Recovery):
         """Memory of the copies that this rank keeps for ranks of other hosts."""
         return self._survival.copies.kept_bytes if self._survival.copies is not None else 0
 
-    @contextmanager
-    def unwrapped(self) -> Iterator[None]:
-        """While a new plan is carried out, which looks for a compiler around the model."""
-        self._unwrap()
-        try:
-            yield
-        finally:
-            self._route()
-
-    def _route(self) -> None:
+    def _wrap(self) -> None:
         """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
         self._model.__dict__["_compiled_call_impl"] = self._forward
-
-    def _wrap(self) -> None:
-        self._route()
         sharded = self._sharded
         sharded.before_update = self._before_update
         sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))
@@ -309,21 +297,12 @@ class Session(Recovery):
         if self._is_quiet and self._begun > self._void_until:
             self._leave_quiet_mode()
         if not self._is_quiet:
-            self._plan_again()
+            plan_again(self._sharded, self._recover)
         self._num_steps[self._version] = self._sharded.progress.num_steps
         self.loop_state.restore_settings()
         self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
         if self.is_void():
             self.loop_state.note_settings()
-
-    def _plan_again(self) -> None:
-        """If parameters were unfrozen. Ranks may be lost until values are moved; the others then plan later."""
-        try:
-            self._sharded.progress.replan()
-        except CommError as error:
-            if self._sharded.is_taken_down:
-                raise
-            self._recover(error)
 
     def _take_edits(self) -> None:
         """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
@@ -383,6 +362,9 @@ class Session(Recovery):
         before, self._version = self._version, self._version + 1
         self._iterations = {before: self._iterations[before], self._version: iteration}
         self._num_steps = {before: self._num_steps[before], self._version: self._sharded.progress.num_steps}
+
+
+Session._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
 
 
 def _with_grads(output: Any) -> Any:
