@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
+
+Test = TypeVar("Test", bound=Callable[..., object])
 
 THOROUGH = bool(os.environ.get("THOROUGH"))
 _SHARE = {"": "test", "1": "thorough", "all": "exhaustive"}[os.environ.get("THOROUGH", "")]
@@ -26,6 +29,11 @@ def one_in(number: int) -> pytest.MarkDecorator:
     return pytest.mark.one_in(number)
 
 
+def varies(test: Test) -> Test:
+    """For tests that have no cases of their own and try more in `make thorough`, by `drawn` or `THOROUGH`."""
+    return pytest.mark.varies(test)
+
+
 def thorough_only(why: str) -> pytest.MarkDecorator:
     """For modules or tests that take too long for `make test`."""
     return pytest.mark.thorough_only(why)
@@ -37,21 +45,25 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
     counts: Counter[str] = Counter()
     now, later = [], []
     for item in items:
-        mark, first = item.get_closest_marker("one_in"), "test"
-        if item.get_closest_marker("thorough_only") is not None:
-            first = "thorough"
-        if mark is None:
-            (later if first == "thorough" and _SHARE == "test" else now).append(item)
-            continue
-        test = _test_of(item)
-        place, every = counts[test], min(mark.args[0], numbers[test])
-        counts[test] += 1
-        # One of each `every` that follow each other, another one each time: or cases of two parameters, of which the
-        # inner one has as many values, were all of one value.
-        turn = (place + place // every + zlib.crc32(test.encode())) % every
-        share = first if turn == 0 else "thorough" if turn == 1 else "exhaustive"
-        (now if share == _SHARE else later).append(item)
+        shares, mark = _shares(item), item.get_closest_marker("one_in")
+        if mark is not None:
+            test = _test_of(item)
+            place, every = counts[test], min(mark.args[0], numbers[test])
+            counts[test] += 1
+            if every > 1:
+                # One of each `every` that follow each other, another one each time: or cases of two parameters, of
+                # which the inner one has as many values, were all of one value.
+                turn = (place + place // every + zlib.crc32(test.encode())) % every
+                shares = (shares[0],) if turn == 0 else ("thorough",) if turn == 1 else ("exhaustive",)
+        (now if _SHARE in shares else later).append(item)
     return now, later
+
+
+def _shares(item: pytest.Item) -> tuple[str, ...]:
+    """Where a test that is not divided is run."""
+    if item.get_closest_marker("thorough_only") is not None:
+        return ("thorough", "exhaustive")
+    return ("test", "thorough", "exhaustive") if item.get_closest_marker("varies") is not None else ("test",)
 
 
 def _test_of(item: pytest.Item) -> str:

@@ -24,7 +24,7 @@ from shardwise.config import Plan
 from shardwise.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.monitor import process_memory
 from shardwise.monitor.notes import Notes
-from shardwise.monitor.record import RunRecord, read_record
+from shardwise.monitor.record import RunRecord, read_record, warns_if_unwritable
 from shardwise.monitor.slowness import SlowWindow
 from shardwise.monitor.trackers import Tracker, check_trackers, open_tracker
 from shardwise.profiling import ProfileWindow
@@ -250,8 +250,15 @@ class RunLog:
             self._record.write(entry.kind, step=entry.step, **line)
         prefix = "" if entry.kind == "step" else f"{entry.kind}/"
         numbers = {f"{prefix}{name}": value for name, value in line.items() if value is not None and name != "time"}
-        for tracker in self._trackers:
-            tracker.log(entry.step, numbers)
+        self._tell_trackers(lambda tracker: tracker.log(entry.step, numbers))
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        """Those that cannot write are left out from now on."""
+        for tracker in list(self._trackers):
+            self._trackers.remove(tracker)
+            with warns_if_unwritable(f"The log of the tracker {type(tracker).__name__}"):
+                tell(tracker)
+                self._trackers.append(tracker)
 
     def _write_ranks(self, messages: list[RankMessage], step: int) -> None:
         self._totals.add(messages, max(1, step - self._last_step))
@@ -279,17 +286,16 @@ class RunLog:
             return
         self._has_begun = True
         after = step if self._goes_on or self._began_after is None else self._began_after
-        for tracker in self._trackers:
-            tracker.begin(after)
-        self._open_record(sharded, after)
+        self._tell_trackers(lambda tracker: tracker.begin(after))
+        if self._has_record and self._folder is not None:
+            with warns_if_unwritable(self._folder / RECORD):
+                self._open_record(self._folder / RECORD, sharded, after)
 
-    def _open_record(self, sharded: ShardedModel, step: int) -> None:
-        if not self._has_record or self._folder is None:
-            return
+    def _open_record(self, path: Path, sharded: ShardedModel, step: int) -> None:
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
         more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.sharding.device)}
-        path, size = self._folder / RECORD, self._world.size
+        size = self._world.size
         is_of_this_job = self._register_record(path) or self._last_entry is not None
         if step <= 0 and not is_of_this_job:
             self._record = RunRecord.start(path, plan=plan, world_size=size, **more)
@@ -340,8 +346,7 @@ class RunLog:
             outcome = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}
             self._record.write("end", step=self._last_step, time=time.time(), **outcome)
             self._record.close()
-        for tracker in self._trackers:
-            tracker.close(failed=error is not None)
+        self._tell_trackers(lambda tracker: tracker.close(failed=error is not None))
 
 
 class _Bytes:

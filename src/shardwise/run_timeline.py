@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from shardwise.comm import World
+from shardwise.monitor.record import warns_if_unwritable
 from shardwise.program import render
 from shardwise.report import describe
 from shardwise.sharded_model import ShardedModel
@@ -49,7 +50,9 @@ class StepTimeline:
             told = world.exchange(json.dumps(mine).encode(), "timeline")
             self._is_done = True
             if world.rank == 0 and self._folder is not None:
-                write_trace(self._folder / TIMELINE, [json.loads(one) for one in told[:TIMELINE_RANKS]])
+                with warns_if_unwritable(self._folder / TIMELINE):
+                    write_trace(self._folder / TIMELINE, [json.loads(one) for one in told[:TIMELINE_RANKS]])
                 program = sharded.runner.programs.program
                 text = f"{describe(sharded)}\n\n{render(program.micro_batch)}{render(program.step)}"
-                (self._folder / PROGRAM).write_text(text, encoding="utf-8")
+                with warns_if_unwritable(self._folder / PROGRAM):
+                    (self._folder / PROGRAM).write_text(text, encoding="utf-8")

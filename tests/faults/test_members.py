@@ -18,7 +18,7 @@ import psutil
 
 import warm
 from shardwise.launch.elastic.images import Images
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 RANK = Path(__file__).with_name("elastic_rank.py")
 # What was measured is in docs/elastic.md; tests share their machine with other work.
@@ -122,6 +122,7 @@ def await_facts(out: Path, what: str, number: int) -> None:
         time.sleep(0.05)
 
 
+@varies
 def test_whoever_is_killed_whenever_sums_stay_right(tmp_path: Path) -> None:
     """Random members, at random moments, often while others meet again; the dead are replaced."""
     chance = random.Random(1)

@@ -14,7 +14,7 @@ import pytest
 
 import warm
 from shardwise.checkpoint import checkpoints_in
-from tests.thorough import drawn, thorough_only
+from tests.thorough import drawn, thorough_only, varies
 
 SCRIPT = Path(__file__).with_name("trains_on_disk.py")
 STEPS, NUM_LAYERS = 5, 6
@@ -96,6 +96,7 @@ def numbers() -> range:
     return range(4, 4 + drawn(1, len(PHASES)))
 
 
+@varies
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", numbers())
 def test_a_kill_leaves_the_last_checkpoint_good(number: int, whole: dict[int, list[str]], tmp_path: Path) -> None:

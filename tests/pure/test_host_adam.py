@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim.adam import CACHE_NUMEL
 from shardwise.optim.host_adam import AdamTensors, HostAdam, _kernel, bundles
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
 SIZES = (1, 7, 64, 1000, 4097)
@@ -73,6 +73,7 @@ def test_the_bits_are_those_of_torchs_fused_update(
     adam.close()
 
 
+@varies
 @settings(max_examples=drawn(20, 200), deadline=None)
 @given(st.lists(st.integers(0, 5000), max_size=8), st.integers(1, 3000))
 def test_slices_cover_everything_once_and_in_order(sizes: list[int], slice_numel: int) -> None:

@@ -46,7 +46,7 @@ from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.ssh import SshSettings, plan_ssh
 from shardwise.listening import address_towards, listen_at
 from tests.pure.test_diagnosis import status
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 FUZZED = settings(max_examples=drawn(25, 300))
 
@@ -71,6 +71,7 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
 
 
 class TestPlainData:
+    @varies
     @FUZZED
     @given(st.data())
     def test_statuses_and_faults_are_whole_or_refused(self, data: st.DataObject) -> None:
@@ -93,6 +94,7 @@ class TestPlainData:
         with pytest.raises(ValueError):  # noqa: PT011 whatever it says
             plain_data.read(content, plain_data.OneOf(str, int, float, [list], dict))
 
+    @varies
     @FUZZED
     @given(JSON, JSON)
     def test_shapes_are_what_they_say(self, value: Any, other: Any) -> None:
@@ -104,6 +106,7 @@ class TestPlainData:
 
 
 class TestSeal:
+    @varies
     @FUZZED
     @given(st.data(), st.binary(max_size=50))
     def test_only_what_was_closed_here_is_opened(self, data: st.DataObject, content: bytes) -> None:
@@ -130,6 +133,7 @@ def boards(token: str, size: int = 2) -> tuple[Store, list[StoreBoard]]:
     return store, [StoreBoard(attempt, size, Seal(token)) for _ in range(size)]
 
 
+@varies
 @pytest.mark.parametrize("token", ["token", ""])
 def test_strangers_at_the_board(token: str) -> None:
     """Whatever they write: with a token nothing of it is believed, without one what is no message is not there."""
@@ -192,6 +196,7 @@ class TestMembers:
     READY = MemberMessage("ready", 2, 0, 5, "Rank 0 is gone.", (0,))
 
     @pytest.mark.parametrize("token", ["token", ""])
+    @varies
     @FUZZED
     @given(data=st.data())
     def test_a_message_is_whole_or_refused(self, data: st.DataObject, token: str) -> None:
@@ -208,6 +213,7 @@ class TestMembers:
         assert all(message.member == 2 for message in found)
         assert not token or found == [self.READY]
 
+    @varies
     @FUZZED
     @given(st.data())
     def test_announcements_and_reports_are_whole_or_refused(self, data: st.DataObject) -> None:
@@ -262,6 +268,7 @@ def test_strangers_at_the_meeting(key: str) -> None:
 
 
 class TestWire:
+    @varies
     @FUZZED
     @given(st.data())
     def test_any_line_is_a_message_or_none(self, data: st.DataObject) -> None:
@@ -309,6 +316,7 @@ class TestWire:
             assert wire.report(wire.packed(said)[:-1]) == json.loads(json.dumps(said))
         assert len(ended[0]["traceback"]) == wire.MAX_TRACEBACK_CHARS
 
+    @varies
     @FUZZED
     @given(st.data())
     def test_orders_are_found_however_they_are_cut(self, data: st.DataObject) -> None:

@@ -42,7 +42,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.program.action import COPYING, Edge, Phase, Stream
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 # --- text --------------------------------------------------------------------------------------------
 
@@ -224,6 +224,7 @@ def test_two_steps_of_a_reduction_need_a_wait_between() -> None:
 # --- every table, every trace ------------------------------------------------------------------------
 
 
+@varies
 @settings(deadline=None, max_examples=drawn(100, 300))
 @given(st.data())
 def test_every_trace_of_every_table_passes_the_check(data: st.DataObject) -> None:
@@ -252,6 +253,7 @@ def test_an_evaluation_leaves_everything_at_rest(data: st.DataObject) -> None:
     assert END_OF_BACKWARD not in [block.moment for block in program]
 
 
+@varies
 @settings(deadline=None, max_examples=drawn(70, 200))
 @given(st.data())
 def test_prefetching_changes_when_and_never_what(data: st.DataObject) -> None:

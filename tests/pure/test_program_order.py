@@ -33,7 +33,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.runtime import GradMover, ParamMover
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 BUFFERS_BYTES = 64
 AWAITED = {"full": "whole buffer", "param": "resting range"}
@@ -218,6 +218,7 @@ def outcome(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[boo
         return str(error)
 
 
+@varies
 @settings(deadline=None, max_examples=drawn(50, 150))
 @given(st.sampled_from(sorted(TABLES)), st.integers(0, 2**32), st.integers(1, 3))
 def test_what_passes_is_right_and_nothing_else(name: str, seed: int, num_edits: int) -> None:

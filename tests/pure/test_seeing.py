@@ -30,7 +30,7 @@ from shardwise.monitor.html_report import html_report
 from shardwise.monitor.run_view import RunReader, read_run
 from shardwise.monitor.slowness import judge
 from shardwise.telemetry import StepClock, write_trace
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 LOADS = json.loads
 ANYTHING = st.recursive(
@@ -350,6 +350,7 @@ class TestOddRuns:
             (run / "timeline.json").write_text(f'{{"traceEvents": {events}}}')
             assert "timeline.json cannot be read" in all_commands(run, capsys)[1]
 
+    @varies
     def test_any_value_in_any_place(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         texts = (run / "record.jsonl").read_text().splitlines()
         kept = [*texts[:5], *texts[-3:]]

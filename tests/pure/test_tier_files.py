@@ -32,7 +32,7 @@ from shardwise.tiers import (
 )
 from shardwise.tiers.align import down, requests, up
 from shardwise.tiers.slices import steps, walk
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
 
@@ -70,6 +70,7 @@ def test_a_layout_gives_each_name_pages_of_its_own(sizes: list[int]) -> None:
 # --- reading and writing ---------------------------------------------------------------------------------
 
 
+@varies
 @settings(max_examples=drawn(10, 100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 12_000)), min_size=1, max_size=12), st.booleans())
 def test_any_bytes_at_any_place(tmp_path: Path, moves: list[tuple[int, int]], checksums: bool) -> None:

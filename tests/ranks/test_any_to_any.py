@@ -22,7 +22,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 IN_MEMORY = sorted(name for name, one in PRESETS.items() if one.optim.tier != "disk")
 ROWS = 24  # divides among 1, 2, 3, 4 and 8 ranks
@@ -95,6 +95,7 @@ def steps_of(engine: sw.Engine) -> set[float]:
 MESHES = {"hsdp": {"node": 2, "local": 2}, "hpz": {"node": 2, "local": 2}}
 
 
+@varies
 def test_every_preset_reads_every_preset(tmp_path: Path) -> None:
     data = batches(4, rows=ROWS)
     plans = {
@@ -159,6 +160,7 @@ def settings_of(draw: Any) -> tuple[int, dict[str, Any]]:
     return num_ranks, plan
 
 
+@varies
 @settings(max_examples=drawn(6, 30), deadline=None)
 @given(wrote=settings_of(), reads=settings_of(), wait=st.booleans())
 def test_any_to_any(wrote: tuple[int, dict[str, Any]], reads: tuple[int, dict[str, Any]], wait: bool) -> None:

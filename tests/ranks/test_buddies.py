@@ -345,8 +345,8 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
 
 
 class DiesBehindItsStep:
-    """A member is gone after the commit of a step, before the others have what it has updated: as where that takes
-    long."""
+    """A member has published a step's version and is gone before the others have what it has updated: as where that
+    takes long."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
         self.at_step, self.monkeypatch = at_step, monkeypatch
@@ -356,7 +356,7 @@ class DiesBehindItsStep:
             return
         session, send = engine._session, engine.world.transport.send
         assert session is not None
-        commit, is_lost = session._commit, [False]
+        share, is_lost = session._share_change_wishes, [False]
         for mover in engine._sharded.runner.gathering._executor.movers.values():
             gather = mover.params.gather_updated
 
@@ -370,13 +370,13 @@ class DiesBehindItsStep:
         def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
             return Pending([], lambda: None) if is_lost[0] else send(tensor, rank, tag)
 
-        def commit_and_die() -> None:
-            commit()
+        def share_or_die(subject: str) -> None:
             if engine.num_steps == self.at_step:
                 raise Killed
+            share(subject)
 
         self.monkeypatch.setattr(engine.world.transport, "send", send_or_lose)
-        self.monkeypatch.setattr(session, "_commit", commit_and_die)
+        self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
 
 
 @one_in(2)

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import update_biases
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 Tensor = torch.Tensor
 ORDERS: dict[str, list[dict[str, Any]]] = {
@@ -88,6 +88,7 @@ def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *,
     return runs[0]
 
 
+@thorough_only("takes long")
 @one_in(4)
 @pytest.mark.parametrize("name", ORDERS)
 def test_one_run_through_many_dealings(name: str) -> None:

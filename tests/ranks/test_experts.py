@@ -37,7 +37,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import MoE, auxiliary_loss, update_biases
 from shardwise.testing import run_ranks
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, one_in, varies
 
 Tensor = torch.Tensor
 NUM_STEPS = drawn(2, 10)
@@ -147,6 +147,7 @@ def test_bytes_are_as_promised() -> None:
     assert promises[0] == promises[2] > promises[1] == promises[3]  # three experts, and two
 
 
+@varies
 @settings(max_examples=drawn(1, 10), deadline=None, database=None)
 @given(st.data())
 def test_random_mixtures_on_random_meshes(data: st.DataObject) -> None:

@@ -41,7 +41,7 @@ from shardwise.mesh import Mesh
 from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, one_in, varies
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
@@ -526,6 +526,7 @@ def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
 
+@varies
 @pytest.mark.timeout(600)
 @settings(
     max_examples=NUM_MODELS,

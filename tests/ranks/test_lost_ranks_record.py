@@ -16,7 +16,7 @@ from shardwise.monitor import read_record
 from shardwise.monitor.record import RunRecord
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_that_die import Killed, run_mortals
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, one_in, varies
 
 Befall = Callable[[World, int, int], None]
 
@@ -103,6 +103,7 @@ def test_what_rank_0_did_not_come_to_write_the_next_one_does(
     assert not deaths
 
 
+@varies
 @pytest.mark.parametrize("early", [False, True])
 def test_wherever_a_rank_dies_each_step_is_there_once(early: bool, tmp_path: Path) -> None:
     for number in range(drawn(2, 8)):

@@ -19,7 +19,7 @@ from shardwise.errors import FaultError
 from shardwise.monitor import read_record
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_that_die import Killed, run_mortals
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 Point = Callable[[sw.Engine, int, int, str], None]
 
@@ -126,6 +126,7 @@ def test_too_few_take_no_step_until_one_has_come(point: str, tmp_path: Path) -> 
     assert {size for found in sizes for size in found} == {NUM_RANKS}
 
 
+@varies
 def test_wherever_ranks_die_and_others_come(tmp_path: Path) -> None:
     for number in range(drawn(2, 12)):
         folder = tmp_path / str(number)

@@ -20,7 +20,7 @@ from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
 from loops_verdicts import OPEN, ORDER, REFUSED, REFUSED_WHERE_SHARDED, sentence_of
 
-from tests.thorough import EXHAUSTIVE, THOROUGH, drawn
+from tests.thorough import EXHAUSTIVE, THOROUGH, drawn, varies
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -78,6 +78,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.xfail(reason=OPEN[name], strict=True)) if name in OPEN else name
 
 
+@varies
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_equal_or_refused_by_a_sentence(name: str) -> None:
@@ -95,10 +96,11 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-NUM_ORDERS = drawn(10, 60)
+NUM_ORDERS = drawn(5, 60)
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 
+@varies
 @pytest.mark.timeout(1200)
 @given(
     names=st.lists(st.sampled_from(TOGETHER), min_size=3, max_size=8),

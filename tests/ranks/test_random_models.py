@@ -16,7 +16,7 @@ from twins import Course, course_of, mean_losses
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
 WIDTH = 6
@@ -172,6 +172,7 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 NUM_MODELS = drawn(12, 100)
 
 
+@varies
 @pytest.mark.timeout(600)
 @settings(
     max_examples=NUM_MODELS,

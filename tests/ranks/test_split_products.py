@@ -15,7 +15,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 pytestmark = one_in(11)
 
@@ -96,6 +96,7 @@ def test_lamb_takes_the_norms_of_whole_parameters() -> None:
     assert_same(runs, unsplit(model, data, clip=CLIP, make_optimizer=lamb))
 
 
+@thorough_only("trains many products")
 def test_frozen_parts_and_lower_precision() -> None:
     """Frozen: the first block and the norm. In bf16 losses are near, and the same on all ranks."""
     model, data = net(tied=False), batches(NUM_STEPS, 16)

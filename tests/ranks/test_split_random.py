@@ -20,7 +20,7 @@ from test_pipeline import assert_same, pipelined
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.thorough import drawn
+from tests.thorough import drawn, varies
 
 NUM_STEPS, MOST_RANKS, DIM = 3, 6, 4
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept")
@@ -101,6 +101,7 @@ def runs(draw: Any) -> tuple[Shape, dict[str, Any]]:
     return shape, plan
 
 
+@varies
 @pytest.mark.timeout(900)
 @settings(
     max_examples=drawn(3, 30),

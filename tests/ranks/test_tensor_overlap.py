@@ -29,9 +29,9 @@ from shardwise.comm import Line, Started
 from shardwise.errors import CommError
 from shardwise.tensor import products
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]
@@ -390,6 +390,7 @@ def test_autocast_equals_that_without_overlap(monkeypatch: pytest.MonkeyPatch, s
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-3)
 
 
+@thorough_only("takes many steps")
 def test_ten_steps_equal_those_without_overlap() -> None:
     """With and without overlap: the same numbers, and the same bytes along each axis."""
 

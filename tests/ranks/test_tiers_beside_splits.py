@@ -23,7 +23,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.testing import run_ranks
 from shardwise.tiers import TierFolder
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, one_in, varies
 
 CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2
 Train = Callable[[sw.Engine, Batch], Tensor]
@@ -175,6 +175,7 @@ JOBS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@varies
 def test_a_checkpoint_goes_between_splits_and_tiers(tmp_path: Path) -> None:
     """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
     jobs = JOBS[: drawn(2, len(JOBS))]

@@ -13,6 +13,8 @@ recorded after step 50: those steps are taken again, and each step has one line.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -20,7 +22,7 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -54,8 +56,21 @@ class Record:
         return sorted(points)
 
 
+@contextlib.contextmanager
+def warns_if_unwritable(what: object) -> Iterator[None]:
+    """Inside `with`, an `OSError` becomes a warning: a run must not end because a disk for its records is full."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("%s cannot be written: %s. Training continues without it.", what, error.strerror or error)
+
+
 class RunRecord:
-    """Appends lines to one record. Only one rank writes it; `close()` it, or use it in a `with`."""
+    """Appends lines to one record. Only one rank writes it; `close()` it, or use it in a `with`.
+
+    A run must not end because its record cannot be written, so only the beginning raises `OSError`. Later lines that a
+    full disk does not take are counted, and named by warnings at the first one and when lines fit again.
+    """
 
     def __init__(self, path: Path, lines: list[Line]) -> None:
         """Replace whatever is at `path` by `lines`, atomically, and append to it."""
@@ -64,8 +79,9 @@ class RunRecord:
         fresh = path.with_name(path.name + ".new")
         fresh.write_text("".join(_text(line) for line in lines), encoding="utf-8")
         os.replace(fresh, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
         self._writing = threading.Lock()
+        self._num_lost = 0
 
     @classmethod
     def start(cls, path: str | Path, *, plan: Mapping[str, Any], world_size: int, **more: object) -> RunRecord:
@@ -90,9 +106,33 @@ class RunRecord:
     def write(self, kind: str, *, step: int, **values: object) -> None:
         """Write one line, visible to readers on return. Numbers that are not finite become null. Any thread may
         call."""
+        line = _text({"kind": kind, "step": step, **values}).encode()
         with self._writing:
-            self._file.write(_text({"kind": kind, "step": step, **values}))
-            self._file.flush()
+            try:
+                self._append(line)
+            except OSError as error:
+                self._num_lost += 1
+                if self._num_lost == 1:
+                    _LOG.warning(
+                        "The run's record %s cannot be written: %s. Training continues, but lines are lost until this "
+                        "is possible again.",
+                        self.path,
+                        error.strerror,
+                    )
+                return
+            if self._num_lost:
+                _LOG.warning("The run's record %s is written again; %d lines are missing.", self.path, self._num_lost)
+                self._num_lost = 0
+
+    def _append(self, line: bytes) -> None:
+        """Write the line, or nothing of it. Raises `OSError`."""
+        num_written = self._file.write(line) or 0
+        if num_written == len(line):
+            return
+        end = self._file.tell()
+        if os.fstat(self._file.fileno()).st_size == end:  # else a launcher has written behind it
+            self._file.truncate(end - num_written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file. May be called twice."""
