@@ -424,12 +424,17 @@ class OfTrained(Module):
         return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=self.hparams.lr)
 
 
-def finetuned(plan: Any, folder: str, batch_size: int = 2) -> Any:
-    """Three epochs, each with a block more that is trained."""
-    module = OfTrained()
-    trainer = trainer_of(
-        plan, folder, callbacks=[BlockByBlock()], max_epochs=3, gradient_clip_val=0.5, enable_checkpointing=False,
-        num_sanity_val_steps=0, limit_val_batches=0,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(Rows(24), batch_size))
-    return {"state": values(module), "norms": module.norms, "groups": len(trainer.optimizers[0].param_groups)}
+def finetuned(plan: Any, folder: str, batch_size: int = 2, **settings: Any) -> Any:
+    """Three epochs, each with a block more that is trained; the last again, from a checkpoint."""
+
+    def fit(max_epochs: int, start: str | None = None) -> Any:
+        module, saving = OfTrained(), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, monitor=None)
+        trainer = trainer_of(
+            plan, folder, callbacks=[BlockByBlock(), saving], max_epochs=max_epochs, gradient_clip_val=0.5,
+            num_sanity_val_steps=0, limit_val_batches=0, settings=settings,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(Rows(24), batch_size), ckpt_path=start)
+        groups = trainer.optimizers[0].param_groups
+        return {"state": values(module), "norms": module.norms, "groups": [len(group["params"]) for group in groups]}
+
+    return {"at once": fit(3), "resumed": fit(3, f"{folder}/epoch=1.ckpt")}
