@@ -15,6 +15,7 @@ from shardwise.config import Plan, Profile
 from shardwise.engine_sequences import EngineSequences
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
+from shardwise.state import trained_as_before
 from shardwise.training import evaluate, forward_backward
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class EngineTraining(EngineSequences):
             sharded.unfreezing.check(sharded.peers)
             dropped = sharded.unfreezing.used_gradients()
             sharded.zero_grad()
-            self.reshard(sharded.sharding.plan_to_fit)
+            with trained_as_before(sharded.flats):
+                self.reshard(sharded.sharding.plan_to_fit)
             self._sharded.unfreezing.note_dropped(dropped)
 
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:

@@ -97,10 +97,6 @@ class ShardedModel:
         try:
             parts = assembly.parts(optimizers)
             self._parts: Parts | None = parts
-            self.unfreezing = Unfreezing(
-                model, parts.owner, parts.optimizer, parts.gradients, parts.runner, progress.unread, self._replan
-            )
-            self._hooks.callback(self.unfreezing.close)
             self.pipeline = assembly.pipeline(parts)
             self.sequence = assembly.sequence(progress.whole_outputs)
             self._treatment = ExitStack()
@@ -119,9 +115,6 @@ class ShardedModel:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError(NO_COPY)
-
-    def _replan(self) -> None:
-        self.progress.replan()
 
     # -- what it is made of -----------------------------------------------------------------------------
 
@@ -166,6 +159,10 @@ class ShardedModel:
     @property
     def access(self) -> Access:
         return self.parts.access
+
+    @property
+    def unfreezing(self) -> Unfreezing:
+        return self.parts.unfreezing
 
     @property
     def ledger(self) -> Ledger:

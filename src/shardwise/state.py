@@ -272,11 +272,6 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     Raises `ConfigError` or `StateError` before anything is changed.
     """
     sharded.unfreezing.check(sharded.peers)
-    with trained_as_before(sharded.flats):
-        return _resharded(sharded, plan)
-
-
-def _resharded(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
             "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -64,13 +65,14 @@ class Unfreezing:
         """Parameters whose gradients were dropped before the loop has asked for that."""
         self._unloaded: set[str] = set()
         """Those of `unread` that have memory by now. A step needs their states."""
-        owner.on_unfrozen = self._intercept
-        if optimizer is not None and unread:
-            self._unloaded = {piece.name for piece in optimizer.pieces if piece.flat.spec.trainable} & unread
+        known = weakref.ref(self)  # weak, so that an old plan's buffers are freed without a garbage collection
+        owner.on_unfrozen = lambda: (mine := known()) and mine._intercept()
         if optimizer is not None:
-            optimizer.on_added = self._intercept
-            optimizer.before_load = self.settle
+            optimizer.on_added = owner.on_unfrozen
+            optimizer.before_load = lambda: (mine := known()) is not None and mine.settle()
             optimizer.unread = unread
+            if unread:
+                self._unloaded = {piece.name for piece in optimizer.pieces if piece.flat.spec.trainable} & unread
 
     def close(self) -> None:
         intercepted, self._intercepted = self._intercepted, []

@@ -269,12 +269,11 @@ def evaluated_between(
 def resharded_by_the_loop(
     model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None
 ) -> list[list[float]]:
-    """While a block is frozen: its momentum goes along."""
+    """It plans the memory too."""
     found = []
     for step in range(6):
-        unfreeze(step, model, optimizer)
-        model[2].requires_grad_(step not in (1, 2, 3))
-        if step in (2, 3) and engine is not None:
+        unfreeze_and_add(step, model, optimizer)
+        if step in (2, 4) and engine is not None:
             engine.reshard("zero2" if step == 2 else "zero3")
         one_step(model, optimizer, batch(step)[rows])
         found.append(values(model))
@@ -290,7 +289,7 @@ def resharded_by_the_loop(
         (adam_of_trained, in_whole_steps),
         (adam_of_trained, between_backward_and_step),
         (momentum, evaluated_between),
-        (momentum, resharded_by_the_loop),
+        (adam_of_trained, resharded_by_the_loop),
     ],
 )
 def test_wherever_the_next_forward_is(build: Build, loop: Any) -> None:

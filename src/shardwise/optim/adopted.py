@@ -65,7 +65,7 @@ class AdoptedOptimizer:
         self._flats = flats
         self.added: dict[nn.Parameter, Update] = {}
         """How parameters will be updated whose group was added since the model was sharded; they have no memory yet."""
-        self.on_added: Callable[[], None] = _nothing
+        self.on_added: Callable[[], object] = bool
         self.before_load: Callable[[], bool] = bool
         """Makes memory for states that are to be loaded; returns whether the optimizer was adopted anew."""
         self.unread: set[str] = set()
@@ -373,7 +373,3 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
 def _own(cut: Any, value: Any) -> Any:
     """`cut`, copied if it shares its memory with the caller's `value`."""
     return cut.clone() if isinstance(cut, Tensor) and cut is value else cut
-
-
-def _nothing() -> None:
-    return None

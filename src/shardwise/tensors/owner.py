@@ -45,7 +45,7 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
-        self.on_unfrozen: Callable[[], None] = _nothing
+        self.on_unfrozen: Callable[[], object] = bool
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
         """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
@@ -108,10 +108,6 @@ class Owner:
         if plain not in self._types:
             self._types[plain] = _resting_type(plain, self)
         return self._types[plain]
-
-
-def _nothing() -> None:
-    return None
 
 
 class ParamHome:
