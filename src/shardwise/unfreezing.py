@@ -66,10 +66,10 @@ class Unfreezing:
         self._unloaded: set[str] = set()
         """Those of `unread` that have memory by now. A step needs their states."""
         known = weakref.ref(self)  # weak, so that an old plan's buffers are freed without a garbage collection
-        owner.on_unfrozen = lambda: (mine := known()) and mine._intercept()
+        owner.on_unfrozen = partial(_ask, known)
         if optimizer is not None:
             optimizer.on_added = owner.on_unfrozen
-            optimizer.before_load = lambda: (mine := known()) is not None and mine.settle()
+            optimizer.before_load = partial(_settle, known)
             optimizer.unread = unread
             if unread:
                 self._unloaded = {piece.name for piece in optimizer.pieces if piece.flat.spec.trainable} & unread
@@ -90,7 +90,7 @@ class Unfreezing:
                 compiled = None
             call: Callable[..., Any] = partial(self._call, module, compiled)
             if "torch._dynamo" in sys.modules:  # a compiler around the model must not trace this
-                call = torch.compiler.disable(call)
+                call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]  # torch's own
             module.__dict__[_CALL if compiled is None else _COMPILED] = call
             self._intercepted.append((module, compiled))
 
@@ -179,6 +179,17 @@ class Unfreezing:
                 "Parameters were unfrozen while the gradients of the last step were still there. These have been "
                 "dropped, and this loop adds to them: call zero_grad() before you unfreeze."
             )
+
+
+def _ask(known: weakref.ref[Unfreezing]) -> None:
+    mine = known()
+    if mine is not None:
+        mine._intercept()
+
+
+def _settle(known: weakref.ref[Unfreezing]) -> bool:
+    mine = known()
+    return mine is not None and mine.settle()
 
 
 def _require_read(lost: set[str]) -> None:
