@@ -13,10 +13,15 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import Held
 from shardwise.comm import World
 from shardwise.comm.generation import RECORD_PATH
+from shardwise.config import Plan
+from shardwise.elastic import recovery
 from shardwise.errors import FaultError
 from shardwise.monitor import read_record
+from shardwise.sharded_model import ShardedModel
+from shardwise.state import Former
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_that_die import Killed, run_mortals
 from tests.thorough import drawn, varies
@@ -103,6 +108,28 @@ def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tm
     assert len(sizes) == NUM_RANKS
     assert all(found == [NUM_RANKS] * len(found) for found in sizes), "it waited already: no step without it"
     assert sorted(map(len, sizes))[0] < sorted(map(len, sizes))[-1] == NUM_STEPS
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_one_comes_after_a_death_while_another_was_let_in(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is not sharded when the next newcomer is told learning rates."""
+    rebuilt, ranks = recovery.rebuilt, list[int]()
+
+    def or_die(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
+        ranks.append(world.rank)
+        if world.rank == 0 and ranks.count(0) == 2:  # of those that have let one in
+            raise Killed
+        return rebuilt(former, plan, held, world)
+
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) == (1, 2, "begin"):
+            monkeypatch.setattr(recovery, "rebuilt", or_die)
+            raise Killed
+
+    trained(tmp_path, plan={"preset": preset}, at=at, num_newcomers=2)
+    assert ranks.count(0) >= 3
 
 
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])

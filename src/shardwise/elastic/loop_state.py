@@ -60,7 +60,7 @@ class LoopState:
     """What a rank has besides parameters and optimizer states, as it was when an iteration began."""
 
     def __init__(self, sharded: ShardedModel) -> None:
-        self._sharded = sharded
+        self.follow(sharded)
         self._snapshots: list[_Snapshot] = []
         self._noted: _Settings | None = None
         """What the next iteration begins with, whatever the loop sets before it."""
@@ -69,6 +69,11 @@ class LoopState:
 
     def follow(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
+        self._optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
+        """They have their settings also while the model is not sharded, between two attempts to recover."""
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def iteration(self) -> int:
@@ -115,8 +120,7 @@ class LoopState:
         """The settings of the optimizers' groups: as noted for a repeated iteration, else the present ones."""
         if self._noted is not None:
             return [settings for _, settings in self._noted.groups]
-        optimizer = self._sharded.optimizer
-        return [] if optimizer is None else [_settings(group) for group in optimizer.groups]
+        return [_settings(group) for group in self._groups()]
 
     # -- learning rates, which a loop also changes after a void step ---------------------------------------
 
@@ -125,11 +129,10 @@ class LoopState:
         self._noted = self._noted or self.settings()
 
     def settings(self) -> _Settings | None:
-        optimizer = self._sharded.optimizer
-        if optimizer is None:
+        if not self._optimizers:
             return None
-        groups = [(group, _settings(group)) for group in optimizer.groups]
-        schedulers = [one for member in optimizer.members for one in self._schedulers_of(member)]
+        groups = [(group, _settings(group)) for group in self._groups()]
+        schedulers = [one for optimizer in self._optimizers for one in self._schedulers_of(optimizer)]
         return _Settings(groups, [(one, copy.deepcopy(one.state_dict())) for one in schedulers])
 
     def _schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
@@ -154,11 +157,10 @@ class LoopState:
 
     def schedules(self) -> list[list[Any]]:
         """For each optimizer, class name and encoded state of its schedulers."""
-        optimizer = self._sharded.optimizer
         noted = {id(one): state for one, state in (self._noted.schedules if self._noted is not None else ())}
         encoded = []
-        for member in optimizer.members if optimizer is not None else ():
-            found = _outermost(member)
+        for optimizer in self._optimizers:
+            found = _outermost(optimizer)
             encoded.append(
                 [[type(one).__name__, encode(noted.get(id(one), one.state_dict()), "scheduler")] for one in found]
             )
@@ -166,13 +168,13 @@ class LoopState:
 
     def load(self, groups: list[dict[str, Any]], schedules: list[list[Any]]) -> None:
         """On a rank that has joined: give groups and schedulers the others' settings and states."""
-        optimizer = self._sharded.optimizer
-        if optimizer is None:
+        if not self._optimizers:
             return
-        for member, theirs in zip(optimizer.members, schedules, strict=True):
-            for scheduler, state in matched(_outermost(member), [(name, decode(state)) for name, state in theirs]):
+        for optimizer, theirs in zip(self._optimizers, schedules, strict=True):
+            for scheduler, state in matched(_outermost(optimizer), [(name, decode(state)) for name, state in theirs]):
                 scheduler.load_state_dict(state)
-        known = (group for group in optimizer.groups if not optimizer.added.keys() & set(group["params"]))
+        added = self._sharded.optimizer.added.keys() if self._sharded.optimizer is not None else set()
+        known = (group for group in self._groups() if not added & set(group["params"]))
         for group, settings in zip(known, groups, strict=True):  # a group that its loop has added just now is its own
             group.update(settings)
 

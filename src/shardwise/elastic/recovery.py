@@ -294,7 +294,7 @@ class Recovery(ABC):
         sharded = self._sharded
         mesh = layout.specs[0][0].mesh
         scaler = sharded.progress.scaler
-        trained = TrainedParams.of(sharded, layout)
+        trained = TrainedParams.of(sharded, self._former_model, layout)
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.elastic.layouts import Layout
 from shardwise.sharded_model import ShardedModel
+from shardwise.state import Former
 
 Group = TypeVar("Group")
 
@@ -32,13 +33,18 @@ class TrainedParams:
     groups: list[list[list[str] | None]]
 
     @classmethod
-    def of(cls, sharded: ShardedModel, layout: Layout) -> TrainedParams:
-        """`layout` is the one that newcomers receive."""
+    def of(cls, sharded: ShardedModel, former: Former | None, layout: Layout) -> TrainedParams:
+        """`layout` is the one that newcomers receive; `former` is what remains of `sharded` between two attempts to
+        recover."""
         planned = [slot.name for spec, slots in layout.specs if spec.trainable for slot in slots]
         params = dict(sharded.model.named_parameters())
         names = {param: name for name, param in params.items()}
-        optimizer = sharded.optimizer
-        members, added = (optimizer.members, set(optimizer.added)) if optimizer is not None else ((), set())
+        members: Sequence[torch.optim.Optimizer] = ()
+        added: set[nn.Parameter] = set()
+        if former is not None:
+            members, added = former.optimizers, set(former.added)
+        elif sharded.optimizer is not None:
+            members, added = sharded.optimizer.members, set(sharded.optimizer.added)
 
         def listed(group: dict[str, Any]) -> list[str] | None:
             return None if added.intersection(group["params"]) else [names[param] for param in group["params"]]
