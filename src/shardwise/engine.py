@@ -122,7 +122,7 @@ class Engine(EngineTraining):
             return
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
-        progress = Progress(scaler=scaler_for(plan))
+        progress = Progress(scaler=scaler_for(plan), replan=self._replan)
         self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
         self._sharded.runner.step.close_params()
         if self._run_log is not None:
@@ -133,6 +133,7 @@ class Engine(EngineTraining):
         """Join ranks that are training already."""
         self._state = State(Saver(world))
         self._sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
+        self._sharded.progress.replan = self._replan
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         self._state.coming = dict(arrival.loop["objects"])

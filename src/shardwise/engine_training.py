@@ -15,6 +15,7 @@ from shardwise.config import Plan, Profile
 from shardwise.engine_sequences import EngineSequences
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
+from shardwise.state import trained_as_before
 from shardwise.training import evaluate, forward_backward
 
 if TYPE_CHECKING:
@@ -69,6 +70,18 @@ def open_session(
 class EngineTraining(EngineSequences):
     """Part of `Engine`."""
 
+    def _replan(self) -> None:
+        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
+        sharded = self._sharded
+        if self._is_open and sharded.unfreezing.can_plan:
+            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.unfreezing.check(sharded.peers)
+            dropped = sharded.unfreezing.used_gradients()
+            sharded.zero_grad()
+            with trained_as_before(sharded.flats):
+                self.reshard(sharded.sharding.plan_to_fit)
+            self._sharded.unfreezing.note_dropped(dropped)
+
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
 
@@ -86,6 +99,7 @@ class EngineTraining(EngineSequences):
         Raises `ConfigError` for a batch that cannot be split, and `StateError` between the micro-batches of a loop.
         """
         self._require_open()
+        self._replan()
         if self._session is not None:
             return self._session.train(batch, target, loss_fn)
         loss = forward_backward(self._sharded, batch, target, loss_fn)
@@ -96,6 +110,7 @@ class EngineTraining(EngineSequences):
         """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
         step."""
         self._require_open()
+        self._replan()
         if self._session is not None:
             return self._session.forward_backward(batch, target, loss_fn)
         return forward_backward(self._sharded, batch, target, loss_fn)

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
-from shardwise.config import Budget, Plan, flatten
+from shardwise.config import Budget, Offload, Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
@@ -82,6 +82,13 @@ class Sharding:
     """The outcome of the plan's budget, and why, if it had one."""
     budget: Budget = field(default_factory=Budget)
     """The budget of this plan, or of an earlier one."""
+
+    @property
+    def plan_to_fit(self) -> Plan:
+        """The plan with its budget in the place of the offload that was found for it, to be found anew."""
+        if not self.fitted or self.mesh.has_experts or self.mesh.same_params_axes:
+            return self.plan
+        return self.plan.model_copy(update={"offload": Offload(), "budget": self.budget})
 
     @property
     def device(self) -> torch.device:

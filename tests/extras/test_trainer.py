@@ -119,6 +119,15 @@ def test_callbacks_and_the_users_optimizer() -> None:
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), **CLOSE)
 
 
+def test_layers_are_unfrozen_later() -> None:
+    """DDP would not sum gradients of what was frozen when it was wrapped, so one process is what counts."""
+    plain = begin(1, jobs.unfrozen, None, per_device_train_batch_size=4)
+    ours = on_ranks(2, jobs.unfrozen, "zero3")[0]
+    expected = plain()[0]
+    assert_same(ours, expected)
+    assert len(expected["losses"]) == 6
+
+
 def test_rank_0_writes_its_trackers_and_our_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TensorBoard by report_to, a callback, and the run of the plan; then from a checkpoint at another size."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -45,6 +45,7 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
+        self.on_unfrozen: Callable[[], object] = bool
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
         """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
@@ -80,12 +81,12 @@ class Owner:
 
     def require_trainable(self) -> None:
         """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
-        if self.unfrozen:
+        if self.unfrozen and torch.is_grad_enabled():
             names = sorted(self.unfrozen)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StateError(
-                f"{names[0]}{more} was frozen when the model was sharded, so there is no memory for its gradient. Call "
-                f"engine.reshard(engine.plan), which makes it, or requires_grad_(False) again."
+                f"{names[0]}{more} was frozen when memory was planned, so there is none for its gradient. The next "
+                f"call of the model makes it: unfreeze after a step, or after zero_grad(), and before that call."
             )
 
     def home_of(self, param: object) -> ParamHome:
@@ -182,6 +183,10 @@ class ParamHome:
     def reach(self) -> None:
         self._owner.runner.reach(self._unit)
 
+    def require_gradient(self) -> None:
+        if self.name in self._owner.unfrozen:
+            self._owner.require_trainable()
+
     def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         return self._flat.full.as_strided(tuple(size), tuple(stride), offset)
 
@@ -260,6 +265,7 @@ class ParamHome:
         self._owner.unfrozen.discard(self.name)
         if trains and not self._flat.spec.trainable:
             self._owner.unfrozen.add(self.name)
+            self._owner.on_unfrozen()
 
     def refuse_hook(self) -> NoReturn:
         raise StateError(
