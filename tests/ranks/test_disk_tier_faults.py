@@ -163,6 +163,100 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
     assert run_ranks(2, run(breaks=True)) == run_ranks(2, run(breaks=False))
 
 
+class BreakingOfOne(SystemCalls):
+    """A disk whose files of one rank cannot be read or written while it is told so."""
+
+    def __init__(self) -> None:
+        self.breaks, self.left = "", 0
+        self._broken: set[int] = set()
+
+    def open(self, path: Path, flags: int) -> int:
+        handle = super().open(path, flags)
+        if "shardwise-rank-1." in path.name:
+            self._broken.add(handle)
+        else:
+            self._broken.discard(handle)
+        return handle
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        self._may_break("read", handle)
+        return super().read(handle, into, offset)
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        self._may_break("write", handle)
+        return super().write(handle, data, offset)
+
+    def _may_break(self, verb: str, handle: int) -> None:
+        if self.breaks == verb and handle in self._broken:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+ONE_FAILS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "first write": ("write", 0, {}),
+    "later write": ("write", 3, {}),
+    "read": ("read", 2, {}),
+    "zero2": ("write", 1, {"preset": "zero2", "rows": {"grad": {"tier": "host"}, "optim": {"tier": "disk"}}}),
+    "params": ("write", 0, {"rows": {"param": {"tier": "disk"}}}),
+    "clipped bf16": ("write", 1, {"precision": "bf16", "clip_grad_norm": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", ONE_FAILS)
+def test_all_ranks_learn_at_the_end_of_a_step_that_the_disk_of_one_failed(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of that step is saved, read or computed with, on any rank; all resume, and go on as if nothing had
+    been."""
+    verb, left, edits = ONE_FAILS[case]
+    disk = BreakingOfOne()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4, rows=12)
+
+    def run(breaks: bool) -> Callable[[sw.World], list[float]]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> list[float]:
+            replica, saved = replicas[world.rank], tmp_path / f"run-{breaks}"
+            plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), **edits}
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+                train(engine, data[:2])
+                engine.save(saved)
+                if breaks:
+                    loss = engine(*data[2])
+                    engine.backward(loss)
+                    world.barrier()
+                    disk.breaks, disk.left = verb, left
+                    world.barrier()
+                    with pytest.raises(
+                        TierError, match=rf"disk of rank 1 failed in a step\. {verb[:4].title()}.*rank-1\.rows-\d"
+                    ) as caught:
+                        engine.step()
+                    assert "EIO" in str(caught.value)
+                    assert "engine.resume(), on all ranks" in str(caught.value)
+                    disk.breaks = ""
+                    works: list[Callable[[], object]] = [
+                        lambda: engine.save(saved, step=3),
+                        engine.state_dict,
+                        engine.optimizer_state_dict,
+                        lambda: engine.get("head.weight"),
+                        lambda: engine(*data[3]),
+                        lambda: engine.reshard("zero3"),
+                    ]
+                    for work in works:
+                        with pytest.raises(StateError, match=r"A step failed .* Go on from the last checkpoint"):
+                            work()
+                    assert list(checkpoints_in(saved)) == [2]
+                    assert engine.resume(saved) is not None
+                return train(engine, data[2:])
+
+        return rank
+
+    assert run_ranks(2, run(breaks=True)) == run_ranks(2, run(breaks=False))
+
+
 def test_without_an_optimizer_masters_alone_are_there(tmp_path: Path) -> None:
     def rank(world: sw.World) -> dict[str, int]:
         with sw.shard(Transformer(), {"preset": "infinity", "disk": str(tmp_path)}, world=world) as engine:
