@@ -33,7 +33,7 @@ from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.storage.disk_reads import DiskRead, DiskReads
 from shardwise.storage.host_memory import Copy
 from shardwise.telemetry import ON_THE_WAY, ByteMeter, Timeline
-from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
+from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder, folder_of
 
 Tensor = torch.Tensor
 PIECE_BYTES = 2**23
@@ -150,10 +150,19 @@ class DiskMemory:
     """
 
     def __init__(
-        self, folder: Path | str, rank: int, device: RankDevice | None = None, queue: IoQueue | None = None
+        self,
+        folder: Path | str,
+        rank: int,
+        device: RankDevice | None = None,
+        queue: IoQueue | None = None,
+        *,
+        job: str | None = None,
+        named: str | None = None,
     ) -> None:
-        """`device` is the rank's, if tensors lie there. Raises `TierError` for a folder that cannot be opened."""
-        self.folder = TierFolder(folder, rank=rank)
+        """`device` is the rank's, if tensors lie there; `job` as in `TierFolder`; `named` is the folder as the plan
+        names it. Raises `TierError` for a folder that cannot be opened."""
+        self.folder = TierFolder(folder, rank=rank, job=job)
+        self._named = str(folder) if named is None else named
         self._queue = IoQueue() if queue is None else queue
         self._device = device
         self._meter = ByteMeter()
@@ -192,8 +201,9 @@ class DiskMemory:
             rows.file.close()
         self._left = []
 
-    def is_in(self, folder: Path | str) -> bool:
-        return self.folder.folder == Path(folder)
+    def is_in(self, named: str) -> bool:
+        """Whether this is the folder that a plan names so, or one that it named so from another working directory."""
+        return named == self._named or self.folder.folder == folder_of(named)
 
     def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
         """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
