@@ -130,9 +130,11 @@ class Campaign:
 
     def are_here(self, least: int) -> bool:
         """Whether so many train; those who have just joined show it by a step, for which they get leave."""
-        if len(self.ranks()) >= least:
+        ranks = self.ranks()
+        if len(ranks) >= least:
             return True
-        if time.monotonic() > self.next_leave:
+        joined = [member for member in self.pids() if (self.out / f"joined-{member}").exists()]
+        if set(joined) - set(ranks) and time.monotonic() > self.next_leave:
             self.next_leave = time.monotonic() + 0.5
             self.allow(self.step() + 2)
         return False

@@ -250,8 +250,8 @@ def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
     race(plan, DiesAt({0: 30, 3: 45}), tmp_path, loop="train_step")
 
 
-@one_in(3)
-@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3-offload"])
+@one_in(5)
+@pytest.mark.parametrize("name", [*PLANS, "zero3-offload"])
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update is done on a rank, and nobody knows."""
     after_step = ShardedModel.after_step
@@ -262,8 +262,9 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
         after_step(self, member)
 
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
-    void = race({**PLANS, **TIERS}[name], lambda engine, member: None, tmp_path)
-    assert set(void.values()) == {1}
+    void = race({**TIERS, **PLANS}[name], lambda engine, member: None, tmp_path)
+    is_taken = name in ("ddp", "hsdp")  # each part of the update is made by another rank too
+    assert set(void.values()) == {0 if is_taken else 1}
 
 
 @one_in(3)
