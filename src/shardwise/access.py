@@ -58,6 +58,7 @@ class Access:
 
     def read_part(self, name: str, what: str = PARAM) -> Tensor | None:
         """`read` for the part that a model axis leaves to this rank and those that share it."""
+        self._require_whole()
         flat, index = self._home(name)
         piece = self._piece(flat, index, what)
         whole = self._whole(flat, {index: piece} if piece is not None else {}, self._dtype(flat, what))
@@ -101,6 +102,7 @@ class Access:
         Parameters have the precision in which the optimizer keeps them. A rank that passes `on_rank=False` takes part
         and keeps nothing. `is_alone`: see `read_here`.
         """
+        self._require_whole()
         params: dict[str, Tensor] = {}
         here = ((name, self.read_here(name)) for name in self.kept_params())
         for name, param in here if is_alone else self.whole_params():
@@ -119,6 +121,12 @@ class Access:
             else:
                 whole[name] = value.detach().cpu().clone()
         return whole
+
+    def _require_whole(self) -> None:
+        """Raise `StateError`, on all ranks, if a disk failed in a step: what is here now is no state of training."""
+        for flat in self._flats:
+            if flat.disk is not None:
+                flat.disk.require_whole()
 
     def kept_params(self) -> dict[str, Tensor]:
         """The sharded parameters in the order of `whole_params`, as meta tensors: whole, in the dtypes in which they
@@ -183,6 +191,7 @@ class Access:
         optimizer = self._optimizer
         if optimizer is None:
             raise StateError("This engine has no optimizer; give one to shard(model, plan, optimizer=...).")
+        self._require_whole()
         states: dict[tuple[str, int], dict[str, Any]] = {}
         for flat in self._flats:
             if flat.spec.trainable:

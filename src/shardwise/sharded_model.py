@@ -341,7 +341,7 @@ class ShardedModel:
             parts.runner.programs.foresee_buffers(parts.buffers.learn())
         parts.runner.step.after()
         if self.disk is not None:
-            self.disk.settle()
+            self.disk.end_step(self.world)
         parts.gradients.note_step()
         self._num_micro_batches = 0
         self.world.journal.clock.rest()
@@ -352,6 +352,8 @@ class ShardedModel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        if self.disk is not None:
+            self.disk.require_whole()
         if self.table.compute not in ("bf16", "fp16"):
             return None
         dtype = torch_dtype(self.table.compute)

@@ -292,11 +292,11 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     require_units(model, designed, updates)
     tables = {param: row.table for param, row in designed.rows.items()}
     require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
-    if sharded.gradients.exist():
-        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     had = sharded.disk
     if had is not None:
         had.require_whole()
+    if sharded.gradients.exist():
+        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     disk = designed.open_disk(world, model, sharded.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))

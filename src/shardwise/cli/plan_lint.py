@@ -12,7 +12,7 @@ from shardwise.cli.checks import Check
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ShardwiseError
 from shardwise.machine import TorchFacts
-from shardwise.placement import mesh_for, table_for
+from shardwise.placement import Table, check_offload, mesh_for, table_for
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Processor flags with which bf16 is faster than fp32."""
@@ -22,10 +22,17 @@ def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> lis
     """All findings for the plan in `source`, on `world_size` ranks of this machine; a single `ok` if there are none."""
     try:
         plan = load_plan(source)
-        table_for(plan, mesh_for(plan, world_size))
+        mesh = mesh_for(plan, world_size)
+        table = table_for(plan, mesh).on(mesh)
+        check_offload(plan, mesh)
     except ShardwiseError as error:
         return [Check("plan", "fail", str(error), "`shardwise explain PLAN --world N` shows what a plan does.")]
-    found = [*_of_ranks(world_size, facts, num_cores), *_of_numbers(plan, facts), *_of_files(plan)]
+    found = [
+        *_of_ranks(world_size, facts, num_cores),
+        *_of_numbers(plan, facts),
+        *_of_files(plan),
+        *_of_tiers(plan, table),
+    ]
     found += [*_of_compiling(plan, facts, os.environ)]
     return found or [Check("plan", "ok", f"{source} on {world_size} ranks")]
 
@@ -65,10 +72,33 @@ def _of_files(plan: Plan) -> Iterator[Check]:
             yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder of yours.")
     for name, folder in (("disk", plan.disk), ("budget.disk", plan.budget.disk)):
         if folder is not None:
-            yield from _of_disk(name, Path(folder))
+            yield from _of_disk(name, folder)
 
 
-def _of_disk(name: str, folder: Path) -> Iterator[Check]:
+def _of_tiers(plan: Plan, table: Table) -> Iterator[Check]:
+    """What `shard` would refuse of rows on other tiers."""
+    if plan.budget.device is not None and table.step != "device":
+        found = f"budget chooses what leaves the device, but the plan's rows have all states on the {table.optim.tier}"
+        yield Check(
+            "plan budget", "fail", found, "Leave out budget, or take a preset with states on the device: zero3."
+        )
+    needs = [f"row {name}" for name, row in (("optim", table.optim), ("param", table.param)) if row.tier == "disk"]
+    needs += [f"offload.{key}" for key in ("optim_disk", "param_disk") if getattr(plan.offload, key) > 0]
+    needs += ["activations"] if plan.activations.policy == "disk" else []
+    for name, rule in plan.rules.items():
+        if "disk" in (rule.rows.optim.tier, rule.rows.param.tier, rule.activations.policy):
+            needs.append(f"rule {name}")
+    if needs and plan.disk is None:
+        cure = "Name one on a local disk, used by this job only: disk: /scratch/run."
+        yield Check("plan disk", "fail", f"no folder for what is on a disk ({', '.join(needs)})", cure)
+
+
+def _of_disk(name: str, named: str) -> Iterator[Check]:
+    try:
+        folder: Path = importlib.import_module("shardwise.tiers").folder_of(named)
+    except ShardwiseError as error:
+        yield Check(f"plan {name}", "fail", str(error), "Name a folder on a disk of this machine.")
+        return
     if not _can_be_made(folder):
         yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder on a disk of this machine.")
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ from shardwise.calibration import (
     read_calibration,
     write_calibration,
 )
+from shardwise.errors import ConfigError
 from shardwise.machine import num_cores
 from shardwise.units import format_bytes, format_count, parse_bytes
 
@@ -35,17 +37,38 @@ Rows = Sequence[Any]
 def run(program: str, arguments: Sequence[str]) -> int:
     """Measure, print, and save the results."""
     args = _parser(program).parse_args(arguments)
-    before = read_calibration(args.calibration)  # so that a bad file is refused before anything is measured
+    path = args.calibration or default_path()
+    _require_writable(path)  # this and a bad file are refused before anything is measured
+    before = read_calibration(path)
     rows, best, after, words = _PROGRAMS[program](args, before)
-    path = write_calibration(after, args.calibration)
     if args.json:
         found = {"rows": [asdict(row) for row in rows], "best": best, "calibration": str(path)}
         print(json.dumps(found, indent=1))
-        return 0
-    console = Console(highlight=False)
-    console.print(_TABLES[program](rows))
-    console.print(f"\n{words}\n{path}", markup=False, soft_wrap=True)
+    else:
+        console = Console(highlight=False)
+        console.print(_TABLES[program](rows))
+        console.print(f"\n{words}\n{path}", markup=False, soft_wrap=True)
+    try:
+        write_calibration(after, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}), so the figures above are not kept.") from error
     return 0
+
+
+def _require_writable(path: Path) -> None:
+    """Raise `ConfigError` unless a calibration can be kept at `path`."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Name a file: --calibration {path / 'calibration.json'}.")
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error}), and the figures are to be kept there. Name another file with "
+            f"--calibration FILE."
+        ) from error
 
 
 def _disk(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:

@@ -15,6 +15,8 @@ _CURES = {
     errno.EIO: "The device reports a fault: see the kernel's log (dmesg), and name a folder on another disk.",
     errno.EROFS: "The file system is mounted read-only: the kernel does so after a fault (dmesg). Name another folder.",
     errno.EACCES: "Name a folder in which you may write.",
+    errno.EEXIST: "It is a file: name a folder.",
+    errno.ENOTDIR: "Part of that path is a file: name a folder.",
     errno.ENOENT: "Make the folder, or name another one.",
 }
 OTHERWISE = "Name a folder on another disk."
