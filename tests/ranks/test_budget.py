@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, TierError
 from shardwise.mesh import Mesh
 from shardwise.placement import share_of_last
 from shardwise.program import plan_step, straight_trace
-from shardwise.storage import choose_units, trained_numel
+from shardwise.storage import choose_units, unit_numel
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls
 from tests.thorough import one_in
@@ -292,7 +292,7 @@ def test_models_that_are_split_have_a_budget(axis: str) -> None:
     whole = run_ranks(2, trained)
     allowed = int(0.85 * max(one["foreseen"] for one in whole))
     fitted = run_ranks(2, lambda world: trained(world, budget={"device": allowed}))
-    sizes = [trained_numel(unit) for unit in choose_units(model, sw.Plan())]
+    sizes = [unit_numel(unit).trained for unit in choose_units(model, sw.Plan())]
     count = len(share_of_last(sizes, fitted[0]["offload"].optim)) - 1
     share = (sum(sizes[len(sizes) - count :]) - 0.5) / sum(sizes) if count else 0.0
     fewer = run_ranks(2, lambda world: trained(world, offload={"optim": share}))

@@ -15,6 +15,7 @@ from shardwise.placement import (
     Offloaded,
     Span,
     Table,
+    UnitNumel,
     check_offload,
     pack,
     padded_numel,
@@ -240,10 +241,10 @@ def explain(
 def said_on_host(flats: Sequence[FlatSpec]) -> str:
     """A description of the parts of a unit that are on the host, and on a disk."""
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
-    trained = [flat for flat in flats if flat.trainable] or list(flats)
-    on_disk = any(flat.tier_of("master") == "disk" for flat in trained)
-    rests = any(flat.rests_on_disk for flat in trained)
-    there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in trained)]
+    on_disk = any(flat.updates_from_disk for flat in flats)
+    rests = any(flat.rests_on_disk for flat in flats)
+    meant = {buffer: [flat for flat in flats if flat.trainable or buffer == "param"] for buffer in what}
+    there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in meant[buffer])]
     there += ["update"] if on_disk else []
     said = [f"{', '.join(there)} on the host"] if there else []
     below = [word for word, is_there in (("parameters", rests), ("states", on_disk)) if is_there]
@@ -253,7 +254,7 @@ def said_on_host(flats: Sequence[FlatSpec]) -> str:
 def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Example units for an explanation without a model."""
     check_offload(plan, mesh)
-    offloaded = Offloaded.of(plan.offload, [1] * NUM_STAND_INS)
+    offloaded = Offloaded.of(plan.offload, [UnitNumel(1, 1)] * NUM_STAND_INS)
     tables = [offloaded.table(index, table) for index in range(NUM_STAND_INS)]
     numel = padded_numel(pack([("weight", (STAND_IN_NUMEL,))]), mesh.world_size)
     names = [f"h.{index}" for index in range(NUM_STAND_INS)]
