@@ -22,7 +22,7 @@ from shardwise.experts import ExpertSplit, expert_split
 from shardwise.mesh import Mesh
 from shardwise.model_axes import boxes_for, rows_for, split_of
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
-from shardwise.placement import check_offload, table_for
+from shardwise.placement import table_for
 from shardwise.program import (
     NUM_DISK_BUFFERS,
     Footprint,
@@ -45,12 +45,13 @@ SETTLED_AFTER = 2
 
 @dataclass(frozen=True)
 class Ranks:
-    """Facts about the ranks: whether they compute on a CPU, how many share a host, and the memory of the smallest host
-    in bytes, if known."""
+    """Facts about the ranks: whether they compute on a CPU, how many share a host, and in bytes the memory of the
+    smallest host and of the smallest accelerator, if known."""
 
     on_cpu: bool
     num_local: int
     host_bytes: int | None = None
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,21 @@ def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
             f"budget.host is {format_bytes(budget.host)}, and a host of this job has {format_bytes(ranks.host_bytes)} "
             f"of memory: {format_bytes(budget.host - ranks.host_bytes)} less. Allow what there is."
         )
+    if ranks.device_bytes is not None and budget.device > ranks.device_bytes:
+        raise ConfigError(
+            f"budget.device is {format_bytes(budget.device)}, and a device of this job has "
+            f"{format_bytes(ranks.device_bytes)} of memory: {format_bytes(budget.device - ranks.device_bytes)} less. "
+            f"Allow what there is, and leave room for activations."
+        )
     if plan.offload != Offload():
         raise ConfigError("The plan has offload and budget, and the budget would choose the offload. Leave out either.")
-    check_offload(plan.with_offload(Offload(optim=1.0)), mesh)
+    table = table_for(plan, mesh).on(mesh)
+    if table.step != "device":
+        raise ConfigError(
+            f"The plan has a budget, which chooses the units that are updated off the device, but its rows have the "
+            f"states of all units on the {table.optim.tier}. Leave out budget, or take a preset with states on the "
+            f"device."
+        )
     return True
 
 

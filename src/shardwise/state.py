@@ -248,7 +248,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
+    ranks = ranks_of(world, plan, sharded.sharding.device)
+    fitted = within_budget(model, plan, mesh, ranks, sharded.sharding.updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)

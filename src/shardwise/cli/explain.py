@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", nargs="?", metavar="PLAN", help="a preset, or a .yaml, .toml or .json file")
     parser.add_argument("--world", type=int, metavar="N", help="the number of ranks")
     parser.add_argument(
-        "--per-host", type=int, metavar="N", help="ranks of each host, to print what leaves one (default: all on one)"
+        "--per-host",
+        type=int,
+        metavar="N",
+        help="ranks of each host, to print what leaves one, and what of its memory they share (default: all on one)",
     )
     parser.add_argument(
         "--model", metavar="FILE:CALLABLE", help="what builds the model, without arguments; no memory is used for it"
@@ -110,8 +113,8 @@ def _explained(args: argparse.Namespace) -> Explanation:
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("budget chooses among the units of a model: give --model FILE:CALLABLE too.")
     plan, subject = _subject(args, plan, table, mesh)
-    explained = explain(plan, mesh, table, known_from, subject, read_calibration(args.calibration))
-    return replace(explained, per_host=args.per_host or 0)
+    calibration = read_calibration(args.calibration)
+    return explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
 
 
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
@@ -120,7 +123,8 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
         return plan, Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
-    fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states)
+    per_host = args.per_host or args.world
+    fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
     plan = fitted.plan
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)

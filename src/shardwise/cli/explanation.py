@@ -109,9 +109,9 @@ class Explanation:
     held: Footprint
     replicated: Footprint
     tiers: TierTime | None = None
-    """What tiers cost a rank in a step, with all ranks on one host; `None` if everything is on the device."""
+    """What tiers cost a rank in a step; `None` if everything is on the device."""
     per_host: int = 0
-    """Ranks per host; 0 if not given."""
+    """Ranks per host; 0 if not given, and all are on one."""
 
     @property
     def why_restarted(self) -> str:
@@ -214,12 +214,19 @@ class Explanation:
 
 
 def explain(
-    plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject, calibration: Calibration | None = None
+    plan: Plan,
+    mesh: Mesh,
+    table: Table,
+    known_from: str,
+    subject: Subject,
+    calibration: Calibration | None = None,
+    *,
+    per_host: int = 0,
 ) -> Explanation:
     """Plan one step of the subject's units, and the same step with a replica on every rank.
 
     Units are used in the order of the rehearsal that counted activations, else one after the other. `calibration` has
-    the measured rates of the machine.
+    the measured rates of the machine, which `per_host` ranks share; default: all of them.
     """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
     replicas = tuple(
@@ -232,10 +239,11 @@ def explain(
         held,
         calibration or Calibration(),
         num_micro_batches=plan.accumulate,
-        num_local=mesh.world_size,
+        num_local=per_host or mesh.world_size,
         folder=plan.disk,
     )
-    return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject), tiers)
+    whole = _held(plan, replicated, subject)
+    return Explanation(plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host)
 
 
 def said_on_host(flats: Sequence[FlatSpec]) -> str:
