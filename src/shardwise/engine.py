@@ -32,7 +32,7 @@ from shardwise.report import MemoryReport
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
 from shardwise.state import State
-from shardwise.units import parse_bytes
+from shardwise.units import bytes_of
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 
@@ -306,12 +306,12 @@ class Engine(EngineTraining):
         only as many units as fit are kept whole; the others are gathered when any rank needs one, which takes as many
         messages as a forward has such units, and the memory of two of them.
 
-        Raises `StateError` inside another `inference`, between a forward and its backward, or for a model in pipeline
-        stages.
+        Raises `ConfigError` for `keep_bytes` that is no number of bytes, and `StateError` inside another `inference`,
+        between a forward and its backward, or for a model in pipeline stages.
         """
         self._require_open()
         self._sharded.refuse_stages("inference()", "engine.eval_step(batch) runs it without gradients.")
-        num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
+        num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
         return self._sharded.inference(num_bytes)
 
     # -- as an object -----------------------------------------------------------------------------------

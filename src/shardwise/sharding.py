@@ -246,10 +246,10 @@ def lay(
     mesh = mesh_for(plan, world.size, world.local_size)
     peers = DataGroup(world, mesh, mesh.params_axes)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
-    check_device(model, world)
+    device = check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
     budget, plan = plan.budget, fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
@@ -311,14 +311,19 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
             )
 
 
-def ranks_of(world: World, plan: Plan) -> Ranks:
-    """What the plan's budget has to know about the ranks. All ranks call."""
-    host_bytes = None
-    if plan.budget.host is not None:
-        own = Cgroups().memory(host_memory()).total_bytes
-        host_bytes = min(map(json.loads, world.exchange(json.dumps(own).encode(), "host memory")))
+def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:
+    """What the plan's budget has to know about the ranks, for a model that is on `device`. All ranks call."""
+    host_bytes = device_bytes = None
+    if plan.budget.device is not None:
+        own = {
+            "host": Cgroups().memory(host_memory()).total_bytes,
+            "device": world.rank_device.memory_bytes if device.type in (world.device.type, "meta") else None,
+        }
+        told = [json.loads(message) for message in world.exchange(json.dumps(own).encode(), "memory")]
+        host_bytes = min(one["host"] for one in told)
+        device_bytes = min((one["device"] for one in told if one["device"] is not None), default=None)
     num_local = min(world.size, world.local_size or world.size)
-    return Ranks(on_cpu=world.device.type == "cpu", num_local=num_local, host_bytes=host_bytes)
+    return Ranks(world.device.type == "cpu", num_local, host_bytes, device_bytes)
 
 
 def log_fitted(fitted: Fitted, world: World) -> None:
@@ -343,10 +348,12 @@ def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
             )
 
 
-def check_device(model: nn.Module, world: World) -> None:
-    """Raise `ModelError` for a model that lies on another rank's device, or on several."""
+def check_device(model: nn.Module, world: World) -> torch.device:
+    """The model's device, possibly the meta device. Raises `ModelError` for a model that lies on another rank's device,
+    or on several."""
     device = check_model(model)
     world.rank_device.check(device, next(name for name, _ in model.named_parameters()))
+    return device
 
 
 def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:

@@ -283,7 +283,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     mesh = mesh_for(plan, world.size, world.local_size)
     added = sharded.optimizer.added if sharded.optimizer is not None else {}
     updates = {**sharded.sharding.updates, **added}
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates, is_live=True)
+    ranks = ranks_of(world, plan, sharded.sharding.device)
+    fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)

@@ -239,6 +239,23 @@ def test_what_leaves_a_host(capsys: pytest.CaptureFixture[str]) -> None:
         told("zero3", "--per-host", "3")
 
 
+def test_ranks_of_other_hosts_have_memory_of_their_own(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For the budget and for the time that tiers take; and a frozen unit says where it rests."""
+    arguments = ["zero2", "--world", "4", "--model", f"{model_file}:deep", "--set", "budget.device=700KiB"]
+    whole = as_json(capsys, *arguments)
+    (needed,) = (line for line in whole["budget"] if "a host holds" in line)
+    assert "to its 4 ranks" in needed
+    of_one = sum(as_json(capsys, *arguments, "--per-host", "1")["bytes_on_host"][kind] for kind in ("total",))
+    limit = ["--set", f"budget.host={2 * of_one}"]
+    with pytest.raises(ConfigError, match=r"4 ranks would take"):
+        run(*arguments, *limit)
+    with pytest.raises(ConfigError, match=r"4 ranks would take"):
+        run(*arguments, *limit, "--per-host", "4")
+    two = as_json(capsys, *arguments, *limit, "--per-host", "2")
+    assert two["bytes_on_host"]["total"] == of_one
+    assert any("to its 2 ranks" in line for line in two["budget"])
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("world", ["1", "8"])
 def test_every_preset_can_be_explained(name: str, world: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("plan", nargs="?", metavar="PLAN", help="a preset, or a .yaml, .toml or .json file")
     option("--list", action="store_true", help="list all presets")
     option("--world", type=int, metavar="N", help="number of ranks")
-    option("--per-host", type=int, metavar="N", help="ranks per host, to show the bytes that leave each host")
+    option(
+        "--per-host",
+        type=int,
+        metavar="N",
+        help="ranks per host, to show the bytes that leave each host and what its ranks share (default: all on one)",
+    )
     option("--set", action="append", default=[], metavar="a.b=c", help="change one key of the plan; repeatable")
     option(
         "--model",
@@ -113,8 +118,8 @@ def _explained(args: argparse.Namespace) -> Explanation:
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("The plan has a budget, which needs a model. Add --model FILE:CALLABLE.")
     plan, subject = _subject(args, plan, table, mesh)
-    explained = explain(plan, mesh, table, known_from, subject, read_calibration(args.calibration))
-    return replace(explained, per_host=args.per_host or 0)
+    calibration = read_calibration(args.calibration)
+    return explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
 
 
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
@@ -125,7 +130,8 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
         )
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
-    fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states)
+    per_host = args.per_host or args.world
+    fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
     plan = fitted.plan
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)

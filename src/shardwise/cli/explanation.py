@@ -15,6 +15,7 @@ from shardwise.placement import (
     Offloaded,
     Span,
     Table,
+    UnitNumel,
     check_offload,
     pack,
     padded_numel,
@@ -108,9 +109,9 @@ class Explanation:
     held: Footprint
     replicated: Footprint
     tiers: TierTime | None = None
-    """What tiers cost a rank in a step, with all ranks on one host; `None` if everything is on the device."""
+    """What tiers cost a rank in a step; `None` if everything is on the device."""
     per_host: int = 0
-    """Ranks per host; 0 if not given."""
+    """Ranks per host; 0 if not given, and all are on one."""
 
     @property
     def why_restarted(self) -> str:
@@ -214,12 +215,19 @@ class Explanation:
 
 
 def explain(
-    plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject, calibration: Calibration | None = None
+    plan: Plan,
+    mesh: Mesh,
+    table: Table,
+    known_from: str,
+    subject: Subject,
+    calibration: Calibration | None = None,
+    *,
+    per_host: int = 0,
 ) -> Explanation:
     """Plan one step of the subject's units, and the same step with a replica on every rank.
 
     Units are used in the order of the rehearsal that counted activations, else one after the other. `calibration` has
-    the measured rates of the machine.
+    the measured rates of the machine, which `per_host` ranks share; default: all of them.
     """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
     replicas = tuple(
@@ -232,19 +240,20 @@ def explain(
         held,
         calibration or Calibration(),
         num_micro_batches=plan.accumulate,
-        num_local=mesh.world_size,
+        num_local=per_host or mesh.world_size,
         folder=plan.disk,
     )
-    return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject), tiers)
+    whole = _held(plan, replicated, subject)
+    return Explanation(plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host)
 
 
 def describe_offload(flats: Sequence[FlatSpec]) -> str:
     """The parts of a unit that are on the host, and on a disk, in words; empty if there are none."""
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
-    trained = [flat for flat in flats if flat.trainable] or list(flats)
-    on_disk = any(flat.tier_of("master") == "disk" for flat in trained)
-    rests = any(flat.rests_on_disk for flat in trained)
-    there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in trained)]
+    on_disk = any(flat.updates_from_disk for flat in flats)
+    rests = any(flat.rests_on_disk for flat in flats)
+    meant = {buffer: [flat for flat in flats if flat.trainable or buffer == "param"] for buffer in what}
+    there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in meant[buffer])]
     there += ["update"] if on_disk else []
     parts = [f"{', '.join(there)} on the host"] if there else []
     below = [word for word, is_there in (("parameters", rests), ("states", on_disk)) if is_there]
@@ -254,7 +263,7 @@ def describe_offload(flats: Sequence[FlatSpec]) -> str:
 def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Example units for an explanation without a model."""
     check_offload(plan, mesh)
-    offloaded = Offloaded.of(plan.offload, [1] * NUM_EXAMPLES)
+    offloaded = Offloaded.of(plan.offload, [UnitNumel(1, 1)] * NUM_EXAMPLES)
     tables = [offloaded.table(index, table) for index in range(NUM_EXAMPLES)]
     numel = padded_numel(pack([("weight", (EXAMPLE_NUMEL,))]), mesh.world_size)
     names = [f"h.{index}" for index in range(NUM_EXAMPLES)]

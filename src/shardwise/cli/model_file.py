@@ -54,10 +54,12 @@ def units_of(
     return tuple(spec for _, spec in kept), tuple(sizes)
 
 
-def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Fitted:
-    """`plan` with the offload that its budget requires, with all ranks on one host."""
+def within_budget_of(
+    model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int, per_host: int
+) -> Fitted:
+    """`plan` with the offload that its budget requires, with `per_host` ranks on each host."""
     updates = _updates(model, optimizer) if optimizer else None
-    ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
+    ranks = Ranks(on_cpu=_device().type == "cpu", num_local=per_host)
     return within_budget(model, plan, mesh, ranks, updates, num_states)
 
 
