@@ -58,6 +58,7 @@ class Access:
 
     def read_part(self, name: str, what: str = PARAM) -> Tensor | None:
         """`read` for the part that a model axis leaves to this rank and those that share it."""
+        self._require_whole()
         flat, index = self._home(name)
         piece = self._piece(flat, index, what)
         whole = self._whole(flat, {index: piece} if piece is not None else {}, self._dtype(flat, what))
@@ -101,6 +102,7 @@ class Access:
         Parameters have the precision in which the optimizer keeps them. A rank that passes `on_rank=False` takes part
         and keeps nothing. `is_alone`: see `read_here`.
         """
+        self._require_whole()
         params: dict[str, Tensor] = {}
         here = ((name, self.read_here(name)) for name in self.kept_params())
         for name, param in here if is_alone else self.whole_params():
@@ -119,6 +121,12 @@ class Access:
             else:
                 whole[name] = value.detach().cpu().clone()
         return whole
+
+    def _require_whole(self) -> None:
+        """Raise `StateError`, on all ranks, if a disk failed in a step: what is here now is no state of training."""
+        for flat in self._flats:
+            if flat.disk is not None:
+                flat.disk.require_whole()
 
     def kept_params(self) -> dict[str, Tensor]:
         """The sharded parameters in the order of `whole_params`, as meta tensors: whole, in the dtypes in which they
@@ -140,7 +148,7 @@ class Access:
             pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
             whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
             for slot in flat.slots:
-                yield slot.name, self._agreement.assembled(flat, slot, _cut(whole, slot.span))
+                yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load whole values, the same on all ranks, as `state_dict` returns them."""
@@ -183,6 +191,7 @@ class Access:
         optimizer = self._optimizer
         if optimizer is None:
             raise StateError("This engine has no optimizer; give one to shard(model, plan, optimizer=...).")
+        self._require_whole()
         states: dict[tuple[str, int], dict[str, Any]] = {}
         for flat in self._flats:
             if flat.spec.trainable:
@@ -219,7 +228,7 @@ class Access:
             slot = flat.slots[index]
             whole_state = None
             if fact["is_piece"] and (on_rank or slot.box is not None):
-                whole_state = self._agreement.assembled(flat, slot, _cut(wholes[key], slot.span)).clone()
+                whole_state = self._agreement.assembled(flat, slot, _slice_of(wholes[key], slot.span)).clone()
             if on_rank:
                 states.setdefault((flat.name, index), {})[key] = _read(fact) if whole_state is None else whole_state
         return states
@@ -233,7 +242,7 @@ class Access:
         homes = [self._home(name) for name in names] or list(self._homes.values())
         for flat, index in homes:
             slot = flat.slots[index]
-            if slot.is_cut or (write and slot.is_copied):
+            if slot.is_split or (write and slot.is_copied):
                 raise ModelError(
                     f"gathered() shows parameters in the model's own memory, and of {slot.name} this rank has the part "
                     f"{slot.box} of {list(slot.whole_shape)} there. Use engine.get({slot.name!r}) and engine.set."
@@ -256,11 +265,11 @@ class Access:
         self._agreement.broadcast(flat, flat.full)
         if flat.master is None:
             flat.land()
-            flat.put(flat.param, _cut(flat.full, flat.param_span))
+            flat.put(flat.param, _slice_of(flat.full, flat.param_span))
             return
         flat.land()
         master = flat.loaded(flat.master)
-        edited = _cut(flat.full, flat.optim_span).to(master.device)
+        edited = _slice_of(flat.full, flat.optim_span).to(master.device)
         flat.put(flat.master, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
@@ -338,7 +347,7 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             raise ModelError(f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's.")
 
 
-def _cut(tensor: Tensor, span: Span) -> Tensor:
+def _slice_of(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
 
 

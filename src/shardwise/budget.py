@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from shardwise.experts import ExpertSplit, expert_split
 from shardwise.mesh import Mesh
 from shardwise.model_axes import boxes_for, rows_for, split_of
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
-from shardwise.placement import check_offload, table_for
+from shardwise.placement import table_for
 from shardwise.program import (
     NUM_DISK_BUFFERS,
     Footprint,
@@ -35,7 +36,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.program.schedule import Op
-from shardwise.storage import UnitChoice, choose_units, trained_numel, unit_spec
+from shardwise.storage import UnitChoice, choose_units, unit_numel, unit_spec
 from shardwise.units import format_bytes
 
 SETTLED_AFTER = 2
@@ -44,12 +45,13 @@ SETTLED_AFTER = 2
 
 @dataclass(frozen=True)
 class Ranks:
-    """Facts about the ranks: whether they compute on a CPU, how many share a host, and the memory of the smallest host
-    in bytes, if known."""
+    """Facts about the ranks: whether they compute on a CPU, how many share a host, and in bytes the memory of the
+    smallest host and of the smallest accelerator, if known."""
 
     on_cpu: bool
     num_local: int
     host_bytes: int | None = None
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,45 @@ def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
             f"budget.host is {format_bytes(budget.host)}, and a host of this job has {format_bytes(ranks.host_bytes)} "
             f"of memory: {format_bytes(budget.host - ranks.host_bytes)} less. Allow what there is."
         )
+    if ranks.device_bytes is not None and budget.device > ranks.device_bytes:
+        raise ConfigError(
+            f"budget.device is {format_bytes(budget.device)}, and a device of this job has "
+            f"{format_bytes(ranks.device_bytes)} of memory: {format_bytes(budget.device - ranks.device_bytes)} less. "
+            f"Allow what there is, and leave room for activations."
+        )
     if plan.offload != Offload():
         raise ConfigError("The plan has offload and budget, and the budget would choose the offload. Leave out either.")
-    check_offload(plan.with_offload(Offload(optim=1.0)), mesh)
+    table = table_for(plan, mesh).on(mesh)
+    if table.step != "device":
+        raise ConfigError(
+            f"The plan has a budget, which chooses the units that are updated off the device, but its rows have the "
+            f"states of all units on the {table.optim.tier}. Leave out budget, or take a preset with states on the "
+            f"device."
+        )
     return True
+
+
+class _Leaving:
+    """The order in which units leave the device, the last one first, and the shares of the model that this takes."""
+
+    def __init__(self, sizes: Sequence[tuple[str, int]], what: str) -> None:
+        leaving = [(name, size) for name, size in reversed(sizes) if size]
+        numel = sum(size for _, size in leaving)
+        self._what = what
+        self.names = [name for name, _ in leaving]
+        self.shares = [
+            (together - 0.5) / max(1, numel)  # so that rounding does not take one more unit
+            for together in accumulate(size for _, size in leaving)
+        ]
+
+    def said(self, share: float) -> str:
+        """Such as `3 of 5 units (h.2 to head)`; "" for none."""
+        count, num = sum(one <= share for one in self.shares), len(self.names)
+        if not count:
+            return ""
+        first, last = self.names[count - 1], self.names[0]
+        which = last if count == 1 else f"{first} to {last}"
+        return f"all {num} {self._what}" if count == num > 1 else f"{count} of {num} {self._what} ({which})"
 
 
 class _Search:
@@ -197,19 +234,18 @@ class _Search:
         self._stages = _stages_by_place(model, plan, mesh, self._places)
         self._units = choose_units(model, plan)
         self._held: dict[Offload, _Held] = {}
-        trained = [(unit.name, trained_numel(unit)) for unit in self._units]
-        self._names = [name for name, size in reversed(trained) if size]
-        """The trained units, the last one first: the order in which they leave the device."""
-        self._shares, together, numel = [], 0, sum(size for _, size in trained)
-        for size in (size for _, size in reversed(trained) if size):
-            together += size
-            self._shares.append((together - 0.5) / max(1, numel))  # so that rounding does not take one more unit
+        sizes = [(unit.name, unit_numel(unit)) for unit in self._units]
+        are_all_trained = all(size.trained == size.all for _, size in sizes)
+        self._updated = _Leaving(
+            [(name, size.trained) for name, size in sizes], "units" if are_all_trained else "trained units"
+        )
+        self._resting = _Leaving([(name, size.all) for name, size in sizes], "units")
 
     def least_off_device(self) -> Offload:
         """The first choice that fits every device: unit by unit, first updates on the host, then parameters at rest
         there. All later choices fit as well."""
-        updated = [Offload(optim=share) for share in self._shares]
-        resting = [Offload(optim=1.0, param=share) for share in self._shares]
+        updated = [Offload(optim=share) for share in self._updated.shares]
+        resting = [Offload(optim=1.0, param=share) for share in self._resting.shares]
         choices = [Offload(), *updated, *resting]
         allowed = self._plan.budget.device or 0
         place = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
@@ -231,18 +267,19 @@ class _Search:
             return found
         if budget.disk is None:
             raise self._too_much_for_host(found, [])
-        choices = [_on_disk(found, share) for share in self._shares if share <= found.optim]
+        choices = [_on_disk(found, share) for share in self._updated.shares if share <= found.optim]
         for choice, foreseen in zip(choices, self._on_host_beside_disk(found), strict=False):
             if foreseen <= budget.host and self.holds(choice).on_host <= budget.host:
                 return choice
         table = table_for(self._plan, self._mesh).on(self._mesh)
         if table.param.shard == table.optim.shard:
-            with_params = [_on_disk(found, found.optim, share) for share in self._shares if share <= found.param]
+            shares = [share for share in self._resting.shares if share <= found.param]
+            with_params = [_on_disk(found, found.optim, share) for share in shares]
             choices += with_params
             for choice in with_params:
                 if self.holds(choice).on_host <= budget.host:
                     return choice
-        raise self._too_much_for_host(found, choices)
+        raise self._too_much_for_host(found, choices or [found])
 
     def holds(self, offload: Offload) -> _Held:
         """The figures for the ranks of a host, whose places along a pipeline may differ."""
@@ -291,23 +328,16 @@ class _Search:
     def _picked(self, found: Offload) -> str:
         if found == Offload():
             return "nothing has to leave the device"
-        num = len(self._names)
-        shares = (found.optim, found.optim_disk, found.param, found.param_disk)
-        num_updated, num_on_disk, num_resting, num_below = (
-            sum(one <= share for one in self._shares) for share in shares
-        )
-        said = f"gradients, states and update of {_of_units(self._names, num_updated, num)} are on the host"
-        if num_on_disk:
-            said += f"; the states of {_of_units(self._names, num_on_disk, num)} on a disk"
-        if num_resting:
-            said += f"; parameters of {_of_units(self._names, num_resting, num)} rest on the host"
-        if num_below:
-            said += f", but those of {_of_units(self._names, num_below, num)} on the disk"
-        return said
-
-    def _count(self, share: float) -> int:
-        """The number of units that a share takes."""
-        return sum(one <= share for one in self._shares)
+        said = []
+        if updated := self._updated.said(found.optim):
+            said.append(f"gradients, states and update of {updated} are on the host")
+        if on_disk := self._updated.said(found.optim_disk):
+            said.append(f"the states of {on_disk} on a disk")
+        if resting := self._resting.said(found.param):
+            below = self._resting.said(found.param_disk)
+            but = f", but those of {below} on the disk" if below else ""
+            said.append(f"parameters of {resting} rest on the host{but}")
+        return "; ".join(said)
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
         """The units of each place along the pipeline."""
@@ -328,8 +358,9 @@ class _Search:
         """What a host would hold, within a few pages, with the states of one, two, ... units on the disk."""
         before, after = self._specs(found), self._specs(_on_disk(found, found.optim))
         resting, foreseen = self.holds(found).on_host, []
-        for count in range(1, len(self._names) + 1):
-            there = set(self._names[:count])
+        names = self._updated.names
+        for count in range(1, len(names) + 1):
+            there = set(names[:count])
             saved = [self._saved(*units, there) for units in zip(before, after, strict=True)]
             foreseen.append(resting - self._of_host(saved))
         return foreseen
@@ -374,10 +405,3 @@ class _Search:
 def _on_disk(offload: Offload, states: float, params: float = 0.0) -> Offload:
     """`offload` with other shares of states and of parameters on a disk."""
     return offload.model_copy(update={"optim_disk": states, "param_disk": params})
-
-
-def _of_units(names: Sequence[str], count: int, num: int) -> str:
-    """Such as `3 of 5 units (h.2 to head)`; `names` has the last unit first."""
-    first, last = names[count - 1], names[0]
-    which = last if count == 1 else f"{first} to {last}"
-    return f"all {num} units" if count == num else f"{count} of {num} units ({which})"

@@ -66,6 +66,10 @@ class Accelerator(Protocol):
         """Identifies a device among those of the host, however each process numbers them; `""` if unknown."""
         ...
 
+    def memory_bytes(self, index: int) -> int | None:
+        """The memory of a device, in bytes; `None` if that is unknown."""
+        ...
+
     def event(self) -> Event: ...
 
     def current_stream(self) -> Stream: ...
@@ -135,6 +139,10 @@ class TorchAccelerator:
     def identity(self, index: int) -> str:
         properties = self._module.get_device_properties(index)
         return str(getattr(properties, "uuid", ""))
+
+    def memory_bytes(self, index: int) -> int | None:
+        total = getattr(self._module.get_device_properties(index), "total_memory", None)
+        return None if total is None else int(total)
 
     def event(self) -> Event:
         return torch.Event(self.kind)
@@ -208,6 +216,14 @@ class RankDevice:
         visible = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
         with self.here():  # the query may open a context on the current device
             return self.accelerator.identity(self._index) or f"{socket.gethostname()} {self.device} {visible}"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory of the accelerator, in bytes; `None` for the CPU, and if it is unknown."""
+        if self.accelerator is None:
+            return None
+        with self.here():
+            return self.accelerator.memory_bytes(self._index)
 
     def enter(self) -> None:
         """Make it the current device of this thread, until `leave`."""

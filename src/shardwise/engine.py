@@ -32,7 +32,7 @@ from shardwise.report import MemoryReport
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
 from shardwise.state import State
-from shardwise.units import parse_bytes
+from shardwise.units import bytes_of
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 
@@ -122,7 +122,7 @@ class Engine(EngineTraining):
             return
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
-        progress = Progress(scaler=scaler_for(plan))
+        progress = Progress(scaler=scaler_for(plan), replan=self._replan)
         self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
         self._sharded.runner.step.close_params()
         if self._run_log is not None:
@@ -133,6 +133,7 @@ class Engine(EngineTraining):
         """Join ranks that are training already."""
         self._state = State(Saver(world))
         self._sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
+        self._sharded.progress.replan = self._replan
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         self._state.coming = dict(arrival.loop["objects"])
@@ -305,12 +306,12 @@ class Engine(EngineTraining):
         only as many units as fit are kept whole; the others are gathered when any rank needs one, which takes as many
         messages as a forward has such units, and the memory of two of them.
 
-        Raises `StateError` inside another `inference`, between a forward and its backward, or for a model in pipeline
-        stages.
+        Raises `ConfigError` for `keep_bytes` that is no number of bytes, and `StateError` inside another `inference`,
+        between a forward and its backward, or for a model in pipeline stages.
         """
         self._require_open()
         self._sharded.refuse_stages("inference()", "engine.eval_step(batch) runs it without gradients.")
-        num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
+        num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
         return self._sharded.inference(num_bytes)
 
     # -- as an object -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from shardwise.experts import EXPERT_LOAD
 from shardwise.fitting import Limits, fit_activations
 from shardwise.program import Footprint, render
 from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
-from shardwise.units import parse_bytes
+from shardwise.units import bytes_of
 
 if TYPE_CHECKING:
     from shardwise.rehearsal import Loss
@@ -93,8 +93,8 @@ class EngineReports(EngineState):
                 "step."
             )
         allowed = self._sharded.sharding.budget
-        limit = allowed.device if device is None else _bytes_of(device)
-        limit_of_host = allowed.host if host is None else _bytes_of(host)
+        limit = allowed.device if device is None else bytes_of("device of fit_activations()", device)
+        limit_of_host = allowed.host if host is None else bytes_of("host of fit_activations()", host)
         if limit is None:
             raise ConfigError("Say how much each device may hold: fit_activations(batch, '10GiB'), or budget.device.")
         limits = Limits(limit, limit_of_host)
@@ -124,7 +124,3 @@ class EngineReports(EngineState):
     def __str__(self) -> str:
         """The table, the units, and the bytes of this rank."""
         return describe(self._sharded)
-
-
-def _bytes_of(size: int | str) -> int:
-    return parse_bytes(size) if isinstance(size, str) else size

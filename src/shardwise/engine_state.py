@@ -121,6 +121,7 @@ class EngineState:
         wait: bool = True,
         keep: Keep | None = None,
         metrics: Mapping[str, float] | None = None,
+        without_gradients: bool = False,
     ) -> Path:
         """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
@@ -131,7 +132,8 @@ class EngineState:
         of the folder are kept, and `metrics` determine which is the best.
 
         Returns the checkpoint's path. Raises `CheckpointError` on all ranks if it could not be written; earlier
-        checkpoints are then still there. Raises `StateError` while gradients wait for a step.
+        checkpoints are then still there. Raises `StateError` while gradients wait for a step, unless
+        `without_gradients`: a checkpoint has none, and a run that resumes from it begins this step without them.
         """
         self._require_open()
         return Path(
@@ -145,6 +147,7 @@ class EngineState:
                         wait=wait,
                         keep=keep or Keep(),
                         metrics=metrics or {},
+                        without_gradients=without_gradients,
                     )
                 )
             )
@@ -191,6 +194,7 @@ class EngineState:
         if self._session is not None and self._session.is_arriving:
             return self._session.resumed(Path(folder))
         self.wait_for_copy()
+        self._sharded.unfreezing.settle()
         found = self._state.resume(self._sharded, Path(folder))
         if found is not None and self._session is not None:
             self._session.note_edit()
@@ -245,7 +249,7 @@ class EngineState:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
         With `write`, all ranks take over rank 0's edits on leaving. All ranks enter and leave. Raises `ModelError` for
-        an unknown name, and for parameters that `tp` or `ep` cut.
+        an unknown name, and for parameters that `tp` or `ep` split.
         """
         self._require_open()
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
@@ -318,9 +322,8 @@ class EngineState:
         `optimizer.load_state_dict` does the same.
         """
         self._require_open()
-        self._sharded.refuse_stages(
-            "load_optimizer_state_dict()", "Checkpoints have the states: engine.resume(folder)."
-        )
+        self._sharded.refuse_stages("load_optimizer_state_dict()", "Checkpoints have them: engine.resume(folder).")
+        self._sharded.unfreezing.settle()
         self._sharded.require_optimizer().load_state_dict(state)
 
     def _require_open(self) -> None:

@@ -15,6 +15,7 @@ from shardwise.config import Plan, Profile
 from shardwise.engine_sequences import EngineSequences
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
+from shardwise.state import trained_as_before
 from shardwise.training import evaluate, forward_backward
 
 if TYPE_CHECKING:
@@ -69,23 +70,36 @@ def open_session(
 class EngineTraining(EngineSequences):
     """Part of `Engine`."""
 
+    def _replan(self) -> None:
+        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
+        sharded = self._sharded
+        if self._is_open and sharded.unfreezing.can_plan:
+            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.unfreezing.check(sharded.peers)
+            dropped = sharded.unfreezing.used_gradients()
+            sharded.zero_grad()
+            with trained_as_before(sharded.flats):
+                self.reshard(sharded.sharding.plan_to_fit)
+            self._sharded.unfreezing.note_dropped(dropped)
+
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
 
         `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Its
-        tensors are cut along their first dimension into even micro-batches. It may also be a list or iterator of
+        tensors are split along their first dimension into even micro-batches. It may also be a list or iterator of
         micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
-        `loss_fn(output, target)` if `target` is given, which is cut like the batch, computes the loss of a micro-batch;
-        without it the loss is the model's output, or the output's `loss`.
+        `loss_fn(output, target)` if `target` is given, which is split like the batch, computes the loss of a
+        micro-batch; without it the loss is the model's output, or the output's `loss`.
 
         Returns the mean loss over the micro-batches, a detached scalar, on every rank: that of this rank's own data,
         and under a pipeline the same on all its stages (`engine.mean(loss.item())` is the mean over all data). All
         ranks call; those of one pipeline pass the same batch. Clipping, loss scale and schedule are the plan's; the
         norm is `engine.gradient_norm`.
 
-        Raises `ConfigError` for a batch that cannot be cut, and `StateError` between the micro-batches of a loop.
+        Raises `ConfigError` for a batch that cannot be split, and `StateError` between the micro-batches of a loop.
         """
         self._require_open()
+        self._replan()
         if self._session is not None:
             return self._session.train(batch, target, loss_fn)
         loss = forward_backward(self._sharded, batch, target, loss_fn)
@@ -96,6 +110,7 @@ class EngineTraining(EngineSequences):
         """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
         step."""
         self._require_open()
+        self._replan()
         if self._session is not None:
             return self._session.forward_backward(batch, target, loss_fn)
         return forward_backward(self._sharded, batch, target, loss_fn)

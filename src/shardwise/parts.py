@@ -34,7 +34,8 @@ from shardwise.sequence import SequenceParallel, WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host
 from shardwise.telemetry import Ledger, Timeline
-from shardwise.tensors import Owner, Structure, use_uncut_states
+from shardwise.tensors import Owner, Structure, use_unsplit_states
+from shardwise.unfreezing import Unfreezing
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,25 @@ class Parts:
     gradients: Gradients
     access: Access
     owner: Owner
+    unfreezing: Unfreezing
     ledger: Ledger
     timeline: Timeline
 
 
+class Training(Protocol):
+    """What outlives one plan, as far as parts need it."""
+
+    unread: set[str]
+
+    @property
+    def replan(self) -> Callable[[], object]: ...
+
+
 class Steps(Protocol):
     """Takes the steps; called by optimizers and by the model's forward."""
+
+    @property
+    def progress(self) -> Training: ...
 
     def before_step(self, member: torch.optim.Optimizer) -> None: ...
 
@@ -123,14 +137,35 @@ class Assembly:
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
         owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
         self._hooks.callback(owner.close)
-        self._hooks.callback(use_uncut_states(self._model, owner.cut_home_of))
+        self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
         self._hooks.callback(Structure(self._model).release)
         cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)
         self._hooks.callback(runner.remove)
-        ledger, timeline = collectives.ledger, executor.timeline
+        progress = self._steps.progress
+        unfreezing = Unfreezing(
+            self._model,
+            owner,
+            self._optimizer,
+            gradients,
+            runner,
+            progress.unread,
+            lambda: progress.replan(),  # noqa: PLW0108  # the engine sets it later
+        )
+        self._hooks.callback(unfreezing.close)
         return Parts(
-            sharding, flats, self._optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline
+            sharding,
+            flats,
+            self._optimizer,
+            runner,
+            verdict,
+            buffers,
+            gradients,
+            access,
+            owner,
+            unfreezing,
+            collectives.ledger,
+            executor.timeline,
         )
 
     def _verdict(self, collectives: Collectives, buffers: BufferSync) -> Verdict:

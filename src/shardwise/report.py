@@ -269,6 +269,7 @@ def _unit_text(unit: UnitSpec, treatments: Treatments) -> str:
     numel = sum(flat.numel for flat in unit.flats)
     updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
     updated += ", states on the disk" if any(flat.updates_from_disk for flat in unit.flats) else ""
+    updated += ", parameters on the host" if any(flat.tier_of("param") == "host" for flat in unit.flats) else ""
     updated += ", parameters on the disk" if any(flat.rests_on_disk for flat in unit.flats) else ""
     updated += f", {treatments.said(unit.name)}" if treatments.said(unit.name) else ""
     return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated

@@ -29,6 +29,7 @@ from shardwise.sequence import WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, torch_dtype
 from shardwise.telemetry import Ledger, Timeline
+from shardwise.unfreezing import Unfreezing
 from shardwise.weighing import Weighing
 
 
@@ -43,6 +44,10 @@ class Progress:
     whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
     num_void: int = 0
     """How many steps were made void; their batches are to come again."""
+    replan: Callable[[], object] = bool
+    """Plans memory again, for what has been unfrozen: see [Note: unfrozen later] in `unfreezing.py`."""
+    unread: set[str] = field(default_factory=set)
+    """Parameters whose states were in what was loaded last, and not read because they were frozen."""
     on_step: list[Callable[[], None]] = field(default_factory=list)
     """Called after every optimizer step."""
 
@@ -154,6 +159,10 @@ class ShardedModel:
     @property
     def access(self) -> Access:
         return self.parts.access
+
+    @property
+    def unfreezing(self) -> Unfreezing:
+        return self.parts.unfreezing
 
     @property
     def ledger(self) -> Ledger:
@@ -268,6 +277,7 @@ class ShardedModel:
     def zero_grad(self, *, keep: bool = False) -> None:
         """Drop all gradients, or with `keep` make them zeros. All ranks call."""
         self._num_micro_batches = 0
+        self.unfreezing.note_zeroed()
         self.gradients.zero(keep=keep)
         if self.optimizer is not None:
             self.optimizer.updates.withdraw_gradients()
@@ -277,6 +287,7 @@ class ShardedModel:
         if pieces is None:
             self.zero_grad(keep=not set_to_none)
         else:
+            self.unfreezing.note_zeroed(pieces)
             self.gradients.zero(pieces, keep=not set_to_none)
 
     def whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
@@ -302,6 +313,7 @@ class ShardedModel:
         self.world.journal.mark(hyper_digest(member))  # the next collective compares it
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
+        self.unfreezing.require_memory(member)
         if not self.gradients.judge():
             optimizer.updates.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
@@ -329,7 +341,7 @@ class ShardedModel:
             parts.runner.programs.foresee_buffers(parts.buffers.learn())
         parts.runner.step.after()
         if self.disk is not None:
-            self.disk.settle()
+            self.disk.end_step(self.world)
         parts.gradients.note_step()
         self._num_micro_batches = 0
         self.world.journal.clock.rest()
@@ -340,6 +352,8 @@ class ShardedModel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        if self.disk is not None:
+            self.disk.require_whole()
         if self.table.compute not in ("bf16", "fp16"):
             return None
         dtype = torch_dtype(self.table.compute)

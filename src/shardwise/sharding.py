@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
-from shardwise.config import Budget, Plan, flatten
+from shardwise.config import Budget, Offload, Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
@@ -82,6 +82,13 @@ class Sharding:
     """The outcome of the plan's budget, and why, if it had one."""
     budget: Budget = field(default_factory=Budget)
     """The budget of this plan, or of an earlier one."""
+
+    @property
+    def plan_to_fit(self) -> Plan:
+        """The plan with its budget in the place of the offload that was found for it, to be found anew."""
+        if not self.fitted or self.mesh.has_experts or self.mesh.same_params_axes:
+            return self.plan
+        return self.plan.model_copy(update={"offload": Offload(), "budget": self.budget})
 
     @property
     def device(self) -> torch.device:
@@ -167,12 +174,14 @@ class Design:
         coordinate = self.mesh.coordinate(world.rank)
         collectives = world.collectives(device)
 
-        def runs_beside(axis: str) -> bool:
-            return collectives.runs_beside(world.group(self.mesh, axis))
+        def overlaps(axis: str) -> bool:
+            return collectives.overlaps_compute(world.group(self.mesh, axis))
 
         every = []
         for choice in (replace(choice, boxes=self.boxes) for choice in self.choices):
-            spec = unit_spec(choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, runs_beside=runs_beside)
+            spec = unit_spec(
+                choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
+            )
             every.append(make_unit(choice, spec, self.rows, coordinate, meter, device))
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
@@ -237,10 +246,10 @@ def lay(
     mesh = mesh_for(plan, world.size, world.local_size)
     peers = DataGroup(world, mesh, mesh.params_axes)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
-    check_device(model, world)
+    device = check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
     budget, plan = plan.budget, fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
@@ -294,7 +303,7 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     """Raise `ModelError` for an optimizer that needs whole matrices if ranks have only parts of them."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
-        if box is not None and box.is_cut and param in updates and updates[param].matrix:
+        if box is not None and box.is_split and param in updates and updates[param].matrix:
             axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
                 f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
@@ -302,14 +311,19 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
             )
 
 
-def ranks_of(world: World, plan: Plan) -> Ranks:
-    """What the plan's budget has to know about the ranks. All ranks call."""
-    host_bytes = None
-    if plan.budget.host is not None:
-        own = Cgroups().memory(host_memory()).total_bytes
-        host_bytes = min(map(json.loads, world.exchange(json.dumps(own).encode(), "host memory")))
+def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:
+    """What the plan's budget has to know about the ranks, for a model that is on `device`. All ranks call."""
+    host_bytes = device_bytes = None
+    if plan.budget.device is not None:
+        own = {
+            "host": Cgroups().memory(host_memory()).total_bytes,
+            "device": world.rank_device.memory_bytes if device.type in (world.device.type, "meta") else None,
+        }
+        told = [json.loads(message) for message in world.exchange(json.dumps(own).encode(), "memory")]
+        host_bytes = min(one["host"] for one in told)
+        device_bytes = min((one["device"] for one in told if one["device"] is not None), default=None)
     num_local = min(world.size, world.local_size or world.size)
-    return Ranks(on_cpu=world.device.type == "cpu", num_local=num_local, host_bytes=host_bytes)
+    return Ranks(world.device.type == "cpu", num_local, host_bytes, device_bytes)
 
 
 def log_fitted(fitted: Fitted, world: World) -> None:
@@ -334,10 +348,12 @@ def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
             )
 
 
-def check_device(model: nn.Module, world: World) -> None:
-    """Raise `ModelError` for a model that lies on another rank's device, or on several."""
+def check_device(model: nn.Module, world: World) -> torch.device:
+    """The model's device, possibly the meta device. Raises `ModelError` for a model that lies on another rank's device,
+    or on several."""
     device = check_model(model)
     world.rank_device.check(device, next(name for name, _ in model.named_parameters()))
+    return device
 
 
 def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:

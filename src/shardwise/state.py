@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from shardwise.model_axes import carry_out_experts, synchronize_generators
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
+from shardwise.program import Update
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import (
     Design,
@@ -51,7 +53,7 @@ from shardwise.sharding import (
     require_units,
     settings_of,
 )
-from shardwise.storage import DiskMemory
+from shardwise.storage import DiskMemory, Flat
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
@@ -86,6 +88,7 @@ class State:
         wait: bool,
         keep: Keep,
         metrics: Mapping[str, float],
+        without_gradients: bool,
     ) -> Path:
         """See `Engine.save`."""
         progress = sharded.progress
@@ -97,7 +100,7 @@ class State:
                 raise ConfigError(f"step is {number!r}, which is not a number of steps; give a whole one, at least 0.")
             if sharded.disk is not None:
                 sharded.disk.require_whole()
-            if sharded.gradients.wait():
+            if not without_gradients and sharded.gradients.wait():
                 raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
             kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
             self.user_state = kept["user"]
@@ -140,7 +143,16 @@ class State:
             if sharded.progress.num_steps != begun.num_steps:
                 raise begun.error("Save again.")
             folder, user = begun.target.parent, self.user_state or {}
-            self.save(sharded, folder, begun.number, user, wait=True, keep=begun.keep, metrics=begun.metrics)
+            self.save(
+                sharded,
+                folder,
+                begun.number,
+                user,
+                wait=True,
+                keep=begun.keep,
+                metrics=begun.metrics,
+                without_gradients=True,  # parameters and states are those of the step that it is of
+            )
         self.begun = None
 
     def close(self, rank: int) -> None:
@@ -233,12 +245,33 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
         )
 
 
+@contextmanager
+def trained_as_before(flats: Sequence[Flat], *, exactly: bool = False) -> Iterator[None]:
+    """Inside, parameters that have been frozen since the plan was made are trainable, so that they keep their states.
+    With `exactly`, those that have been unfrozen since are frozen, because other ranks may not have come that far."""
+    changed = [
+        (param, flat.spec.trainable)
+        for flat in flats
+        if exactly or flat.spec.trainable
+        for param in flat.params
+        if param.requires_grad != flat.spec.trainable
+    ]
+    for param, was_trained in changed:
+        param.requires_grad_(was_trained)
+    try:
+        yield
+    finally:
+        for param, was_trained in changed:
+            param.requires_grad_(not was_trained)
+
+
 def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     """A `ShardedModel` for another plan, with everything that `sharded` had; `sharded` is taken down. All ranks call,
     between steps.
 
     Raises `ConfigError` or `StateError` before anything is changed.
     """
+    sharded.unfreezing.check(sharded.peers)
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
             "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
@@ -248,27 +281,31 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
+    added = sharded.optimizer.added if sharded.optimizer is not None else {}
+    updates = {**sharded.sharding.updates, **added}
+    ranks = ranks_of(world, plan, sharded.sharding.device)
+    fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
-    require_elementwise(model, designed, sharded.sharding.updates)
-    require_units(model, designed, sharded.sharding.updates)
+    require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
     tables = {param: row.table for param, row in designed.rows.items()}
     require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
-    if sharded.gradients.exist():
-        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     had = sharded.disk
     if had is not None:
         had.require_whole()
-    disk = designed.open_disk(world, model, sharded.sharding.device, sharded.sharding.updates, had)
+    if sharded.gradients.exist():
+        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
+    disk = designed.open_disk(world, model, sharded.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
     dealt = _dealt_out(model, sharded.sharding.experts, designed)
     log_fitted(fitted, world)
     try:
-        renewed = _moved(sharded, designed, (fitted.said, budget), disk, progress, dealt)
+        known = replace(sharded.sharding, updates=updates)
+        renewed = _moved(sharded, known, designed, (fitted.said, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
@@ -283,6 +320,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 
 def _moved(
     sharded: ShardedModel,
+    sharding: Sharding,
     designed: Design,
     fitted: tuple[str, Budget],
     disk: DiskMemory | None,
@@ -290,10 +328,10 @@ def _moved(
     dealt: Sequence[str],
 ) -> ShardedModel:
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
-    down."""
+    down. `sharding` is its own, with the updates of all parameters that optimizers have by now."""
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     held = Held.live(sharded.flats, sharded.optimizer, sharded.world)
-    former = Former(sharded.model, optimizers, sharded.sharding, progress, sharded.before_change)
+    former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
     for flat in (flat for unit in former.sharding.units for flat in unit.flats):
@@ -310,6 +348,8 @@ class Former:
     sharding: Sharding
     progress: Progress
     before_change: Callable[[], None]
+    added: Mapping[nn.Parameter, Update] = field(default_factory=dict)
+    """Updates of parameters whose groups were added and for which memory is still to be planned."""
 
 
 def move(
@@ -337,6 +377,8 @@ def move(
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.pop(piece.name, {}))
+        if former.added:
+            renewed.optimizer.await_memory(former.added)
     return renewed
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from shardwise.errors import ConfigError
+
 PAGE = 4096
 """Bytes. Reads and writes that bypass the page cache begin and end on multiples of it, in the file and in memory."""
 BYTES = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -27,6 +29,17 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a number of bytes; write 4096, 64M or 1.5GiB")
     return int(float(match[1]) * BYTES[match[2].upper()])
+
+
+def bytes_of(what: str, size: int | str) -> int:
+    """The argument `what` of a call, in bytes. Raises `ConfigError` unless they are 0 or more."""
+    try:
+        num_bytes = parse_bytes(size) if isinstance(size, str) else size
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}.") from None
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+        raise ConfigError(f"{what} is {size!r}; give a number of bytes of at least 0, such as 4096, '64M' or '1.5GiB'.")
+    return num_bytes
 
 
 def format_seconds(seconds: float) -> str:

@@ -93,6 +93,42 @@ def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
+def written(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+    """The model's values on the main process, as they are now: Accelerate's own tensors are the model's."""
+    state = accelerator.get_state_dict(model)
+    return {key: value.tolist() for key, value in state.items()} if accelerator.is_main_process else {}
+
+
+def unfrozen(plan: Any, folder: str, rows_of_a_batch: int = 2) -> dict[str, Any]:
+    """A head that is trained alone, then with a layer more, which is added to the optimizer. A state is saved amid the
+    micro-batches of a step, which go on, and loaded."""
+    accelerator = made(plan, gradient_accumulation_steps=2)
+    model = llama()
+    model.model.requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows(32), rows_of_a_batch))
+    found = []
+    for epoch in range(2):
+        if epoch == 1:
+            layer = accelerator.unwrap_model(model).model.layers[1].requires_grad_(True)
+            optimizer.add_param_group({"params": layer.parameters(), "lr": 1e-3})
+        for number, batch in enumerate(batches):
+            with accelerator.accumulate(model):
+                ids = batch["input_ids"]  # all tokens count, so that batches of any size weigh the same
+                loss = model(ids, labels=ids).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(accelerator.gather(loss.detach()[None]).mean().item())
+            if (epoch, number) == (1, 4):
+                accelerator.save_state(folder)
+    ended = written(accelerator, model)
+    accelerator.load_state(folder)
+    return {"losses": found, "ended": ended, "loaded": written(accelerator, model)}
+
+
 class Attending(nn.Module):
     """A model without transformers, with its own positions."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -404,3 +404,37 @@ def refused(what: str, folder: str) -> None:
         trainer.fit(Module(), Data(), ckpt_path=f"{folder}/some.ckpt")
     module: Any = Module()
     trainer.fit(torch.compile(module) if what == "compiled" else module, Data())
+
+
+class BlockByBlock(BaseFinetuning):
+    """As in Lightning's documentation: blocks are frozen, and come to the optimizer one by one."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch in (1, 2):
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[-epoch], optimizer, initial_denom_lr=2.0)
+
+
+class OfTrained(Module):
+    """With an optimizer over what is trained at the beginning."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=self.hparams.lr)
+
+
+def finetuned(plan: Any, folder: str, batch_size: int = 2, **settings: Any) -> Any:
+    """Three epochs, each with a block more that is trained; the last again, from a checkpoint."""
+
+    def fit(max_epochs: int, start: str | None = None) -> Any:
+        module, saving = OfTrained(), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, monitor=None)
+        trainer = trainer_of(
+            plan, folder, callbacks=[BlockByBlock(), saving], max_epochs=max_epochs, gradient_clip_val=0.5,
+            num_sanity_val_steps=0, limit_val_batches=0, settings=settings,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(Rows(24), batch_size), ckpt_path=start)
+        groups = trainer.optimizers[0].param_groups
+        return {"state": values(module), "norms": module.norms, "groups": [len(group["params"]) for group in groups]}
+
+    return {"at once": fit(3), "resumed": fit(3, f"{folder}/epoch=1.ckpt")}

@@ -40,7 +40,7 @@ def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
         assert load_file(tmp_path / plan / "weights" / "model.safetensors").keys() == expected["state"].keys()
 
 
-def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
+def test_a_loop_over_a_split_model(tmp_path: Path) -> None:
     """Ranks along tp get the same batches, schedulers count batches, and metrics have each sample once."""
     plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}}
@@ -166,9 +166,24 @@ def test_refused_with_a_sentence(what: str) -> None:
         on_ranks(1, jobs.refused, what)
 
 
-def test_uneven_inputs_are_refused() -> None:
+def test_what_belongs_to_ddp_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"join_uneven_inputs\(\) needs DistributedDataParallel"):
         on_ranks(2, jobs.refused, "uneven")
+    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*use accelerator.no_sync\(model\).*leave LocalSGD out"):
+        on_ranks(2, jobs.refused, "local")
+
+
+def test_a_layer_is_unfrozen_and_a_state_saved_between_micro_batches(tmp_path: Path) -> None:
+    """DDP would not sum gradients of what was frozen when it was wrapped, so one process is what counts."""
+    begun = begin(1, jobs.unfrozen, None, str(tmp_path / "theirs"), rows_of_a_batch=4)
+    runs = {plan: on_ranks(2, jobs.unfrozen, plan, str(tmp_path / plan))[0] for plan in ("zero3", "zero1")}
+    plain = begun()[0]
+    for run in runs.values():
+        assert run["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+        for name in ("ended", "loaded"):
+            for key, value in plain[name].items():
+                torch.testing.assert_close(torch.tensor(run[name][key]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+    assert plain["ended"] != plain["loaded"]
 
 
 def test_local_sgd_is_refused() -> None:

@@ -168,6 +168,18 @@ def test_refused_when_it_begins(tmp_path: Path) -> None:
         assert re.search(sentence, found.get(what, "nothing"), re.DOTALL), (what, found.get(what))
 
 
+def test_blocks_are_unfrozen_by_basefinetuning(tmp_path: Path) -> None:
+    """DDP would not sum gradients of what was frozen when it was wrapped, so one process is what counts."""
+    begun = begin(1, jobs.finetuned, None, str(tmp_path / "theirs"), batch_size=4)
+    ours = on_ranks(2, jobs.finetuned, "zero3", str(tmp_path / "ours"))[0]
+    full = on_ranks(2, jobs.finetuned, "zero2", str(tmp_path / "full"), state_dict_type="full")[0]
+    plain = begun()[0]
+    for run, num_norms in (("at once", 18), ("resumed", 6)):
+        same(ours[run], plain[run], "norms", "state", "groups")
+        same(full[run], plain[run], "norms", "state", "groups")
+        assert (len(plain[run]["groups"]), len(plain[run]["norms"])) == (3, num_norms)
+
+
 def test_names() -> None:
     assert set(PRESETS) == set(KNOWN)
     strategy = StrategyRegistry.get("shardwise_zero3_kept")

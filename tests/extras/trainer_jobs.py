@@ -357,3 +357,24 @@ def generated(plan: Any) -> dict[str, Any]:
     trainer = Seq2SeqTrainer(model, **given) if plan is None else Ours(model, shardwise=plan, **given)
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen}
+
+
+class Unfreezing(transformers.TrainerCallback):
+    """Lets another layer train after two steps, and again after four."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step in (2, 4):
+            model.model.layers[1 if state.global_step == 2 else 0].requires_grad_(True)
+
+
+def unfrozen(plan: Any, **settings: Any) -> dict[str, Any]:
+    """A head that is trained alone, then with one layer more, then with both, by an optimizer that has all of them."""
+    model = llama()
+    model.model.layers.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    trainer = make(
+        plan, model, callbacks=[Unfreezing()], optimizers=(optimizer, None), max_steps=6, gradient_accumulation_steps=2,
+        max_grad_norm=0.5, **settings,
+    )  # fmt: skip
+    trainer.train()
+    return told(trainer, getattr(trainer, "engine", None))

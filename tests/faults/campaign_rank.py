@@ -25,7 +25,7 @@ import shardwise as sw
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there, not that of the tests
 
-from tests.faults.exact import Model, loader, loss_of, optimizer_of
+from tests.faults.exact_training import Model, loader, loss_of, optimizer_of
 
 SAVE_EVERY, READ_EVERY, NUM_KEPT = 10, 7, 3
 FOREVER = 10**9

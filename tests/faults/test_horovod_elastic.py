@@ -69,7 +69,7 @@ def test_new_ranks_replace_dead_ones(tmp_path: Path, samples: str) -> None:
     assert found[1]["rank"] == 0
     assert found[1]["sizes"][0] == 2
     assert found[1]["resets"] >= 2
-    assert "4 ranks go on" in output
+    assert "4 ranks continue" in output
 
 
 def test_a_rank_that_gets_sigterm_leaves_at_a_commit(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_rank_that_gets_sigterm_leaves_at_a_commit(tmp_path: Path) -> None:
     assert sorted(found) == [0, 1, 2], output
     assert all((one["size"], one["step"], one["resets"]) == (3, STEPS, 1) for one in found.values())
     assert "Back to the last commit" not in output
-    assert "1 rank left, as asked. 3 ranks go on" in output
+    assert "1 rank left on request. 3 ranks continue" in output
 
 
 def test_fewer_ranks_than_the_minimum_end_the_job(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a machine gives, measured: which setting is best, what is kept of it, and that nothing is left behind."""
+"""Calibration of a machine: the best setting, what is stored, and that no file is left over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.calibration import (
     write_calibration,
 )
 from shardwise.cli.main import main
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, TierError
 from shardwise.tiers import PAGE, Holder, TierFolder
 
 FULL = Calibration(
@@ -96,7 +96,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(links.TorchAccelerator, "found", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "scratch"
-    assert main(["bench", "disk", str(folder), "--quick", "--size", "256KiB"]) == 0
+    assert main(["bench", "disk", str(folder), "--quick", "--size", "512KiB"]) == 0
+    assert not folder.exists(), "it was made to be measured"
     shown = capsys.readouterr().out
     assert "write /s" in shown
     assert f"Best for {folder}: " in shown
@@ -115,6 +116,63 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     default_path().write_text("{}")
     assert main(["bench", "host", "--quick"]) == 2
     assert "Remove it" in capsys.readouterr().err
+
+
+def test_a_file_too_small_to_measure_with_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever wants it small, the caller or the disk; nothing is kept of it."""
+    kept = tmp_path / "calibration.json"
+    command = ["bench", "disk", str(tmp_path / "scratch"), "--quick", "--calibration", str(kept)]
+    for size in ("0", "4KiB", "31MiB"):
+        assert main([*command, "--size", size]) == 2
+        assert "too small: 8 requests of 4.0 MiB at once need 32.0 MiB" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.SystemCalls, "free_bytes", lambda *_: 2**26)
+        assert main(command) == 2
+        assert "has 64.0 MiB free. Measuring needs a file of 32.0 MiB" in capsys.readouterr().err
+        assert main(["bench", "disk", str(tmp_path / "scratch"), "--calibration", str(kept)]) == 2
+        assert "or measure with --quick, which needs 128.0 MiB" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    grid = Grid((PAGE,), (1,), 2**18, 0.01)
+    monkeypatch.setattr(disk.SystemCalls, "free_bytes", lambda *_: 2**19)
+    assert len(measure_disk(tmp_path, grid)) == 2
+    assert "a file of 128.0 KiB is measured instead of 256.0 KiB" in caplog.text
+
+
+def test_figures_that_cannot_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can be known before is refused before anything is measured; otherwise the figures are shown first."""
+    monkeypatch.setattr(host, "QUICK_NUMEL", 2**12)
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "measure_host", lambda *_: pytest.fail("measured"))
+        assert main(["bench", "host", "--quick", "--calibration", str(tmp_path)]) == 2
+        assert f"{tmp_path} is a folder. Name a file" in capsys.readouterr().err
+        (tmp_path / "file").write_text("")
+        assert main(["bench", "host", "--quick", "--calibration", str(tmp_path / "file" / "below.json")]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardwise.cli.tier_bench.write_calibration", full)
+    assert main(["bench", "host", "--quick", "--calibration", str(tmp_path / "kept.json")]) == 2
+    shown = capsys.readouterr()
+    assert "AdamW elements /s" in shown.out
+    assert "No space left on device), so the figures above are not kept" in shown.err
+    assert not (tmp_path / "kept.json").exists()
+
+
+def test_a_folder_of_which_other_ranks_are_in_use_is_not_measured(tmp_path: Path) -> None:
+    place = TierFolder(tmp_path, rank=5, job="another")
+    with pytest.raises(TierError, match="is being used by process"):
+        measure_disk(tmp_path, Grid((PAGE,), (1,), 2**18, 0.01))
+    place.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_in_use_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -385,6 +385,7 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
         ("accumulate= ", "there is no value; write null for none."),
         ("preset.a=2", "preset.a cannot be set, because preset is 'ddp' (argument), not a mapping."),
         ("accumulate.a=2", "accumulate is {'a': 2}; expected a whole number of at least 1."),
+        ("offload.optim=1.5", "offload.optim is 1.5; expected a number from 0 to 1."),
         ("wire.gard=bf16", "unknown key 'gard' in wire. Did you mean 'grad'?"),
         ("rows.grd.shard=[]", "unknown key 'grd' in rows. Did you mean 'grad'?"),
         ("units=[*]", "this is not YAML: expected alphabetic"),

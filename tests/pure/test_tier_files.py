@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import logging
 import os
+import shutil
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +30,7 @@ from shardwise.tiers import (
     TierFolder,
     check_local,
     copying,
+    folder_of,
     layout,
 )
 from shardwise.tiers.align import down, requests, up
@@ -168,7 +171,7 @@ def test_parts_interruptions_and_refusals_of_direct_io_are_borne(
         ("write", OSError(errno.EDQUOT, ""), "quota"),
         ("write", OSError(errno.EIO, ""), r"EIO\). The device reports a fault: see the kernel's log"),
         ("read", OSError(errno.EIO, ""), r"Reading 16.0 KiB at byte 16384 of .*states failed: .*EIO"),
-        ("read", 0, "it ends at byte 16384. Somebody has cut it"),
+        ("read", 0, "it ends at byte 16384. It was truncated"),
     ],
 )
 def test_what_a_broken_disk_says(tmp_path: Path, queue: IoQueue, verb: str, trouble: Any, said: str) -> None:
@@ -257,8 +260,10 @@ def test_one_job_has_a_folder_and_each_rank_its_part(tmp_path: Path) -> None:
     folder = TierFolder(tmp_path)
     assert folder.left_behind is None
     other_rank = TierFolder(tmp_path, rank=10)
-    with pytest.raises(TierError, match=f"is being used by process {os.getpid()} on .*Two jobs cannot share"):
+    with pytest.raises(TierError, match=f"is being used by process {os.getpid()} on .*, which is this one. Close the"):
         TierFolder(tmp_path)
+    folder.tidy_after_others()
+    other_rank.tidy_after_others()
     folder.close()
     folder.close()
     again = TierFolder(tmp_path)
@@ -266,6 +271,87 @@ def test_one_job_has_a_folder_and_each_rank_its_part(tmp_path: Path) -> None:
     again.close()
     other_rank.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_another_job_are_found_whatever_their_numbers(tmp_path: Path) -> None:
+    ours = [TierFolder(tmp_path, rank=rank, job="ours") for rank in (0, 1)]
+    other = TierFolder(tmp_path, rank=8, job="another")
+    for folder in (*ours, other):
+        with pytest.raises(TierError, match=f"{tmp_path} is being used by process {os.getpid()} on"):
+            folder.tidy_after_others()
+    other.close()
+    for folder in ours:
+        folder.tidy_after_others()
+        folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_somebody_only_looks_at_is_taken_after_all(tmp_path: Path) -> None:
+    """A rank that tidies up locks what a killed one has left, for a moment."""
+    (tmp_path / "shardwise-rank-0.lock").write_text(json.dumps({"job": "killed", **asdict(Holder.me())}))
+    handle = os.open(tmp_path / "shardwise-rank-0.lock", os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    threading.Timer(0.05, os.close, (handle,)).start()
+    folder = TierFolder(tmp_path)
+    assert folder.left_behind is not None
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_for_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the file system says so or writes only a part: one sentence, and nothing is left."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def writes_nothing(*_: object) -> int:
+        return 0
+
+    for write in (full, writes_nothing):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", write)
+            with pytest.raises(TierError, match=r"cannot be written to: No space left on device \(ENOSPC\)\. Make"):
+                TierFolder(tmp_path)
+        assert not list(tmp_path.iterdir())
+    TierFolder(tmp_path).close()
+
+
+def test_a_folder_stays_where_it_was_when_the_working_directory_changes(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = TierFolder("scratch")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder.create("states", PAGE, queue)
+    folder.close()
+    assert not list((tmp_path / "scratch").iterdir())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_that_is_deleted_under_a_job(tmp_path: Path, queue: IoQueue) -> None:
+    folder = TierFolder(tmp_path / "scratch")
+    shutil.rmtree(tmp_path / "scratch")
+    with pytest.raises(TierError, match=r"scratch cannot be asked for its free space: No such file .*Make the folder"):
+        folder.create("states", PAGE, queue)
+    folder.close()
+
+
+def test_a_plan_may_name_a_folder_by_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/local/disk")
+    monkeypatch.chdir(tmp_path)
+    assert folder_of("~/scratch") == tmp_path / "scratch"
+    assert folder_of("$SCRATCH/run-${SCRATCH}") == Path("/local/disk/run-/local/disk")
+    assert folder_of("run") == tmp_path / "run"
+    for text, words in (
+        ("", "empty"),
+        ("  ", "empty"),
+        ("$NOT_SET_HERE/run", "not all of its variables are set"),
+        ("~nobody-of-that-name/run", "no such user"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            folder_of(text)
 
 
 def test_a_lock_file_alone_holds_nobody_up(tmp_path: Path) -> None:
@@ -310,8 +396,10 @@ def test_file_systems_of_other_machines_are_refused_by_name(tmp_path: Path, capl
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierError, match=r"cannot be made: .*Name a folder"):
+    with pytest.raises(TierError, match=r"cannot be made: .*name a folder"):
         TierFolder(tmp_path / "file" / "below")
+    with pytest.raises(TierError, match=r"file cannot be made: File exists \(EEXIST\)\. It is a file: name a folder"):
+        TierFolder(tmp_path / "file")
 
 
 # --- what overlaps what ----------------------------------------------------------------------------------

@@ -415,6 +415,7 @@ class FakeAccelerator:
         self.generators = {index: torch.tensor([index], dtype=torch.uint8) for index in range(num_devices)}
         self.identities: dict[int, str] = {}
         self.locks_pages = True
+        self.device_bytes: int | None = None
         self._here = threading.local()
         self._defaults = {index: FakeStream(self, index) for index in range(num_devices)}
 
@@ -437,6 +438,9 @@ class FakeAccelerator:
 
     def identity(self, index: int) -> str:
         return self.identities.get(index, "")
+
+    def memory_bytes(self, index: int) -> int | None:
+        return self.device_bytes
 
     def event(self) -> FakeEvent:
         return FakeEvent(self, self.current_index())

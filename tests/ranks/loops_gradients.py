@@ -573,7 +573,7 @@ def group_settings(loop: Loop) -> Any:
     group.update(before)
 
 
-@action(OPTIM, "`optimizer.add_param_group` after `shard`")
+@action(OPTIM, "`optimizer.add_param_group` after `shard`, of a parameter that is not the model's")
 def add_param_group(loop: Loop) -> Any:
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     loop.backward()

@@ -234,7 +234,7 @@ def all_frozen(loop: Loop) -> Any:
     return Local(loss.item())
 
 
-@action(CHANGE, "a frozen parameter made trainable, and back")
+@action(CHANGE, "a frozen parameter made trainable, and back", composes=False)
 def unfrozen(loop: Loop) -> Any:
     loop.model.offset.requires_grad_(True)
     try:

@@ -10,7 +10,7 @@ COPY = "so the model cannot be copied or pickled as it is"
 
 REFUSED: dict[str, str] = {
     "grad_read_on_rank_0": ORDER,
-    "add_param_group": "was added to an optimizer whose model is sharded already",
+    "add_param_group": "is not one of the model's",
     "accumulate_hook": HOOK,
     "accumulate_hook_before": "has a post-accumulate hook",
     "step_in_backward": HOOK,
@@ -25,7 +25,6 @@ REFUSED: dict[str, str] = {
     "model_copied": COPY,
     "model_pickled": COPY,
     "averaged_model": COPY,
-    "unfrozen": "was frozen when the model was sharded",
     "backward_create_graph": "backward(create_graph=True) would leave a gradient",
     "func_grad": "inside a torch.func transform",
     "second_engine": "is sharded by an engine already",

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from experts_models import mixture
+from fake_devices import Devices
 from pipelined import Decoder, unsplit
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise import budget
 from shardwise.config import Offload
+from shardwise.devices import RankDevice
 from shardwise.errors import ConfigError, TierError
 from shardwise.mesh import Mesh
 from shardwise.placement import share_of_last
 from shardwise.program import plan_step, straight_trace
-from shardwise.storage import choose_units, trained_numel
+from shardwise.storage import choose_units, unit_numel
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls
 from tests.thorough import one_in
@@ -169,7 +171,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offload": ({"budget": {"device": 1000}, "offload": {"optim": 0.5}}, "offload and budget"),
     "states there": (
         {"preset": "offload", "budget": {"device": 1000}},
-        "take a preset with states on the device",
+        "states of all units on the host. Leave out budget, or take a preset with states on the device",
     ),
     "param beyond optim": ({"offload": {"param": 0.5}}, "Make offload.optim 0.5 or more"),
 }
@@ -184,6 +186,47 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
         sw.shard(model, {"preset": "zero2", **plan}, optimizer=adamw(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     sw.shard(model, "zero2", optimizer=adamw(model)).close()
+
+
+@pytest.mark.parametrize("size", ["abc", -1, 1.5, "-1"])
+def test_sizes_that_are_none_are_refused(size: Any) -> None:
+    model = model_of()
+    with sw.shard(model, "zero2", optimizer=adamw(model)) as engine:
+        with pytest.raises(ConfigError, match=r"^keep_bytes of inference\(\)"), engine.inference(size):
+            pass
+        for which in ({"device": size}, {"device": 10**9, "host": size}):
+            with pytest.raises(ConfigError, match=r"of fit_activations\(\)"):
+                engine.fit_activations(batches(1)[0], **which)
+
+
+def test_more_than_the_smallest_device_has_is_refused() -> None:
+    models = [model_of() for _ in range(2)]
+    devices = Devices()
+    devices.accelerator.device_bytes = 80 * 2**20
+
+    def rank(world: sw.World) -> str:
+        if world.rank == 1:
+            world.rank_device = SmallerDevice(world.rank_device)
+        model = models[world.rank]
+        with pytest.raises(ConfigError) as refused:
+            sw.shard(model, {"preset": "zero2", "budget": {"device": "81MiB"}}, optimizer=adamw(model), world=world)
+        plan = {"preset": "zero2", "budget": {"device": "40MiB"}}
+        sw.shard(model, plan, optimizer=adamw(model), world=world).close()
+        return str(refused.value)
+
+    for said in devices.run(2, rank):
+        assert "budget.device is 81.0 MiB, and a device of this job has 40.0 MiB of memory: 41.0 MiB less" in said
+
+
+class SmallerDevice(RankDevice):
+    """The device of a rank, with half of the memory."""
+
+    def __init__(self, rank_device: RankDevice) -> None:
+        super().__init__(rank_device.device, rank_device.accelerator, 1)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return 40 * 2**20
 
 
 def test_a_disk_without_room_is_refused_before_anything_changes(
@@ -292,7 +335,7 @@ def test_models_that_are_split_have_a_budget(axis: str) -> None:
     whole = run_ranks(2, trained)
     allowed = int(0.85 * max(one["foreseen"] for one in whole))
     fitted = run_ranks(2, lambda world: trained(world, budget={"device": allowed}))
-    sizes = [trained_numel(unit) for unit in choose_units(model, sw.Plan())]
+    sizes = [unit_numel(unit).trained for unit in choose_units(model, sw.Plan())]
     count = len(share_of_last(sizes, fitted[0]["offload"].optim)) - 1
     share = (sum(sizes[len(sizes) - count :]) - 0.5) / sum(sizes) if count else 0.0
     fewer = run_ranks(2, lambda world: trained(world, offload={"optim": share}))

@@ -18,7 +18,7 @@ import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
-from tests.ranks.threads_that_die import ThreadMembership, run_mortals
+from tests.ranks.threads_as_members import ThreadMembership, run_members
 from tests.ranks.twins import VOCAB, Transformer
 
 Tensor = torch.Tensor
@@ -438,5 +438,5 @@ def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch
         engine.shardwise.close()
         return engine.shardwise.plan.survive
 
-    assert set(run_mortals(RANKS, rank_of, tmp_path).values()) == {"checkpoint"}
+    assert set(run_members(RANKS, rank_of, tmp_path).values()) == {"checkpoint"}
     assert sorted(needing) == list(range(RANKS))

@@ -17,6 +17,7 @@ from torch import nn
 from twins import MakeOptimizer, Transformer, adamw, batches, train
 
 import shardwise as sw
+from shardwise.calibration import Calibration, DiskFigures, write_calibration
 from shardwise.checkpoint import TrainingState, checkpoints_in
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, StateError, TierError
 from shardwise.storage import DiskMemory, disk_memory
@@ -84,12 +85,66 @@ def test_what_is_not_built_is_refused_before_anything_changes(case: str, tmp_pat
 
 
 def test_a_folder_of_another_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    other = TierFolder(tmp_path, rank=1)
-    told = refusals(tmp_path)
-    assert told[0] == told[1]
-    assert "Two jobs cannot share a folder" in told[0]
-    other.close()
+    """Whether its ranks have the numbers of ours or others."""
+    for number in (1, 8):
+        other = TierFolder(tmp_path, rank=number, job="another")
+        told = refusals(str(tmp_path))
+        assert told[0] == told[1]
+        assert f"{tmp_path} is being used by process {os.getpid()}" in told[0]
+        assert [path.name for path in tmp_path.iterdir()] == [f"shardwise-rank-{number}.lock"]
+        other.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_engine_in_the_folder_of_the_first(tmp_path: Path) -> None:
+    first, second = Transformer(), Transformer()
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "infinity", "disk": str(tmp_path)}
+        with sw.shard(first, plan, optimizer=adamw(first), world=world):
+            with pytest.raises(TierError, match=r"which is this one\. Close the engine that has it"):
+                sw.shard(second, plan, optimizer=adamw(second), world=world)
+            with sw.shard(second, {**plan, "disk": str(tmp_path / "its own")}, optimizer=adamw(second), world=world):
+                pass
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"), [("", "an empty text"), ("$NOT_SET_HERE/run", "not all of its variables are set")]
+)
+def test_a_name_that_is_no_folder_is_refused_on_all_ranks(folder: str, words: str) -> None:
+    told = refusals(folder)
+    assert told[0] == told[1]
+    assert words in told[0]
+
+
+def test_a_calibration_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    figures = DiskFigures(1e9, 1e9, 0, 2**20, True, "")
+    path = write_calibration(Calibration("here", {str(tmp_path): figures}))
+    told = refusals(str(tmp_path / "scratch"))
+    assert str(path) in told[0]
+
+
+def test_a_relative_folder_and_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra changes it; the folder is where it was, for new files too, and a change of plan finds the same."""
+    monkeypatch.chdir(tmp_path)
+    replica, data = Transformer(), batches(3, rows=12)
+    plan = {"preset": "infinity", "disk": "scratch", "activations": "disk"}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            (tmp_path / "elsewhere").mkdir()
+            os.chdir(tmp_path / "elsewhere")
+            train(engine, data[:2])
+            engine.reshard({**plan, "clip_grad_norm": 1.0})
+            train(engine, data[2:])
+            assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["shardwise-rank-0.lock"]
+        assert not list((tmp_path / "scratch").iterdir())
+        assert not list((tmp_path / "elsewhere").iterdir())
+
+    run_ranks(1, rank)
 
 
 def test_a_disk_with_too_little_room_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,19 +156,19 @@ def test_a_disk_with_too_little_room_is_refused_on_all_ranks(tmp_path: Path, mon
             raise TierError(f"{self.folder} has too little room.")
 
     monkeypatch.setattr(TierFolder, "check_room", check_room)
-    told = refusals(tmp_path)
+    told = refusals(str(tmp_path))
     assert told[0] == told[1] == f"{tmp_path} has too little room."
     numel = sum(param.numel() for param in Transformer().parameters())
     assert all(3 * 4 * numel <= num_bytes <= 3 * 4 * numel * 1.5 for num_bytes in asked), "for both ranks together"
 
 
-def refusals(scratch: Path) -> list[str]:
+def refusals(scratch: str) -> list[str]:
     replicas = [Transformer() for _ in range(2)]
 
     def rank(world: sw.World) -> str:
         replica = replicas[world.rank]
         with pytest.raises(TierError) as caught:
-            sw.shard(replica, {"preset": "infinity", "disk": str(scratch)}, optimizer=adamw(replica), world=world)
+            sw.shard(replica, {"preset": "infinity", "disk": scratch}, optimizer=adamw(replica), world=world)
         assert replica(*batches(1)[0]).isfinite()
         return str(caught.value)
 
@@ -156,6 +211,100 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
                         train(engine, data[3:])
                     fails[world.rank] = False
                     assert engine.resume(tmp_path / name) is not None
+                return train(engine, data[2:])
+
+        return rank
+
+    assert run_ranks(2, run(breaks=True)) == run_ranks(2, run(breaks=False))
+
+
+class BreakingOfOne(SystemCalls):
+    """A disk whose files of one rank cannot be read or written while it is told so."""
+
+    def __init__(self) -> None:
+        self.breaks, self.left = "", 0
+        self._broken: set[int] = set()
+
+    def open(self, path: Path, flags: int) -> int:
+        handle = super().open(path, flags)
+        if "shardwise-rank-1." in path.name:
+            self._broken.add(handle)
+        else:
+            self._broken.discard(handle)
+        return handle
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        self._may_break("read", handle)
+        return super().read(handle, into, offset)
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        self._may_break("write", handle)
+        return super().write(handle, data, offset)
+
+    def _may_break(self, verb: str, handle: int) -> None:
+        if self.breaks == verb and handle in self._broken:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+ONE_FAILS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "first write": ("write", 0, {}),
+    "later write": ("write", 3, {}),
+    "read": ("read", 2, {}),
+    "zero2": ("write", 1, {"preset": "zero2", "rows": {"grad": {"tier": "host"}, "optim": {"tier": "disk"}}}),
+    "params": ("write", 0, {"rows": {"param": {"tier": "disk"}}}),
+    "clipped bf16": ("write", 1, {"precision": "bf16", "clip_grad_norm": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", ONE_FAILS)
+def test_all_ranks_learn_at_the_end_of_a_step_that_the_disk_of_one_failed(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of that step is saved, read or computed with, on any rank; all resume, and go on as if nothing had
+    been."""
+    verb, left, edits = ONE_FAILS[case]
+    disk = BreakingOfOne()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4, rows=12)
+
+    def run(breaks: bool) -> Callable[[sw.World], list[float]]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> list[float]:
+            replica, saved = replicas[world.rank], tmp_path / f"run-{breaks}"
+            plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), **edits}
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+                train(engine, data[:2])
+                engine.save(saved)
+                if breaks:
+                    loss = engine(*data[2])
+                    engine.backward(loss)
+                    world.barrier()
+                    disk.breaks, disk.left = verb, left
+                    world.barrier()
+                    with pytest.raises(
+                        TierError, match=rf"disk of rank 1 failed in a step\. {verb[:4].title()}.*rank-1\.rows-\d"
+                    ) as caught:
+                        engine.step()
+                    assert "EIO" in str(caught.value)
+                    assert "engine.resume(), on all ranks" in str(caught.value)
+                    disk.breaks = ""
+                    works: list[Callable[[], object]] = [
+                        lambda: engine.save(saved, step=3),
+                        engine.state_dict,
+                        engine.optimizer_state_dict,
+                        lambda: engine.get("head.weight"),
+                        lambda: engine(*data[3]),
+                        lambda: engine.reshard("zero3"),
+                    ]
+                    for work in works:
+                        with pytest.raises(StateError, match=r"A step failed .* Go on from the last checkpoint"):
+                            work()
+                    assert list(checkpoints_in(saved)) == [2]
+                    assert engine.resume(saved) is not None
                 return train(engine, data[2:])
 
         return rank

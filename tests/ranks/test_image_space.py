@@ -1,4 +1,4 @@
-"""Hosts without the memory for images: all ranks raise one error that has the cure, instead of going on with fewer."""
+"""Hosts without the memory for images: all ranks raise one error that has the cure, instead of continuing with fewer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.comm import World
 from shardwise.elastic import room, survival
 from shardwise.elastic.images import Directory, Image
 from shardwise.errors import StateError
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 
 
 def trains(steps: int, dies_at: int = -1) -> Callable[[World, int], str]:
@@ -75,7 +75,7 @@ def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, mon
         return False
 
     has_no_space(monkeypatch, fails)
-    results = run_mortals(3, trains(4, dies_at=2 if moment == "in recovery" else -1), tmp_path)
+    results = run_members(3, trains(4, dies_at=2 if moment == "in recovery" else -1), tmp_path)
     assert seen["refused"] == 1
     assert len(results) == (2 if moment == "in recovery" else 3)
     assert len(set(results.values())) == 1
@@ -98,6 +98,6 @@ def test_memory_that_has_no_room_to_recover_in_is_warned_of(
 
     monkeypatch.setattr(room, "_free_bytes", free_bytes)
     with caplog.at_level(logging.WARNING, logger="shardwise"):
-        assert set(run_mortals(3, trains(2), tmp_path).values()) == {""}
+        assert set(run_members(3, trains(2), tmp_path).values()) == {""}
     said = [one.getMessage() for one in caplog.records if "too little space to survive" in one.getMessage()]
     assert len(said) == (1 if factor < 2 else 0)

@@ -20,7 +20,7 @@ from shardwise.errors import FaultError
 from shardwise.monitor.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded_model import ShardedModel
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, one_in
 
 Tensor = torch.Tensor
@@ -180,7 +180,7 @@ def race(
         engine.close()
         return result
 
-    results = run_mortals(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
+    results = run_members(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
     for found, state, _, size in results.values():
         assert size == len(results)
         assert sorted(found) == list(range(NUM_STEPS))
@@ -241,7 +241,7 @@ def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> No
         return found.value.kind
 
     started = time.monotonic()
-    assert run_mortals(3, work, None) == {2: "raised"}
+    assert run_members(3, work, None) == {2: "raised"}
     assert time.monotonic() - started < 20
 
 
@@ -337,7 +337,7 @@ def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
                 engine.log({"loss": loss.item()}, tokens=ROWS)
         engine.close()
 
-    assert sorted(run_mortals(NUM_RANKS, work, images)) == [rank for rank in range(NUM_RANKS) if rank != lost]
+    assert sorted(run_members(NUM_RANKS, work, images)) == [rank for rank in range(NUM_RANKS) if rank != lost]
     view = read_run(run)
     assert view.header["mesh"] == {"dp": NUM_RANKS}
     assert view.mesh == {"dp": NUM_RANKS - 1}

@@ -81,7 +81,11 @@ REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
         StateError,
         "would see a gradient of this rank alone",
     ),
-    "a group later": (lambda e, m, o: o.add_param_group({"params": []}), ModelError, "was added to an optimizer"),
+    "a foreign group": (
+        lambda e, m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+        ModelError,
+        "is not one of the model's",
+    ),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from shardwise.errors import ConfigError, TierError
 from shardwise.tiers import PAGE, DiskFile, IoQueue, Pending, SystemCalls, TierFolder, pages
+from shardwise.units import format_bytes
 
 BLOCKS = (2**17, 2**19, 2**20, 2**22, 2**24)
 DEPTHS = (1, 2, 4, 8, 16)
@@ -55,6 +59,11 @@ class Grid:
     def num_settings(self) -> int:
         return len(self.blocks) * len(self.depths) + 1
 
+    @property
+    def least_bytes(self) -> int:
+        """A smaller file has fewer requests than the deepest queue takes, and its rates would say nothing."""
+        return max(self.blocks) * max(self.depths)
+
 
 class Cached(SystemCalls):
     """Uses the page cache, as if the file system did not support direct I/O."""
@@ -67,13 +76,30 @@ def measure_disk(folder: Path, grid: Grid, tell: Callable[[DiskRow], None] = lam
     """One row per setting; `tell` is called with each as it is measured. The files written are unlinked, so that none
     remains.
 
-    Raises `TierError` if the folder is not usable for a disk tier, or has no room for four times the file.
+    Raises `ConfigError` for a file that is too small to measure with, and `TierError` if the folder is not usable for
+    a disk tier, or has too little room. A folder that did not exist is removed again.
     """
+    if grid.file_bytes < grid.least_bytes:
+        raise ConfigError(
+            f"A file of {format_bytes(grid.file_bytes)} is too small: {max(grid.depths)} requests of "
+            f"{format_bytes(max(grid.blocks))} at once need {format_bytes(grid.least_bytes)}. Give a larger --size, or "
+            f"leave it out."
+        )
+    fresh = [at for at in (folder, *folder.parents) if not at.exists()]
+    try:
+        return _measured_in(folder, grid, tell)
+    finally:
+        for at in fresh:
+            with contextlib.suppress(OSError):  # somebody uses it by now
+                at.rmdir()
+
+
+def _measured_in(folder: Path, grid: Grid, tell: Callable[[DiskRow], None]) -> list[DiskRow]:
     rows: list[DiskRow] = []
     place = TierFolder(folder)
     try:
-        file_bytes = bounded(grid.file_bytes, SystemCalls().free_bytes(folder))
-        place.check_room(MAX_SHARE * file_bytes)
+        place.tidy_after_others()
+        file_bytes = _sized(place, grid)
         data, into = _memory(file_bytes), pages(min(WINDOW_BYTES, file_bytes))
         for block_bytes in grid.blocks:
             for depth in grid.depths:
@@ -90,6 +116,29 @@ def measure_disk(folder: Path, grid: Grid, tell: Callable[[DiskRow], None] = lam
     finally:
         place.close()
     return rows
+
+
+def _sized(place: TierFolder, grid: Grid) -> int:
+    """The bytes of the file, with the room there is. Raises `TierError` if that is too little."""
+    free = SystemCalls().free_bytes(place.folder)
+    file_bytes = bounded(grid.file_bytes, free)
+    if file_bytes < grid.least_bytes:
+        quick = max(QUICK_BLOCKS) * max(QUICK_DEPTHS)
+        less = f", or measure with --quick, which needs {format_bytes(MAX_SHARE * quick)} free"
+        raise TierError(
+            f"{place.folder} has {format_bytes(free)} free. Measuring needs a file of "
+            f"{format_bytes(grid.least_bytes)}, and takes at most a quarter of the free space: make room until "
+            f"{format_bytes(MAX_SHARE * grid.least_bytes)} are free{less if grid.least_bytes > quick else ''}."
+        )
+    if file_bytes < grid.file_bytes // PAGE * PAGE:
+        logging.getLogger("shardwise").warning(
+            "%s has %s free, so a file of %s is measured instead of %s.",
+            place.folder,
+            format_bytes(free),
+            format_bytes(file_bytes),
+            format_bytes(grid.file_bytes),
+        )
+    return file_bytes
 
 
 def bounded(file_bytes: int, free_bytes: int) -> int:

@@ -88,6 +88,11 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
     return recipe
 
 
+def has_states(reader: Reader, name: str) -> bool:
+    """Whether the checkpoint has states of an optimizer for a parameter."""
+    return any(kind.startswith("state.") for kind in reader.kinds_of(name))
+
+
 def _kind_there(reader: Reader, entry: Entry) -> str:
     """A rank's own buffer, else rank 0's. Converted formats may have a buffer as `param`, or the reverse."""
     common = entry.kind.partition(".")[0]
@@ -184,6 +189,7 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
     if optimizer is not None and reader.index.groups:
         for piece, state in states:
             optimizer.put_state(piece, state)
+        optimizer.note_loaded(optimizer.numbered(), lambda _, piece: has_states(reader, piece.name))
         _fill_groups(reader.index, optimizer)
 
 

@@ -74,7 +74,8 @@ def check_same_groups(path: Path, index: Index, content: Content, optimizer: Ado
         return
     if len(index.groups) != len(content.groups):
         raise CheckpointError(
-            f"The optimizer in {path} has {len(index.groups)} parameter groups, this one has {len(content.groups)}."
+            f"The optimizer in {path} has {len(index.groups)} parameter groups, this one has {len(content.groups)}. "
+            f"Give it the same groups before: in shard(), or by add_param_group()."
         )
     for number, (saved, own) in enumerate(zip(index.groups, content.groups, strict=True)):
         if "params" not in saved:

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.activations import treatments_for
 from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
-from shardwise.cli.explanation import UnitSize, said_on_host
+from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
@@ -54,10 +54,12 @@ def units_of(
     return tuple(spec for _, spec in kept), tuple(sizes)
 
 
-def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Fitted:
-    """`plan` with the offload that its budget requires, with all ranks on one host."""
+def within_budget_of(
+    model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int, per_host: int
+) -> Fitted:
+    """`plan` with the offload that its budget requires, with `per_host` ranks on each host."""
     updates = _updates(model, optimizer) if optimizer else None
-    ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
+    ranks = Ranks(on_cpu=_device().type == "cpu", num_local=per_host)
     return within_budget(model, plan, mesh, ranks, updates, num_states)
 
 
@@ -125,7 +127,7 @@ def activations_of(
         return parts.of_stages(model, batch)
     ledger = Ledger()
     around = parts.around(model, ledger)
-    units = parts.cut(model, ledger)
+    units = parts.split(model, ledger)
     treatments = treatments_for(model, choose_units(model, plan), plan)
     activations = rehearse(
         model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
@@ -154,7 +156,7 @@ class _Parts:
             around, params = self.around(own, ledger), params_by_place(own, layout)[place]
             split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
             parts = sequence_parts(split, self.mesh, layout)
-            units = self.cut(own, ledger, params)
+            units = self.split(own, ledger, params)
             staged = StagedModel(own, layout, place, parts)
             present = set(own.modules())
             for unit in units:
@@ -170,7 +172,7 @@ class _Parts:
             sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
         return rehearsals[largest].together(), sent_bytes
 
-    def cut(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
+    def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it
         sends."""
         plan, mesh = self.plan, self.mesh
@@ -302,4 +304,4 @@ def _needed(build: Callable[..., Any]) -> list[str]:
 def _size(choice: UnitChoice, spec: UnitSpec) -> UnitSize:
     frozen = sum(param.numel() for param in choice.params.values() if not param.requires_grad)
     numel = sum(param.numel() for param in choice.params.values())
-    return UnitSize(choice.name, numel, frozen, said_on_host(spec.flats))
+    return UnitSize(choice.name, numel, frozen, describe_offload(spec.flats))

@@ -1,9 +1,10 @@
-"""`shardwise bench disk|host|links`: measures this machine's tiers, as a table and as a calibration file."""
+"""`shardwise bench disk|host|links`: measures this machine; prints a table and updates the calibration file."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ from shardwise.calibration import (
     read_calibration,
     write_calibration,
 )
+from shardwise.errors import ConfigError
 from shardwise.machine import num_cores
 from shardwise.units import format_bytes, format_count, parse_bytes
 
@@ -35,17 +37,38 @@ Rows = Sequence[Any]
 def run(program: str, arguments: Sequence[str]) -> int:
     """Measure, print, and save the results."""
     args = _parser(program).parse_args(arguments)
-    before = read_calibration(args.calibration)  # so that a bad file is refused before anything is measured
+    path = args.calibration or default_path()
+    _require_writable(path)  # this and a bad file are refused before anything is measured
+    before = read_calibration(path)
     rows, best, after, words = _PROGRAMS[program](args, before)
-    path = write_calibration(after, args.calibration)
     if args.json:
         found = {"rows": [asdict(row) for row in rows], "best": best, "calibration": str(path)}
         print(json.dumps(found, indent=1))
-        return 0
-    console = Console(highlight=False)
-    console.print(_TABLES[program](rows))
-    console.print(f"\n{words}\n{path}", markup=False, soft_wrap=True)
+    else:
+        console = Console(highlight=False)
+        console.print(_TABLES[program](rows))
+        console.print(f"\n{words}\n{path}", markup=False, soft_wrap=True)
+    try:
+        write_calibration(after, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}), so the figures above are not kept.") from error
     return 0
+
+
+def _require_writable(path: Path) -> None:
+    """Raise `ConfigError` unless a calibration can be kept at `path`."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Name a file: --calibration {path / 'calibration.json'}.")
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error}), and the figures are to be kept there. Name another file with "
+            f"--calibration FILE."
+        ) from error
 
 
 def _disk(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:
@@ -148,11 +171,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"shardwise bench {program}", description=_SUMMARIES[program])
     option = parser.add_argument
     if program == "disk":
-        option("folder", help="where the disk tier is to be: any folder on that disk")
-        option("--size", type=_bytes, metavar="BYTES", help="of the file, at most (default: 512MiB)")
-    option("--quick", action="store_true", help="fewer settings and less time: a first idea")
-    option("--json", action="store_true", help="print JSON instead of a table")
-    option("--calibration", type=Path, metavar="FILE", help=f"where to keep it (default: {default_path()})")
+        option("folder", help="any folder on the disk to measure")
+        option("--size", type=_bytes, metavar="BYTES", help="size of the test file, at most (default: 512MiB)")
+    option("--quick", action="store_true", help="measure fewer settings, for a rough result")
+    option("--json", action="store_true", help="print JSON")
+    option("--calibration", type=Path, metavar="FILE", help=f"file to update (default: {default_path()})")
     return parser
 
 
@@ -164,9 +187,9 @@ def _bytes(text: str) -> int:
 
 
 _SUMMARIES = {
-    "disk": "How fast a folder's disk reads and writes, by the size of requests and how many are under way.",
-    "host": "How fast host memory is copied, and AdamW updates what lies there, by threads.",
-    "links": "How fast bytes go between two ranks of this machine, and between it and its first device.",
+    "disk": "Measure how fast a disk reads and writes, by block size and number of requests in flight.",
+    "host": "Measure how fast memory is copied and AdamW updates parameters in it, by number of threads.",
+    "links": "Measure the links between two ranks of this machine, and between host memory and the first GPU.",
 }
 _PROGRAMS = {"disk": _disk, "host": _host, "links": _links}
 _TABLES: dict[str, Callable[[Any], Table]] = {"disk": _disk_table, "host": _host_table, "links": _links_table}

@@ -205,16 +205,22 @@ class Offload(Strict):
     first."""
 
     optim: float = Field(
-        default=0.0, ge=0, le=1, description="share of the units whose states, gradients and update are on the host"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the trained elements whose states, gradients and update are on the host",
     )
     optim_disk: float = Field(
         default=0.0, ge=0, le=1, description="share whose states are on a disk instead; at most that of optim"
     )
     param: float = Field(
-        default=0.0, ge=0, le=1, description="share whose parameters rest on the host too; at most that of optim"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of all elements, also frozen ones, that rest on the host; at most that of optim",
     )
     param_disk: float = Field(
-        default=0.0, ge=0, le=1, description="share whose parameters rest on the disk instead, beside their states"
+        default=0.0, ge=0, le=1, description="share of all elements that rest on the disk instead, beside their states"
     )
 
 

@@ -100,9 +100,14 @@ def _words_below(annotation: Any) -> str | None:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    bounds = [f" of at least {note.ge}" for note in metadata if getattr(note, "ge", None) is not None]
-    bounds += [f" above {note.gt:g}" for note in metadata if getattr(note, "gt", None) is not None]
-    return "".join(bounds)
+    least, above, most, below = (
+        next((getattr(note, name) for note in metadata if getattr(note, name, None) is not None), None)
+        for name in ("ge", "gt", "le", "lt")
+    )
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    said = [("of at least", least), ("above", above), ("of at most", most), ("below", below)]
+    return " and".join(f" {word} {bound}" for word, bound in said if bound is not None)
 
 
 def _either(words: list[str]) -> str:

@@ -18,6 +18,7 @@ from shardwise.config import Plan
 from shardwise.elastic.meshes import plan_on
 from shardwise.elastic.rebuild import rebuilt
 from shardwise.elastic.reports import IMAGES, RECOVERY
+from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.model_axes import rows_for
@@ -59,7 +60,7 @@ def arrive(
     The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
     check_device(model, world)
-    updates = vet(optimizers, model)
+    vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
     messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]
     sent = next((one for one in messages if one.get("came")), None)
@@ -68,6 +69,10 @@ def arrive(
     state = sent["came"]
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     device = next(model.parameters()).device
+    trained = TrainedParams(**state["trained"])
+    trained.plan_in(model)
+    trained.add_groups(model, optimizers)
+    updates = vet(optimizers, model)
     units = _units(model, plan, mesh, updates, device)
     specs = [(flat.spec, flat.slots) for unit in units for flat in unit.flats]
     held = Held(specs, tuple(map(tuple, state["stands_for"])))
@@ -80,6 +85,7 @@ def arrive(
     _load_buffers(model, decode(state["buffers"]))
     here = plan_on(plan, world.size, world.local_size)
     bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter())
+    trained.rest_in(model)
     former = Former(model, optimizers, bare, progress, before_change)
     sharded = rebuilt(former, plan, held, world)
     settings = [{key: decode(value) for key, value in one.items()} for one in state["groups"]]

@@ -173,7 +173,9 @@ class LoopState:
         for optimizer, theirs in zip(self._optimizers, schedules, strict=True):
             for scheduler, state in matched(_outermost(optimizer), [(name, decode(state)) for name, state in theirs]):
                 scheduler.load_state_dict(state)
-        for group, settings in zip(self._groups(), groups, strict=True):
+        added = self._sharded.optimizer.added.keys() if self._sharded.optimizer is not None else set()
+        known = (group for group in self._groups() if not added & set(group["params"]))
+        for group, settings in zip(known, groups, strict=True):  # a group that its loop has added just now is its own
             group.update(settings)
 
     def restore_settings(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from shardwise.checkpoint import Held, TrainingState
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.elastic.meshes import plan_on
+from shardwise.errors import CommError
 from shardwise.sharded_model import ShardedModel
 from shardwise.sharding import design
-from shardwise.state import Former, move
+from shardwise.state import Former, move, trained_as_before
 
 
 def take_down(sharded: ShardedModel) -> None:
@@ -27,13 +29,25 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
     plan = plan_on(plan, world.size, world.local_size)
-    designed = design(former.model, plan, world)
-    belongings = TrainingState(held, world)
-    fitted = (former.sharding.fitted, former.sharding.budget)
-    renewed = move(former, designed, belongings, world, fitted=fitted)
+    with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
+        designed = design(former.model, plan, world)
+        belongings = TrainingState(held, world)
+        fitted = (former.sharding.fitted, former.sharding.budget)
+        renewed = move(former, designed, belongings, world, fitted=fitted)
     try:
         renewed.runner.step.restore_params()
     except BaseException:  # another rank was lost: the next attempt begins with the model in its plain form again
         take_down(renewed)
         raise
     return renewed
+
+
+def plan_again(sharded: ShardedModel, recover: Callable[[CommError], object]) -> None:
+    """Plan memory for what was unfrozen, if anything was. Ranks may be lost until values are moved; the others then
+    `recover`, and plan later."""
+    try:
+        sharded.progress.replan()
+    except CommError as error:
+        if sharded.is_taken_down:
+            raise
+        recover(error)

@@ -30,6 +30,7 @@ from shardwise.elastic.rebuild import rebuilt, take_down
 from shardwise.elastic.reports import RECOVERY, Report
 from shardwise.elastic.room import agree, together
 from shardwise.elastic.survival import Survival
+from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
 from shardwise.sharded_model import Progress, ShardedModel
 from shardwise.state import Former
@@ -295,13 +296,15 @@ class Recovery(ABC):
         sharded = self._sharded
         mesh = layout.specs[0][0].mesh
         scaler = sharded.progress.scaler
-        groups = [self.loop_state.settings_of(group) for group in self.loop_state.groups()]
+        trained = TrainedParams.of(sharded, self._former_model, layout)
+        groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
+            "trained": trained.facts(),
             "buffers": encode(dict(sharded.model.named_buffers())),
             "schedules": self.loop_state.schedules(),
             "loop": self._host.state_for_newcomers(num_steps),
@@ -317,7 +320,8 @@ class Recovery(ABC):
             sharded = self._sharded
             optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
             before_change = sharded.before_change
-            former = Former(sharded.model, optimizers, sharded.sharding, sharded.progress, before_change)
+            added = sharded.optimizer.added if sharded.optimizer is not None else {}
+            former = Former(sharded.model, optimizers, sharded.sharding, sharded.progress, before_change, added)
             self._former_model = former
             take_down(sharded)
         self._unwrap()

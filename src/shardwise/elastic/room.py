@@ -37,7 +37,7 @@ class NoRoomError(StateError):
 
 def together(world: World, make: Callable[[], object]) -> None:
     """Call `make`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
-    others would go on without it, as if it had died."""
+    others would continue without it, as if it had died."""
     agree(world.exchange(refusal_of(make).encode(), "space for images"))
 
 

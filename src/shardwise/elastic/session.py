@@ -47,6 +47,7 @@ from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
+from shardwise.elastic.rebuild import plan_again
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.elastic.room import refusal_of, warn_if_scarce
 from shardwise.elastic.whole_steps import WholeSteps
@@ -295,6 +296,8 @@ class Session(Recovery):
             self._recover(None)
         if self._is_quiet and self._begun > self._void_until:
             self._leave_quiet_mode()
+        if not self._is_quiet:
+            plan_again(self._sharded, self._recover)
         self._num_steps[self._version] = self._sharded.progress.num_steps
         self.loop_state.restore_settings()
         self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
@@ -362,6 +365,9 @@ class Session(Recovery):
         before, self._version = self._version, self._version + 1
         self._iterations = {before: self._iterations[before], self._version: iteration}
         self._num_steps = {before: self._num_steps[before], self._version: self._sharded.progress.num_steps}
+
+
+Session._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
 
 
 def _with_grads(output: Any) -> Any:

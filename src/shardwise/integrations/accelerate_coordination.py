@@ -125,7 +125,7 @@ class Coordination:
                     self.is_saving = False
         folder = next(filter(None, world.exchange(self.folder.encode(), "folder"))).decode()
         for number, engine in enumerate(self._engines.values()):
-            engine.save(engine_folder(folder, number))
+            engine.save(engine_folder(folder, number), without_gradients=True)  # DDP saves none either
         return result
 
     def remove_placeholders(self, _models: object, weights: list[Any], folder: str) -> None:

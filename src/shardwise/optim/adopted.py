@@ -8,14 +8,16 @@ loop does with `optimizer.param_groups` refers to the model's own parameters. `o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
+from shardwise.optim.added import GroupAdded, added_group
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
@@ -24,6 +26,7 @@ from shardwise.optim.states import StatesOfPieces
 from shardwise.optim.step_method import StepGuard, is_inside_step
 from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
+from shardwise.program import Update
 from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
@@ -59,12 +62,20 @@ class AdoptedOptimizer:
         self.rows = PiecesInRows(self.pieces, self._member_of)
         self.updates = Updates(self._groups, self.rows, peers)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
+        self._flats = flats
+        self.added: dict[nn.Parameter, Update] = {}
+        """How parameters will be updated whose group was added since the model was sharded; they have no memory yet."""
+        self.on_added: Callable[[], object] = bool
+        self.before_load: Callable[[], bool] = bool
+        """Makes memory for states that are to be loaded; returns whether the optimizer was adopted anew."""
+        self.unread: set[str] = set()
+        """Parameters whose states were in what was loaded last, and not read because they are frozen."""
         self._handles: list[RemovableHandle] = []
         peers.meet(self.pieces)
         for member, groups in self._groups.items():
             self._adopt(member, groups.pieces, peers)
-            self._hook(member, before, after)
-            StepGuard.over(member, self.updates.withdraw_gradients)
+            self._hook(member, after)
+            StepGuard.over(member, partial(before, member), self.updates.withdraw_gradients)
             self._handles += [
                 member.register_load_state_dict_pre_hook(self._cut_state_dict),
                 member.register_load_state_dict_post_hook(self._guard_states),
@@ -74,9 +85,9 @@ class AdoptedOptimizer:
             kind = type(member)
             member.__dict__.update(  # until release
                 zero_grad=partial(_zero_grad, partial(forget, only)),
-                add_param_group=_refuse_group,
+                add_param_group=partial(self._add_group, member),
                 state_dict=partial(self._among_pieces, member, kind.state_dict),
-                load_state_dict=partial(self._among_pieces, member, kind.load_state_dict),
+                load_state_dict=partial(self._load, member),
             )
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
@@ -90,15 +101,10 @@ class AdoptedOptimizer:
             self.put_state(by_param[param], entry)
         self._guard_states(member)
 
-    def _hook(
-        self,
-        member: torch.optim.Optimizer,
-        before: Callable[[torch.optim.Optimizer], None],
-        after: Callable[[torch.optim.Optimizer], None],
-    ) -> None:
+    def _hook(self, member: torch.optim.Optimizer, after: Callable[[torch.optim.Optimizer], None]) -> None:
         """Make ours the last hook before the step and the first after it, so that other hooks see the model's
         parameters."""
-        first = member.register_step_pre_hook(partial(_before_step, partial(before, member)))
+        first = member.register_step_pre_hook(_before_step)
         last = member.register_step_post_hook(lambda member, *_: None if is_inside_step(member) else after(member))
         hooks_after = member._optimizer_step_post_hooks
         for other in [number for number in hooks_after if number != last.id]:
@@ -123,6 +129,45 @@ class AdoptedOptimizer:
     ) -> Any:
         with self._groups[member].listed():
             return method(member, *args, **kwargs)
+
+    def _load(self, member: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if self.before_load():
+            member.load_state_dict(state_dict)
+            return
+        self._among_pieces(member, type(member).load_state_dict, state_dict)
+        self.note_loaded(self.numbered(member), lambda number, _: bool(state_dict["state"].get(number)))
+
+    def note_loaded(self, pieces: Iterable[tuple[int, Piece]], has_states: Callable[[int, Piece], bool]) -> None:
+        """Remember which of these numbered pieces had states in what was loaded that were not read."""
+        for number, piece in pieces:
+            self.unread.discard(piece.name)
+            if not piece.flat.spec.trainable and has_states(number, piece):
+                self.unread.add(piece.name)
+
+    def _add_group(self, member: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        """See [Note: unfrozen later]. Until there is memory, their pieces are empty."""
+        new: GroupAdded = added_group(member, param_group, self._flats, self.pieces, self.members)
+        self.pieces += new.pieces
+        self._groups[member] = GroupsOfPieces(member, [*self._groups[member].pieces, *new.pieces])
+        self._member_of |= {piece.tensor: member for piece in new.pieces}
+        self._names |= {id(piece.param): piece.name for piece in new.pieces}
+        member.state = dict(dict.items(member.state))  # type: ignore[assignment]  # and not by the guard, which refuses
+        self._guard_states(member)
+        self.await_memory(new.updates)
+
+    def await_memory(self, updates: Mapping[nn.Parameter, Update]) -> None:
+        """Let memory be planned for the states of these parameters, before the next forward."""
+        self.added |= updates
+        self.on_added()
+
+    @property
+    def names_added(self) -> set[str]:
+        return {self._names[id(param)] for param in self.added}
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether gradients are computed of parameters that were added, and that no step can update yet."""
+        return any(flat.spec.trainable and self.added.keys() & set(flat.params) for flat in self._flats)
 
     # -- all of them as one -----------------------------------------------------------------------------
 
@@ -202,7 +247,7 @@ class AdoptedOptimizer:
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Load what `state_of` returns. Tensors of the whole parameter's shape are cut to the piece."""
-        cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
+        cut = {key: _slice_of(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         member = self._member_of[piece.tensor]
         with self._groups[member].listed():
             if isinstance(member, Cooperative):
@@ -224,7 +269,7 @@ class AdoptedOptimizer:
         """The part of a plain optimizer's whole state, or of this rank's own, that `load_state_dict` loads."""
         pieces = dict(self.numbered(member))
         kept = {
-            number: {key: _own(_cut(key, value, pieces[number]), value) for key, value in entry.items()}
+            number: {key: _own(_slice_of(key, value, pieces[number]), value) for key, value in entry.items()}
             for number, entry in state["state"].items()
             if number in pieces and pieces[number].span.numel
         }
@@ -287,7 +332,7 @@ def _zero_grad(forget: Callable[[bool], None], set_to_none: bool = True) -> None
 
 
 def _before_step(
-    before: Callable[[], None], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call a closure here, before gradients are offered, because it computes them. The step gets its loss again."""
     if is_inside_step(optimizer):
@@ -295,11 +340,11 @@ def _before_step(
     bound = dict(zip(("self", "closure"), args, strict=False)) | kwargs
     closure = bound.get("closure")
     if closure is None:
-        before()
+        StepGuard.call_before(optimizer)
         return None
     with torch.enable_grad():
         loss = closure()
-    before()
+    StepGuard.call_before(optimizer)
     return (optimizer,), {**{key: value for key, value in bound.items() if key != "self"}, "closure": lambda: loss}
 
 
@@ -307,7 +352,7 @@ def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
     return optimizer.dense_state(param) if isinstance(optimizer, Cooperative) else dict(optimizer.state[param])
 
 
-def _cut(key: str, value: Any, piece: Piece) -> Any:
+def _slice_of(key: str, value: Any, piece: Piece) -> Any:
     """This rank's elements, copied, of a state with the whole parameter's shape; anything else unchanged, except that
     it is moved to the host if the piece is there."""
     if not isinstance(value, Tensor):
@@ -317,7 +362,7 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
         value = value.to(device)
     if value.dim() == 0 and key in SCALAR_STATES:
         return value
-    if piece.box is not None and piece.box.is_cut and tuple(value.shape) == piece.box.shape:
+    if piece.box is not None and piece.box.is_split and tuple(value.shape) == piece.box.shape:
         part = part_of(value, piece.box).reshape(-1)
         return part[piece.span.start : piece.span.stop].to(device, copy=True)
     if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
@@ -328,16 +373,3 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
 def _own(cut: Any, value: Any) -> Any:
     """`cut`, copied if it shares its memory with the caller's `value`."""
     return cut.clone() if isinstance(cut, Tensor) and cut is value else cut
-
-
-def _refuse_group(param_group: dict[str, Any]) -> None:
-    raise ModelError(
-        f"A parameter group with {_describe(param_group)} was added to an optimizer whose model is sharded already, "
-        f"but how each parameter is updated is part of the program. Add all groups before shard(), those that come in "
-        f"later with lr=0."
-    )
-
-
-def _describe(group: Mapping[str, Any]) -> str:
-    settings = [f"{key}={value}" for key, value in group.items() if key != "params"]
-    return ", ".join(settings) or "the default settings"

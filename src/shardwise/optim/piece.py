@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwise.errors import StateError
 from shardwise.placement import Box, Span
 from shardwise.storage import Flat
 
@@ -78,6 +79,11 @@ class GroupsOfPieces:
             self.list_params()
 
     def _list(self, lists: list[list[nn.Parameter]]) -> None:
+        if len(self.member.param_groups) != len(lists):
+            raise StateError(
+                f"optimizer.param_groups was replaced after shard(): it has {len(self.member.param_groups)} groups, "
+                f"and the engine knows {len(lists)}. Add groups by optimizer.add_param_group()."
+            )
         for group, params in zip(self.member.param_groups, lists, strict=True):
             group["params"] = params
 

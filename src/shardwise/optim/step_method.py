@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -50,42 +51,65 @@ def replaced_step(member: torch.optim.Optimizer, take: Take) -> types.MethodType
 
 
 class StepGuard:
-    """Calls `when_raised` if a step of `member` raises: torch calls no hook after such a step.
+    """Knows what a step of `member` calls: `before` it changes anything, and `when_raised` if it raises, because torch
+    calls no hook after such a step.
+
+    A step that calls a closure looks `before` up afterwards, because a forward in the closure may have planned anew,
+    and the optimizer is then adopted by another plan's parts.
 
     A scheduler made later wraps the guarded step. It then stays, and only calls the step, after `release`; the next
     guard of the same optimizer uses it again.
     """
 
     def __init__(self, member: torch.optim.Optimizer) -> None:
-        self._when_raised: Callable[[], None] | None = None
+        self._calls: tuple[Callable[[], None], Callable[[], None]] | None = None
         self._before = member.__dict__.get("step")
-        self._step = replaced_step(member, self._take)
+        self._step = replaced_step(member, partial(_take, member))
         member.__dict__["step"] = self._step
 
     @classmethod
-    def over(cls, member: torch.optim.Optimizer, when_raised: Callable[[], None]) -> None:
+    def over(cls, member: torch.optim.Optimizer, before: Callable[[], None], when_raised: Callable[[], None]) -> None:
         """Guard the steps of `member` until `release`."""
-        guard = member.__dict__.get(_GUARD)
-        if not isinstance(guard, cls):
+        guard = cls._of(member)
+        if guard is None:
             guard = member.__dict__[_GUARD] = cls(member)
-        guard._when_raised = when_raised
+        guard._calls = before, when_raised
+
+    @classmethod
+    def call_before(cls, member: torch.optim.Optimizer) -> None:
+        """Call the `before` of whoever guards `member` now."""
+        guard = cls._of(member)
+        if guard is not None and guard._calls is not None:
+            guard._calls[0]()
+
+    @classmethod
+    def note_raised(cls, member: torch.optim.Optimizer) -> None:
+        """Call the `when_raised` of whoever guards `member` now."""
+        guard = cls._of(member)
+        if guard is not None and guard._calls is not None:
+            guard._calls[1]()
 
     @classmethod
     def release(cls, member: torch.optim.Optimizer) -> None:
-        guard = member.__dict__.get(_GUARD)
-        if not isinstance(guard, cls):
+        guard = cls._of(member)
+        if guard is None:
             return
-        guard._when_raised = None
+        guard._calls = None
         if member.__dict__.get("step") is not guard._step:
             return
         del member.__dict__[_GUARD], member.__dict__["step"]
         if guard._before is not None:
             member.__dict__["step"] = guard._before
 
-    def _take(self, step: Callable[[], Any]) -> Any:
-        try:
-            return step()
-        except BaseException:
-            if self._when_raised is not None:
-                self._when_raised()
-            raise
+    @classmethod
+    def _of(cls, member: torch.optim.Optimizer) -> StepGuard | None:
+        guard = member.__dict__.get(_GUARD)
+        return guard if isinstance(guard, cls) else None
+
+
+def _take(member: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+    try:
+        return step()
+    except BaseException:
+        StepGuard.note_raised(member)
+        raise

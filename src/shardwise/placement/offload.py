@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwise.config import Offload, Plan
 from shardwise.errors import ConfigError
@@ -14,10 +15,21 @@ from shardwise.placement.presets import table_for
 from shardwise.placement.table import Table
 
 
+class UnitNumel(NamedTuple):
+    """Elements of a unit's whole parameters: of those that are trained, by which shares of states are counted, and of
+    all, by which shares of parameters are."""
+
+    trained: int
+    all: int
+
+
 @dataclass(frozen=True)
 class Offloaded:
     """Sets of units, by their place in the model: those updated on the host and, among them, those with states on a
-    disk, those whose parameters rest on the host too, and those whose parameters rest on the disk instead."""
+    disk; those whose parameters rest on the host or below and, among them, those that rest on the disk.
+
+    Trained parameters rest only where their unit is updated, and frozen ones anywhere.
+    """
 
     updated: frozenset[int]
     on_disk: frozenset[int]
@@ -25,18 +37,33 @@ class Offloaded:
     resting_on_disk: frozenset[int]
 
     @classmethod
-    def of(cls, offload: Offload, sizes: Sequence[int]) -> Offloaded:
-        """The units that `offload` means, given the trained elements of each: always the last ones."""
-        shares = (offload.optim, offload.optim_disk, offload.param, offload.param_disk)
-        return cls(*(share_of_last(sizes, share) for share in shares))
+    def of(cls, offload: Offload, sizes: Sequence[UnitNumel]) -> Offloaded:
+        """The units that `offload` means, given the size of each: the last ones that make up its shares."""
+        trained, total = [size.trained for size in sizes], sum(size.all for size in sizes)
+        updated, on_disk = (share_of_last(trained, share) for share in (offload.optim, offload.optim_disk))
 
-    def table(self, place: int, table: Table) -> Table:
-        """The table of the unit at `place`, given `table` from the plan. What a rule has put on another tier stays
-        there."""
-        if place not in self.updated or table.step != "device":
+        def resting(share: float, beside: frozenset[int], first: frozenset[int] = frozenset()) -> frozenset[int]:
+            movable = [size.all if place in beside else size.all - size.trained for place, size in enumerate(sizes)]
+            wanted = share * total - sum(movable[place] for place in first)
+            left = [0 if place in first else numel for place, numel in enumerate(movable)]
+            return first | last_with(left, wanted)
+
+        below = resting(offload.param_disk, on_disk)
+        return cls(updated, on_disk, resting(offload.param, updated, below), below)
+
+    def table(self, place: int, table: Table, *, is_trained: bool = True) -> Table:
+        """The table of the trained or of the frozen parameters of the unit at `place`, given `table` from the plan.
+        What a rule has put on another tier stays there."""
+        if table.step != "device" or (is_trained and place not in self.updated):
             return table
-        params: Tier = "disk" if place in self.resting_on_disk else "host" if place in self.resting else "device"
-        return with_update_on_host(table, params=params, states="disk" if place in self.on_disk else "host")
+        states: Tier = "disk" if place in self.on_disk else "host"
+        params: Tier = "host" if place in self.resting else "device"
+        if place in self.resting_on_disk and (states == "disk" or not is_trained):
+            params = "disk"
+        if is_trained:
+            return with_update_on_host(table, params=params, states=states)
+        beside: Tier = "disk" if params == "disk" else "host"
+        return table if params == "device" else with_update_on_host(table, params=params, states=beside)
 
 
 def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier = "host") -> Table:
@@ -55,12 +82,18 @@ def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier =
 
 def share_of_last(sizes: Sequence[int], share: float) -> frozenset[int]:
     """The places of the last of `sizes` that together make up at least `share` of the total."""
-    wanted, found = share * sum(sizes), 0
+    return last_with(sizes, share * sum(sizes))
+
+
+def last_with(sizes: Sequence[int], wanted: float) -> frozenset[int]:
+    """The places of the last of `sizes` that together make up at least `wanted`, without empty ones."""
+    found = 0
     places = []
     for place in reversed(range(len(sizes))):
         if found >= wanted:
             break
-        places.append(place)
+        if sizes[place]:
+            places.append(place)
         found += sizes[place]
     return frozenset(places)
 

@@ -159,7 +159,8 @@ class OuterCompile:
         self._has_warned = False
         self._num_checks = 2
         wraps = hasattr(model, "_orig_mod")  # torch.compile(model): the hooks of what is inside end each graph
-        if wraps or any(site._compiled_call_impl is not None for site in (model, *sites)):
+        calls = [site._compiled_call_impl for site in (model, *sites)]
+        if wraps or any(call is not None and not hasattr(call, "compiles_nothing") for call in calls):
             self._warn()
 
     def check_callers(self) -> None:

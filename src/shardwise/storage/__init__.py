@@ -14,7 +14,7 @@ from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 from shardwise.storage.shared import share
-from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for, trained_numel
+from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for, unit_numel
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "share",
     "tables_for",
     "torch_dtype",
-    "trained_numel",
+    "unit_numel",
     "unit_spec",
     "whole_numel",
 ]

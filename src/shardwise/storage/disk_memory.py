@@ -26,13 +26,14 @@ from pathlib import Path
 
 import torch
 
+from shardwise.comm import World
 from shardwise.devices import RankDevice
 from shardwise.errors import StateError, TierError
 from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.storage.disk_reads import DiskRead, DiskReads
 from shardwise.storage.host_memory import Copy
 from shardwise.telemetry import ON_THE_WAY, ByteMeter, Timeline
-from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
+from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder, folder_of
 
 Tensor = torch.Tensor
 PIECE_BYTES = 2**23
@@ -149,10 +150,19 @@ class DiskMemory:
     """
 
     def __init__(
-        self, folder: Path | str, rank: int, device: RankDevice | None = None, queue: IoQueue | None = None
+        self,
+        folder: Path | str,
+        rank: int,
+        device: RankDevice | None = None,
+        queue: IoQueue | None = None,
+        *,
+        job: str | None = None,
+        named: str | None = None,
     ) -> None:
-        """`device` is the rank's, if tensors lie there. Raises `TierError` for a folder that cannot be opened."""
-        self.folder = TierFolder(folder, rank=rank)
+        """`device` is the rank's, if tensors lie there; `job` as in `TierFolder`; `named` is the folder as the plan
+        names it. Raises `TierError` for a folder that cannot be opened."""
+        self.folder = TierFolder(folder, rank=rank, job=job)
+        self._named = str(folder) if named is None else named
         self._queue = IoQueue() if queue is None else queue
         self._device = device
         self._meter = ByteMeter()
@@ -169,6 +179,8 @@ class DiskMemory:
         self._buffer_bytes = 0
         self._is_torn = False
         """Whether a step or a resume has begun to change the files and not finished."""
+        self._fault = ""
+        """The first error of this rank's disk in the current step."""
         self._num_made = 0
         self.has_checksums = False
         """Whether files created from here on have checksums, which are compared when they are read."""
@@ -189,8 +201,9 @@ class DiskMemory:
             rows.file.close()
         self._left = []
 
-    def is_in(self, folder: Path | str) -> bool:
-        return self.folder.folder == Path(folder)
+    def is_in(self, named: str) -> bool:
+        """Whether this is the folder that a plan names so, or one that it named so from another working directory."""
+        return named == self._named or self.folder.folder == folder_of(named)
 
     def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
         """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
@@ -230,16 +243,22 @@ class DiskMemory:
     # -- a step -----------------------------------------------------------------------------------------
 
     def fetch(self, rows: DiskRows) -> None:
-        """Bring all of `rows` into a buffer, and start to read the next rows."""
+        """Bring all of `rows` into a buffer, and start to read the next rows.
+
+        [Note: a disk that fails in a step] The other ranks know nothing of it, and wait for this one in the collectives
+        of the step. So it goes on to the end, reads and writes nothing more, and updates zeros; `end_step` then raises
+        on all ranks, and nobody uses the result.
+        """
         self.begin_change()
         self.forget_read(rows)
         ahead, self._reading = self._reading, None
         if ahead is not None and ahead[0] is not rows:
-            ahead[2].wait()
+            self._succeeds(ahead[2])
             self._require_pool().give_back(ahead[1])
             ahead = None
         _, buffer, pending = ahead if ahead is not None else self._start(rows, self._take())
-        pending.wait()
+        if not self._succeeds(pending):
+            buffer.zero_()
         rows.buffer = buffer
         place = self._rows.index(rows) + 1
         if place < len(self._rows) and self._has_free():
@@ -252,7 +271,7 @@ class DiskMemory:
         if rows.is_kept:
             with self.timeline.span(f"wait until {rows.name} is saved") if self.timeline.is_on else nullcontext():
                 rows.await_readers()
-        writing = rows.file.write(0, buffer[: rows.file.num_bytes])
+        writing = Pending(()) if self._fault else rows.file.write(0, buffer[: rows.file.num_bytes])
         self._follow(f"write {rows.name} states", writing)
         self._writing.append((buffer, writing, release))
 
@@ -271,18 +290,31 @@ class DiskMemory:
         """Wait until a step, or a replacement of everything, is completely on the disk."""
         ahead, self._reading = self._reading, None
         if ahead is not None:
-            ahead[2].wait()
+            self._succeeds(ahead[2])
             self._require_pool().give_back(ahead[1])
         while self._writing:
             self._finish_write()
-        self._is_torn = False
+        self._is_torn = bool(self._fault)
+
+    def end_step(self, world: World) -> None:
+        """Wait until a step is completely on the disks of all ranks. All ranks call; all raise `TierError` if one
+        failed."""
+        self.settle()
+        faults = [fault.decode() for fault in world.exchange(self._fault.encode(errors="backslashreplace"), "disk")]
+        for rank, fault in enumerate(faults):
+            if fault:
+                self.begin_change()
+                raise TierError(
+                    f"The disk of rank {rank} failed in a step. {fault} Some units are updated and others are not: go "
+                    f"on from the last checkpoint with engine.resume(), on all ranks."
+                )
 
     def require_whole(self) -> None:
         """Raise `StateError` if a step has failed between its first update and its last."""
         if self._is_torn:
             raise StateError(
                 f"A step failed while it changed what is in {self.folder.folder}: some units are of that step, and "
-                f"others are not. Go on from the last checkpoint with engine.resume()."
+                f"others are not. Go on from the last checkpoint with engine.resume(), on all ranks."
             )
 
     def abandon(self) -> None:
@@ -295,7 +327,7 @@ class DiskMemory:
         self._reads.forget_all()
         for rows in self._rows:
             rows.buffer = None
-        self._reading, self._pool = None, None
+        self._reading, self._pool, self._fault = None, None, ""
         self._writing.clear()
 
     def close(self) -> None:
@@ -309,7 +341,9 @@ class DiskMemory:
     # -- buffers ----------------------------------------------------------------------------------------
 
     def _start(self, rows: DiskRows, buffer: Tensor) -> tuple[DiskRows, Tensor, Pending]:
-        reading = rows.file.read(0, buffer[: rows.file.num_bytes])
+        if self._fault:
+            buffer.zero_()
+        reading = Pending(()) if self._fault else rows.file.read(0, buffer[: rows.file.num_bytes])
         self._follow(f"read {rows.name} states", reading)
         return rows, buffer, reading
 
@@ -346,6 +380,15 @@ class DiskMemory:
         if not self._writing:
             raise TierError(f"No buffer for {self.folder.folder} is free, and none is being written.")
         buffer, pending, release = self._writing.popleft()
-        pending.wait()
+        self._succeeds(pending)
         release()
         self._require_pool().give_back(buffer)
+
+    def _succeeds(self, pending: Pending) -> bool:
+        """Wait, and note an error for the end of the step."""
+        try:
+            pending.wait()
+        except TierError as error:
+            self._fault = self._fault or str(error)
+            return False
+        return True

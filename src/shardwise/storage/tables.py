@@ -15,6 +15,7 @@ from shardwise.placement import (
     Box,
     Offloaded,
     Table,
+    UnitNumel,
     check_offload,
     resident_table,
     ruled_tables,
@@ -36,7 +37,7 @@ class LabelledTable:
 def tables_for(
     model: nn.Module, plan: Plan, mesh: Mesh, known: Mapping[nn.Parameter, Box] | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The table of every parameter, by the sizes of whole ones; `known` are the boxes of a model that is already cut.
+    """The table of every parameter, by the sizes of whole ones; `known` are the boxes of a model that is already split.
     Raises `ConfigError` for a rule that fits no parameter."""
     boxes = known or {}
     owners = owners_of(model)
@@ -66,22 +67,23 @@ def _offloaded(
     mesh: Mesh,
     boxes: Mapping[nn.Parameter, Box],
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The tables with the plan's share of units moved off the device, counted by trained elements."""
+    """The tables with the plan's shares of units moved off the device."""
     check_offload(plan, mesh)
     units = choose_units(model, plan, boxes)
-    offloaded = Offloaded.of(plan.offload, [trained_numel(unit, boxes) for unit in units])
+    offloaded = Offloaded.of(plan.offload, [unit_numel(unit, boxes) for unit in units])
     changed = dict(rows)
-    for place in offloaded.updated:
+    for place in offloaded.updated | offloaded.resting:
         for param in units[place].params.values():
             row = rows[param]
-            changed[param] = LabelledTable(row.label, offloaded.table(place, row.table))
+            table = offloaded.table(place, row.table, is_trained=param.requires_grad)
+            changed[param] = LabelledTable(row.label, table)
     return changed
 
 
-def trained_numel(unit: UnitChoice, known: Mapping[nn.Parameter, Box] | None = None) -> int:
-    """Trained elements of a unit's whole parameters, by which shares of a model are counted; `known` as in
-    `choose_units`."""
-    return sum(whole_numel(param, known or {}) for param in unit.params.values() if param.requires_grad)
+def unit_numel(unit: UnitChoice, known: Mapping[nn.Parameter, Box] | None = None) -> UnitNumel:
+    """The elements of a unit by which shares of a model are counted; `known` as in `choose_units`."""
+    sizes = [(whole_numel(param, known or {}), param.requires_grad) for param in unit.params.values()]
+    return UnitNumel(sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes))
 
 
 def owners_of(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -90,6 +90,10 @@ class Home(Source, Protocol):
         """How often the parameter has been written to in place."""
         ...
 
+    def require_gradient(self) -> None:
+        """Raise if the parameter is meant to train and has no memory for its gradient."""
+        ...
+
     def require_unwritten(self, num_writes: int) -> None:
         """Raise if the number of writes is not `num_writes` any more: a computation must not write to it."""
         ...

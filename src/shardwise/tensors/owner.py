@@ -18,7 +18,7 @@ from shardwise.placement import Slot
 from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.storage import Flat, Unit
 from shardwise.tensors.handles import Resting, Whole
-from shardwise.tensors.uncut import UncutSource
+from shardwise.tensors.unsplit import UnsplitSource
 from shardwise.tensors.use import plainly, use
 
 Tensor = torch.Tensor
@@ -45,6 +45,7 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
+        self.on_unfrozen: Callable[[], object] = bool
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
         """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
@@ -80,22 +81,22 @@ class Owner:
 
     def require_trainable(self) -> None:
         """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
-        if self.unfrozen:
+        if self.unfrozen and torch.is_grad_enabled():
             names = sorted(self.unfrozen)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StateError(
-                f"{names[0]}{more} was frozen when the model was sharded, so there is no memory for its gradient. Call "
-                f"engine.reshard(engine.plan), which makes it, or requires_grad_(False) again."
+                f"{names[0]}{more} was frozen when memory was planned, so there is none for its gradient. The next "
+                f"call of the model makes it: unfreeze after a step, or after zero_grad(), and before that call."
             )
 
     def home_of(self, param: object) -> ParamHome:
         return self._homes[id(param)]
 
-    def cut_home_of(self, param: object) -> ParamHome | None:
+    def split_home_of(self, param: object) -> ParamHome | None:
         """The home of `param`, if ranks along a model axis have other parts of it."""
         home = self._homes.get(id(param))
         box = home.slot.box if home is not None else None
-        return home if box is not None and (box.is_cut or box.copies == 1) else None
+        return home if box is not None and (box.is_split or box.copies == 1) else None
 
     def revive(self, home: ParamHome) -> None:
         """Give a parameter of a closed engine its own memory, to be overwritten."""
@@ -182,6 +183,10 @@ class ParamHome:
     def reach(self) -> None:
         self._owner.runner.reach(self._unit)
 
+    def require_gradient(self) -> None:
+        if self.name in self._owner.unfrozen:
+            self._owner.require_trainable()
+
     def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         return self._flat.full.as_strided(tuple(size), tuple(stride), offset)
 
@@ -212,11 +217,11 @@ class ParamHome:
         """The tensor of the unsplit model, of which this rank has `part`."""
         return self._owner.agreement.assembled(self._flat, self.slot, part)
 
-    def uncut(self) -> Whole:
+    def unsplit(self) -> Whole:
         """A tensor that stands for the one of the unsplit model."""
         param = self.param
         like = torch.empty(self.slot.whole_shape, dtype=param.dtype, device="meta")
-        return Whole(UncutSource(self), (), like, param.device)
+        return Whole(UnsplitSource(self), (), like, param.device)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
         return False  # the stored copy may have a wider dtype, so only whole values are written
@@ -260,6 +265,7 @@ class ParamHome:
         self._owner.unfrozen.discard(self.name)
         if trains and not self._flat.spec.trainable:
             self._owner.unfrozen.add(self.name)
+            self._owner.on_unfrozen()
 
     def refuse_hook(self) -> NoReturn:
         raise StateError(

@@ -92,6 +92,10 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         if differentiates:
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
+        if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
+            for handle in handles:
+                if isinstance(handle, Resting):
+                    handle.home().require_gradient()
         uncounted = _sources(tree_unflatten(leaves, form)[0][:1]) if func in uses.UNCOUNTED else ()
         for source, values in opened.items():
             if values._version != before[source] or source in uncounted:

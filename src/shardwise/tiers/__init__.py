@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.tiers.copying import copy_range
     from shardwise.tiers.direct import open_direct, read_at, write_at
     from shardwise.tiers.disk_file import DiskFile
-    from shardwise.tiers.folder import LeftBehind, TierFolder
+    from shardwise.tiers.folder import LeftBehind, TierFolder, folder_of, job_of_process
     from shardwise.tiers.holder import Holder
     from shardwise.tiers.io_queue import BLOCK_BYTES, DEPTH, IoQueue
     from shardwise.tiers.mounts import check_local
@@ -46,6 +46,8 @@ __all__ = [
     "TierFolder",
     "check_local",
     "copy_range",
+    "folder_of",
+    "job_of_process",
     "layout",
     "open_direct",
     "pages",
@@ -75,6 +77,8 @@ _HOMES = {
     "TierFolder": "shardwise.tiers.folder",
     "check_local": "shardwise.tiers.mounts",
     "copy_range": "shardwise.tiers.copying",
+    "folder_of": "shardwise.tiers.folder",
+    "job_of_process": "shardwise.tiers.folder",
     "layout": "shardwise.tiers.align",
     "open_direct": "shardwise.tiers.direct",
     "pages": "shardwise.tiers.buffers",

@@ -15,6 +15,8 @@ _CURES = {
     errno.EIO: "The device reports a fault: see the kernel's log (dmesg), and name a folder on another disk.",
     errno.EROFS: "The file system is mounted read-only: the kernel does so after a fault (dmesg). Name another folder.",
     errno.EACCES: "Name a folder in which you may write.",
+    errno.EEXIST: "It is a file: name a folder.",
+    errno.ENOTDIR: "Part of that path is a file: name a folder.",
     errno.ENOENT: "Make the folder, or name another one.",
 }
 OTHERWISE = "Name a folder on another disk."
@@ -24,7 +26,7 @@ def io_fault(verb: str, path: Path, start: int, stop: int, error: OSError | EOFE
     """`verb` is `reading`, `writing` or `copying`; `start` and `stop` are the bytes of `path` that were requested."""
     what = f"{verb.capitalize()} {format_bytes(stop - start)} at byte {start} of {path} failed"
     if isinstance(error, EOFError):
-        return TierError(f"{what}: {error}. Somebody has cut it, or the disk has lost some of it. {OTHERWISE}")
+        return TierError(f"{what}: {error}. It was truncated, or the disk has lost a part of it. {OTHERWISE}")
     return TierError(f"{what}: {describe_error(error)}. {_CURES.get(error.errno or 0, OTHERWISE)}")
 
 

@@ -55,13 +55,18 @@ def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, placeholder
         draft.replace(path / META)
 
 
-def read(engine: sw.Engine, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Resume the engine, and return Lightning's part of the checkpoint. Collective.
+def read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Lightning's part of the checkpoint, for `read`."""
+    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+    return checkpoint
+
+
+def read(engine: sw.Engine, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Resume the engine, and return Lightning's part of the checkpoint, completed. Collective.
 
     If a callback had saved the model's weights under another key, for example because it saves averaged weights in
     their place, they are returned whole under that key.
     """
-    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     if engine.resume(path / STATE_FOLDER) is None:
         raise CheckpointError(
             f"{path / STATE_FOLDER} has no complete checkpoint; saving may have been interrupted. Resume from another "

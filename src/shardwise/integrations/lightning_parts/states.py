@@ -8,6 +8,7 @@ from typing import Any
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.lightning_parts import checkpoints
+from shardwise.integrations.lightning_parts.finetuning import add_saved_groups, forget_saved_groups
 
 _Base: Any = object
 ENGINE = "_shardwise_engine"
@@ -69,10 +70,18 @@ class StateMixin(_Base):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """See Lightning. Collective. Also reads single files written by any strategy of Lightning."""
         path = Path(self.broadcast(str(checkpoint_path)))
+        module = self.lightning_module
+        is_fit = module is not None and module.trainer.state.fn == "fit"
         if not checkpoints.is_sharded(path):
-            return super().load_checkpoint(path, weights_only)
+            checkpoint = super().load_checkpoint(path, weights_only)
+            if is_fit:
+                add_saved_groups(module.trainer, module, checkpoint)
+            return checkpoint
         assert self.engine is not None
-        return checkpoints.read(self.engine, path, weights_only=weights_only)
+        checkpoint = checkpoints.read_meta(path, weights_only=weights_only)
+        if is_fit:
+            add_saved_groups(module.trainer, module, checkpoint)
+        return checkpoints.read(self.engine, path, checkpoint)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         weights = checkpoint[checkpoints.WEIGHTS]
@@ -85,6 +94,7 @@ class StateMixin(_Base):
             self.lightning_module.load_state_dict(weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        forget_saved_groups(self.lightning_module.trainer)
         split_engine = self._split_engine
         for optimizer, state in zip(self.optimizers, checkpoint[checkpoints.STATES], strict=True):
             if not state:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,11 @@ from shardwise.integrations.lightning_parts.states import ENGINE, StateMixin
 from shardwise.integrations.lightning_parts.uneven_evaluation import UnevenEvaluation
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad, unpatch_zero_grad
 from shardwise.integrations.plans import PlanLike, data_share, require_no_stages
+
+
+def _call(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A method that is looked up now: the engine replaces them, and again where it plans again."""
+    return getattr(optimizer, name)(*args, **kwargs)
 
 
 class StrategyMixin(StateMixin):
@@ -131,7 +137,7 @@ class StrategyMixin(StateMixin):
         they would run torch's methods, which go through the parameters one by one."""
         for wrapper in self._lightning_optimizers:
             for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-                wrapper.__dict__[name] = getattr(wrapper.optimizer, name)
+                wrapper.__dict__[name] = partial(_call, wrapper.optimizer, name)
 
     def release(self) -> None:
         """Make the module plain again, with whole parameters on every rank and no engine. Collective.

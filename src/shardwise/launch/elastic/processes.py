@@ -27,7 +27,7 @@ class Process:
     is_leaving: bool = False
     """Whether it leaves at the next step boundary."""
     is_dying_since: float | None = None
-    """Since when it has raised without having ended; until its end it may still write to files that outlive it."""
+    """When it raised, if it has not ended yet; until then it may still write to files that outlive it."""
     is_done: bool = False
     """Whether its script has ended, even if the process has not."""
     has_ended_well: bool = False

@@ -1,0 +1,206 @@
+"""Offload and budget of models with frozen parameters: shares of parameters count them, and those of states do not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, assert_same, batches, plain_run, sharded_run
+
+import shardwise as sw
+from shardwise.config import Offload
+from shardwise.errors import ConfigError
+from shardwise.placement.offload import Offloaded, UnitNumel
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+HOST = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained low-rank addition, as LoRA makes them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def frozen_but(trained: str, num_blocks: int = 4) -> Transformer:
+    """Of which only the head is trained, or the first block, or adapters in all blocks, or nothing."""
+    torch.manual_seed(0)
+    model = Transformer(num_blocks=num_blocks)
+    model.requires_grad_(False)
+    if trained == "head":
+        model.head.requires_grad_(True)
+    elif trained == "block":
+        model.blocks[0].requires_grad_(True)
+    elif trained == "adapters":
+        for block in model.blocks:
+            block.up = Adapted(block.up)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.1, eps=1e-5)
+
+
+def placed(engine: sw.Engine) -> dict[str, Any]:
+    """The share of elements at rest by tier, the share of trained ones by the tier of their update, and reports."""
+    specs = [flat.spec for flat in engine._sharded.flats]
+    trained = [spec for spec in specs if spec.trainable]
+
+    def share(tier: str, buffer: Any, of: Any) -> float:
+        return sum(spec.numel for spec in of if spec.tier_of(buffer) == tier) / max(1, sum(spec.numel for spec in of))
+
+    return {
+        "resting": {tier: share(tier, "param", specs) for tier in ("device", "host", "disk")},
+        "updated": {tier: share(tier, "master", trained) for tier in ("device", "host", "disk")},
+        "report": engine.memory(),
+        "offload": engine.plan.offload,
+        "said": str(engine),
+    }
+
+
+def assert_kept(report: sw.MemoryReport) -> None:
+    """What was promised of parameters was measured, on each tier."""
+    pairs = [(report.promised, report.measured), (report.promised_on_host, report.measured_on_host)]
+    for promised, measured in pairs:
+        assert measured.get("param", 0) == promised.get("param", 0)
+    assert report.measured_on_disk == report.promised_on_disk
+
+
+SHARES: dict[str, dict[str, float]] = {
+    "all": {"optim": 1.0, "param": 1.0},
+    "half": {"optim": 0.5, "param": 0.5},
+    "disk": {"optim": 1.0, "param": 0.75, "optim_disk": 0.5, "param_disk": 0.5},
+}
+
+
+@one_in(4)
+@pytest.mark.parametrize("trained", ["adapters", "head", "block"])
+@pytest.mark.parametrize("preset", ["zero3", "zero2"])
+@pytest.mark.parametrize("case", SHARES)
+def test_a_share_of_parameters_counts_frozen_ones(case: str, preset: str, trained: str, tmp_path: Path) -> None:
+    shares = SHARES[case]
+    if preset == "zero2":
+        shares = {key: share for key, share in shares.items() if key != "param_disk"}
+    model, data = frozen_but(trained), batches(3)
+    disk = {"disk": str(tmp_path)} if "optim_disk" in shares else {}
+    run = sharded_run(model, data, preset, 2, None, adamw, after=placed, offload=shares, **disk)
+    assert_same(run, plain_run(model, data, adamw))
+    found = run.extra
+    resting, updated = found["resting"], found["updated"]
+    assert resting["host"] + resting["disk"] >= shares["param"] - 1e-9
+    assert resting["disk"] >= shares.get("param_disk", 0.0) - 1e-9
+    assert updated["host"] + updated["disk"] >= shares["optim"] - 1e-9
+    assert updated["disk"] >= shares.get("optim_disk", 0.0) - 1e-9
+    assert (resting["device"] == 0.0) == (shares["param"] == 1.0), "and no more than units as a whole make necessary"
+    assert_kept(found["report"])
+
+
+def test_all_parameters_may_leave_the_device_as_rows_say() -> None:
+    """A share of one is what the rows of all units would be."""
+    model, data = frozen_but("head"), batches(1)
+    shared = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, offload={"optim": 1.0, "param": 1.0})
+    ruled = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, rows=HOST)
+    reports = shared.extra["report"], ruled.extra["report"]
+    assert reports[0].promised["param"] == reports[1].promised["param"] == 0
+    assert reports[0].promised_on_host == reports[1].promised_on_host
+
+
+@pytest.mark.parametrize("rest", ["host", "disk"])
+def test_a_frozen_model_generates_from_where_its_share_rests(rest: str, tmp_path: Path) -> None:
+    model, ((x, _),) = frozen_but("nothing"), batches(1)
+    expected = model.logits(x)
+    shares = {"optim": 1.0, "param": 1.0, **({"optim_disk": 1.0, "param_disk": 1.0} if rest == "disk" else {})}
+    models = [frozen_but("nothing") for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[torch.Tensor, dict[str, Any]]:
+        mine = models[world.rank]
+        plan = {"preset": "zero3", "offload": shares, "disk": str(tmp_path)}
+        with sw.shard(mine, plan, world=world) as engine, engine.inference():
+            return mine.logits(x), placed(engine)
+
+    for logits, found in run_ranks(2, rank):
+        assert torch.equal(logits, expected)
+        assert found["resting"][rest] == 1.0
+        assert found["report"].promised["param"] == 0
+        assert_kept(found["report"])
+
+
+@pytest.mark.parametrize("trained", ["head", "adapters", "nothing"])
+def test_a_budget_counts_frozen_parameters(trained: str) -> None:
+    """It is refused only below what rows would keep, and takes the least that fits."""
+    model = frozen_but(trained)
+
+    def promised(world: sw.World, **plan: Any) -> dict[str, Any]:
+        mine = copy.deepcopy(model)
+        optimizer = adamw(mine) if trained != "nothing" else None
+        with sw.shard(mine, {"preset": "zero3", **plan}, optimizer=optimizer, world=world) as engine:
+            return placed(engine)
+
+    whole = run_ranks(2, promised)[0]["report"].promised_total
+    least = run_ranks(2, lambda world: promised(world, rows=HOST))[0]["report"].promised_total
+    assert least < 0.8 * whole
+    fitted = run_ranks(2, lambda world: promised(world, budget={"device": least}))[0]
+    assert fitted["report"].promised_total <= least
+    assert fitted["resting"]["device"] < 1.0
+    assert re.search(r"budget: .*parameters of .* rest on the host", fitted["said"])
+    assert ("gradients, states and update" in fitted["said"]) == (trained != "nothing")
+    half = run_ranks(2, lambda world: promised(world, budget={"device": (least + whole) // 2}))[0]
+    assert half["offload"].param < fitted["offload"].param
+    with pytest.raises(ConfigError, match=r"with all that can go on the host each rank still holds"):
+        run_ranks(2, lambda world: promised(world, budget={"device": least - 1}))
+
+
+def test_a_budget_puts_frozen_parameters_on_the_disk(tmp_path: Path) -> None:
+    model, data = frozen_but("adapters", num_blocks=9), batches(2)
+    ruled = sharded_run(model, batches(1), "zero3", 2, None, adamw, after=placed, rows=HOST)
+    device = ruled.extra["report"].promised_total
+    alone = sharded_run(model, batches(1), "zero3", 2, None, adamw, after=placed, budget={"device": device})
+    host = int(0.8 * 2 * sum(alone.extra["report"].promised_on_host.values()))
+    budget = {"device": device, "host": host, "disk": str(tmp_path)}
+    run = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, budget=budget)
+    assert_same(run, plain_run(model, data, adamw))
+    assert run.extra["resting"]["disk"] > 0
+    assert 2 * sum(run.extra["report"].promised_on_host.values()) <= host
+    assert "but those of" in run.extra["said"]
+    assert_kept(run.extra["report"])
+
+
+def test_shares_are_met_by_any_mixture_of_frozen_and_trained_units() -> None:
+    kinds = [UnitNumel(0, 50), UnitNumel(8, 8), UnitNumel(2, 30), UnitNumel(0, 0)]
+    shares = [0.0, 0.25, 0.5, 1.0]
+    for number in range(4**4):
+        sizes = [kinds[number // 4**place % 4] for place in range(4)]
+        for optim in shares:
+            for param in (one for one in shares if one <= optim):
+                for below in (one for one in shares if one <= param):
+                    offload = Offload(optim=optim, param=param, optim_disk=below, param_disk=below)
+                    assert_met(Offloaded.of(offload, sizes), offload, sizes)
+
+
+def assert_met(found: Offloaded, offload: Offload, sizes: list[UnitNumel]) -> None:
+    trained, total = sum(size.trained for size in sizes), sum(size.all for size in sizes)
+
+    def movable(places: frozenset[int], beside: frozenset[int]) -> int:
+        return sum(sizes[place].all - (0 if place in beside else sizes[place].trained) for place in places)
+
+    assert sum(sizes[place].trained for place in found.updated) >= offload.optim * trained
+    assert sum(sizes[place].trained for place in found.on_disk) >= offload.optim_disk * trained
+    assert movable(found.resting, found.updated) >= offload.param * total
+    assert movable(found.resting_on_disk, found.on_disk) >= offload.param_disk * total
+    assert found.on_disk <= found.updated
+    assert found.resting_on_disk <= found.resting
+    assert all(sizes[place].trained for place in found.updated)
