@@ -82,7 +82,7 @@ class Job:
         deadline = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > deadline:
-                raise RunError(f"{NAMES[self.form]}: {what} not after {seconds:.0f} s; {self._last_words()}")
+                raise RunError(f"{NAMES[self.form]}: {what} not after {seconds:.0f} s; {self._last_status()}")
             time.sleep(0.02)
             self.look()
 
@@ -99,7 +99,7 @@ class Job:
         if self.lighthouse is not None:
             self.lighthouse.shutdown()
 
-    def _last_words(self) -> str:
+    def _last_status(self) -> str:
         texts = [path.read_text().strip().splitlines()[-1:] for path in sorted(self.folder.glob("output-*.txt"))]
         return " ".join(line for lines in texts for line in lines)[:300]
 

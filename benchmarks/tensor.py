@@ -26,7 +26,7 @@ SIZES = ("narrow", "wide")
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
-    """0; 1 if an engine trains otherwise than the uncut model."""
+    """0; 1 if an engine trains otherwise than the unsplit model."""
     sizes, num_rounds, num_steps = (("tiny",), 2, 3) if args.quick else (SIZES, args.rounds or 7, 5)
     models = MODELS if all(map(find_spec, ("transformers", "accelerate"))) else MODELS[:1]
     result: dict[str, Any] = header(args.note) | {"benchmark": "tensor", "ranks": NUM_RANKS, "races": []}
@@ -48,10 +48,10 @@ def main(args: argparse.Namespace, console: Console) -> int:
 
 
 def faults_of(rows: Sequence[Standing], dtype: str) -> list[str]:
-    """A sentence for each engine whose losses are not those of the uncut model."""
+    """A sentence for each engine whose losses are not those of the unsplit model."""
     expected = next(row.loss for row in rows if row.engine == WHOLE)
     return [
-        f"{row.engine}: the loss is {row.loss:.6f}, uncut it is {expected:.6f}."
+        f"{row.engine}: the loss is {row.loss:.6f}, unsplit it is {expected:.6f}."
         for row in rows
         if abs(row.loss - expected) > TOLERANCE[dtype] * abs(expected)
     ]

@@ -75,7 +75,7 @@ class Report:
         self._console.print(Panel(Text(shown), title="a sample", title_align="left", border_style="dim"))
 
     def memory(self, memory: MemoryReport) -> None:
-        """What the plan promised, what came of it, and what copies on every rank would have taken."""
+        """The memory that the plan promised, the measured memory, and the memory without sharding."""
         table = Table(title="Memory per rank", title_justify="left", title_style="bold")
         table.add_column()
         for name in ("promised by the plan", "measured", "if replicated"):

@@ -134,7 +134,7 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
             f"{as_given('--steps N')}; to start over, {as_given('--fresh')}."
         )
     elif done:
-        report.note(f"Going on after step {done} of {steps}, from {run.checkpoints}.")
+        report.note(f"Continuing after step {done} of {steps}, from {run.checkpoints}.")
     else:
         report.note(f"A new run, kept in {run.folder}.")
     if run.args.batch is None and run.rows != ROWS:
@@ -147,7 +147,7 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
         if stopping or step == steps or step % run.args.save_every == 0:
             save(run, step)
         if stopping and step < steps:
-            report.note(f"Stopped and saved after step {step}. The same command goes on from there.")
+            report.note(f"Stopped and saved after step {step}. The same command continues from there.")
             return False
         if step == steps or step % run.args.validate_every == 0:
             report.validation(step, validate(run))

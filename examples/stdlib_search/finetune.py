@@ -59,7 +59,7 @@ def main() -> None:
         engine.save(args.out / "checkpoints", step=engine.num_steps)
 
         if engine.num_steps < args.steps:
-            report(f"Stopped and saved after step {engine.num_steps}. The same command goes on from there.")
+            report(f"Stopped and saved after step {engine.num_steps}. The same command continues from there.")
         else:
             report(f"after: {found()}")
             engine.save_pretrained(args.out / "model", overwrite=True)

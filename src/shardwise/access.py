@@ -140,7 +140,7 @@ class Access:
             pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
             whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
             for slot in flat.slots:
-                yield slot.name, self._agreement.assembled(flat, slot, _cut(whole, slot.span))
+                yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load whole values, the same on all ranks, as `state_dict` returns them."""
@@ -219,7 +219,7 @@ class Access:
             slot = flat.slots[index]
             whole_state = None
             if fact["is_piece"] and (on_rank or slot.box is not None):
-                whole_state = self._agreement.assembled(flat, slot, _cut(wholes[key], slot.span)).clone()
+                whole_state = self._agreement.assembled(flat, slot, _slice_of(wholes[key], slot.span)).clone()
             if on_rank:
                 states.setdefault((flat.name, index), {})[key] = _read(fact) if whole_state is None else whole_state
         return states
@@ -233,7 +233,7 @@ class Access:
         homes = [self._home(name) for name in names] or list(self._homes.values())
         for flat, index in homes:
             slot = flat.slots[index]
-            if slot.is_cut or (write and slot.is_copied):
+            if slot.is_split or (write and slot.is_copied):
                 raise ModelError(
                     f"gathered() shows parameters in the model's own memory, and of {slot.name} this rank has the part "
                     f"{slot.box} of {list(slot.whole_shape)} there. Use engine.get({slot.name!r}) and engine.set."
@@ -256,11 +256,11 @@ class Access:
         self._agreement.broadcast(flat, flat.full)
         if flat.master is None:
             flat.land()
-            flat.put(flat.param, _cut(flat.full, flat.param_span))
+            flat.put(flat.param, _slice_of(flat.full, flat.param_span))
             return
         flat.land()
         master = flat.loaded(flat.master)
-        edited = _cut(flat.full, flat.optim_span).to(master.device)
+        edited = _slice_of(flat.full, flat.optim_span).to(master.device)
         flat.put(flat.master, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
@@ -338,7 +338,7 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             raise ModelError(f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's.")
 
 
-def _cut(tensor: Tensor, span: Span) -> Tensor:
+def _slice_of(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
 
 

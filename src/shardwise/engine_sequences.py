@@ -17,7 +17,7 @@ class EngineSequences(EngineReports):
         """The tokens of `batch` that this rank computes. All ranks along the mesh's `sp` call, with the same batch.
 
         `batch` is a dict with `input_ids` or `inputs_embeds`, a tensor, or a list or tuple of tensors; every tensor
-        whose dimension 1 has as many entries as there are tokens is cut there. `documents`, int `[batch, tokens]`:
+        whose dimension 1 has as many entries as there are tokens is split there. `documents`, int `[batch, tokens]`:
         tokens attend only to tokens of the same number.
 
         In a dict `attention_mask`, `[batch, tokens]`, marks what is not padding, and is removed. For models of
@@ -29,7 +29,7 @@ class EngineSequences(EngineReports):
         A model of transformers that is called with a whole batch splits it in this way by itself.
 
         Without an axis `sp` in the mesh the batch is returned unchanged. Raises `ConfigError` for a batch that is not
-        the same on all ranks that share it, or that cannot be cut.
+        the same on all ranks that share it, or that cannot be split.
         """
         self._require_open()
         if self._sharded.sequence is None:

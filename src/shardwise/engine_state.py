@@ -245,7 +245,7 @@ class EngineState:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
         With `write`, all ranks take over rank 0's edits on leaving. All ranks enter and leave. Raises `ModelError` for
-        an unknown name, and for parameters that `tp` or `ep` cut.
+        an unknown name, and for parameters that `tp` or `ep` split.
         """
         self._require_open()
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")

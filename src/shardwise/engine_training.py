@@ -73,17 +73,17 @@ class EngineTraining(EngineSequences):
         """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
 
         `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Its
-        tensors are cut along their first dimension into even micro-batches. It may also be a list or iterator of
+        tensors are split along their first dimension into even micro-batches. It may also be a list or iterator of
         micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
-        `loss_fn(output, target)` if `target` is given, which is cut like the batch, computes the loss of a micro-batch;
-        without it the loss is the model's output, or the output's `loss`.
+        `loss_fn(output, target)` if `target` is given, which is split like the batch, computes the loss of a
+        micro-batch; without it the loss is the model's output, or the output's `loss`.
 
         Returns the mean loss over the micro-batches, a detached scalar, on every rank: that of this rank's own data,
         and under a pipeline the same on all its stages (`engine.mean(loss.item())` is the mean over all data). All
         ranks call; those of one pipeline pass the same batch. Clipping, loss scale and schedule are the plan's; the
         norm is `engine.gradient_norm`.
 
-        Raises `ConfigError` for a batch that cannot be cut, and `StateError` between the micro-batches of a loop.
+        Raises `ConfigError` for a batch that cannot be split, and `StateError` between the micro-batches of a loop.
         """
         self._require_open()
         if self._session is not None:

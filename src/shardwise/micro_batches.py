@@ -46,7 +46,7 @@ class MicroBatch:
 def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list[MicroBatch]:
     """`num` micro-batches of `batch`, with their weights; see `Engine.train_step` for what that may be.
 
-    Raises `ConfigError` for one that cannot be cut evenly, where samples are not weighed, or that has too few.
+    Raises `ConfigError` for one that cannot be split evenly, where samples are not weighed, or that has too few.
     """
     inputs = _parts(batch, num, "batch", is_even=not weighing.is_used)
     if target is None:

@@ -59,7 +59,7 @@ def boxes_after(
     own_experts = experts.boxes(len(copies), place) if experts is not None else {}
     whole_shapes = {} if had is None else had.whole_shapes
     for name, param in model.named_parameters():
-        if param in own_experts and param not in whole_shapes and param in known and known[param].is_cut:
+        if param in own_experts and param not in whole_shapes and param in known and known[param].is_split:
             raise ModelError(
                 f"{name} is split along {AXIS}, and along {EXPERTS} ranks have whole experts. Save a checkpoint, and "
                 f"resume it with a plan whose tensor.plan leaves {name} out."

@@ -34,7 +34,7 @@ from shardwise.sequence import SequenceParallel, WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host
 from shardwise.telemetry import Ledger, Timeline
-from shardwise.tensors import Owner, Structure, use_uncut_states
+from shardwise.tensors import Owner, Structure, use_unsplit_states
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Assembly:
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
         owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
         self._hooks.callback(owner.close)
-        self._hooks.callback(use_uncut_states(self._model, owner.cut_home_of))
+        self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
         self._hooks.callback(Structure(self._model).release)
         cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)

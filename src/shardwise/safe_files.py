@@ -125,7 +125,9 @@ def read_exactly(file: BinaryIO, start: int, num_bytes: int, path: Path) -> byte
     """Bytes `start` to `start + num_bytes` of `file` at `path`; checks the size before allocating memory."""
     size = os.fstat(file.fileno()).st_size
     if not 0 <= start <= start + num_bytes <= size:
-        raise CheckpointError(f"{path} has {size} bytes, and {num_bytes} from byte {start} were expected; it was cut.")
+        raise CheckpointError(
+            f"{path} has {size} bytes, but {num_bytes} from byte {start} were expected: it is truncated."
+        )
     content = bytearray(num_bytes)
     fill_exactly(file, start, memoryview(content), path)
     return bytes(content)
@@ -140,7 +142,7 @@ def fill_exactly(file: BinaryIO, start: int, into: memoryview, path: Path) -> No
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read at byte {start + done}: {error}") from error
         if count == 0:
-            raise CheckpointError(f"{path} ends at byte {start + done}; it was cut.")
+            raise CheckpointError(f"{path} ends at byte {start + done}: it is truncated.")
         done += count
 
 

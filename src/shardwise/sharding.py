@@ -167,12 +167,14 @@ class Design:
         coordinate = self.mesh.coordinate(world.rank)
         collectives = world.collectives(device)
 
-        def runs_beside(axis: str) -> bool:
-            return collectives.runs_beside(world.group(self.mesh, axis))
+        def overlaps(axis: str) -> bool:
+            return collectives.overlaps_compute(world.group(self.mesh, axis))
 
         every = []
         for choice in (replace(choice, boxes=self.boxes) for choice in self.choices):
-            spec = unit_spec(choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, runs_beside=runs_beside)
+            spec = unit_spec(
+                choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
+            )
             every.append(make_unit(choice, spec, self.rows, coordinate, meter, device))
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
@@ -294,7 +296,7 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     """Raise `ModelError` for an optimizer that needs whole matrices if ranks have only parts of them."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
-        if box is not None and box.is_cut and param in updates and updates[param].matrix:
+        if box is not None and box.is_split and param in updates and updates[param].matrix:
             axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
                 f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "

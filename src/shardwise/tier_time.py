@@ -63,18 +63,19 @@ class TierTime:
 
     @property
     def lines(self) -> list[str]:
-        """In words, a line for each kind of work; then the bound, and what is not known."""
-        said = [str(one) for one in self.work]
+        """A line for each kind of work; then the lower bound of a step's time, and how to measure what is missing."""
+        lines = [str(one) for one in self.work]
         longest = self.longest
         if longest is not None:
             shared = f", which {self.num_local} ranks share," if self.num_local > 1 and longest[0] != "link" else ""
-            said.append(
-                f"No step takes less than {longest[1]:.3g} s, for which the {longest[0]}{shared} is busy by the "
-                f"calibration of {self.host}; computing is not in these figures."
+            lines.append(
+                f"A step takes at least {longest[1]:.3g} s, because the {longest[0]}{shared} is busy for that time "
+                f"(measured on {self.host}). Computation is not included."
             )
         if self.missing:
-            said.append(f"For seconds{' of all' if longest else ''} run {' and '.join(self.missing)} on this machine.")
-        return said
+            what = "all times" if longest else "times"
+            lines.append(f"To estimate {what}, run {' and '.join(self.missing)} on this machine.")
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -206,7 +206,7 @@ def test_elastic_horovodrun_asks_a_script_for_hosts(site: Site) -> None:
     assert sorted(found) == [0, 1, 2, 3], done.stderr
     assert {one["size"] for one in found.values()} == {4}
     assert found[0]["sizes"][0] == 2
-    assert "host two comes, with 3 slots." in done.stderr
+    assert "host two joins, with 3 slots." in done.stderr
     assert not processes_with("s3cr3t")
 
 

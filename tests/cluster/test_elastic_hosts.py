@@ -166,7 +166,7 @@ def test_a_rank_of_a_host_is_killed_and_another_one_comes_in_its_place(site: Sit
     job.wait_for_members(*[f"{net}.1"] * 2, *[f"{net}.2"] * 2)
     said = job.end()
     assert "rank 2 was killed by SIGKILL" in said
-    assert "A process starts in the place of the dead (retries: 1 of 3 within 600 s)." in said
+    assert "1 replacement starts (retries: 1 of 3 within 600 s)." in said
     (new,) = [one for one in job.facts("joined") if one["is_newcomer"]]
     assert (new["host"], new["LOCAL_RANK"], new["rank"]) == ("two", "0", 3)
 
@@ -187,8 +187,8 @@ def test_a_host_whose_cable_is_out_is_gone_with_all_its_ranks_and_comes_back(sit
     job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.2")
     said = job.end()
     assert f"host {net}.2 is gone: ranks 1, 2 (nothing was heard of it for 4 s)." in said
-    assert "Blame: network: Ranks 1, 2 could not be reached" in said
-    assert "Processes start in the place of the dead as soon as a host has room for them." in said
+    assert "Cause: network: Ranks 1, 2 could not be reached" in said
+    assert "Replacements start as soon as a host has free slots." in said
     assert f"host {net}.2 answers, with 2 slots." in said
 
 
@@ -238,11 +238,11 @@ def test_a_script_names_a_host_that_comes_and_then_leaves_after_its_step(site: S
     left = job.wait_for("left", 2)
     assert {(one["host"], one["has_asked"]) for one in left} == {("two", True)}
     said = job.end()
-    assert f"host {net}.2 comes, with 2 slots." in said
+    assert f"host {net}.2 joins, with 2 slots." in said
     assert "'is' is not understood" in said
-    assert "The hosts stay as they were." in said
-    assert f"host {net}.2 is not in the list any more: 2 ranks there leave after their step." in said
-    assert "2 ranks left, as asked. 1 rank goes on" in said
+    assert "The list of hosts is unchanged." in said
+    assert f"host {net}.2 is no longer in the list of hosts: 2 ranks there leave after their step." in said
+    assert "2 ranks left on request. 1 rank continues" in said
 
 
 def test_a_host_that_is_asked_to_end_is_left_and_the_job_ends_where_it_needs_its_ranks(site: Site) -> None:
@@ -255,8 +255,8 @@ def test_a_host_that_is_asked_to_end_is_left_and_the_job_ends_where_it_needs_its
     kill("shardwise.launch.hosts", f"{net}.1 2222\0", number=signal.SIGTERM)
     _, said = job.process.communicate(timeout=SOON_SECONDS)
     assert job.process.returncode == 143, said
-    assert f"host {net}.2 is asked to end (SIGTERM): 1 rank there leaves after its step." in said
-    assert f"host {net}.1 is asked to end (SIGTERM); the job needs its ranks, and so all are told to end." in said
+    assert f"host {net}.2 received SIGTERM: 1 rank there leaves after its step." in said
+    assert f"host {net}.1 received SIGTERM; the job needs its ranks, so all ranks are told to end." in said
 
 
 def test_a_host_with_faults_of_its_own_gets_no_process_for_a_while_and_another_one_does(site: Site) -> None:
@@ -344,7 +344,7 @@ def test_hosts_that_come_later_get_the_code_and_get_it_again_when_it_is_gone(sit
     said = job.end()
     assert (shared / "words-near").read_text() == "first\n"
     assert (shared / "words-far").read_text() == "changed since\n" * 2
-    assert said.count(f"this directory has changed since the job began: {far} gets what is here now") == 1
+    assert said.count(f"this directory has changed since the job began: {far} gets the files that are here now") == 1
     assert f"host {far} cannot be used: There is no script 'train.py'" in said
 
 

@@ -78,11 +78,11 @@ def test_a_job_saves_before_its_time_is_over_and_begins_again(slurm: Slurm, tmp_
     assert f"submitted as job {number}; `squeue -j {number}` shows it" in done.stdout
     log = tmp_path / f"train-{number}.log"
     wait_for(log, "rank 0 of 2 begins 0 s3cr3t", "rank 1 of 2 begins 0 s3cr3t")
-    text = wait_for(log, "rank 0 saved", "rank 1 saved", "the job goes into the queue again")
-    assert "SIGTERM is passed on to the ranks" in text
+    text = wait_for(log, "rank 0 saved", "rank 1 saved", "the job is requeued")
+    assert "SIGTERM is sent to the ranks" in text
     text = wait_for(log, "rank 0 is done", "rank 1 is done")
     assert "rank 0 of 2 begins 1" in text
-    assert text.count("SIGTERM is passed on") == 1
+    assert text.count("SIGTERM is sent") == 1
 
 
 def test_within_an_allocation(slurm: Slurm, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ SPLIT = """
             engine.backward(own)
             engine.step()
             assert abs(world.mean(own.item()) - loss.item()) < 1e-5 * loss.item()
-        assert engine.module.blocks[0].up.forward.line.runs_beside
+        assert engine.module.blocks[0].up.forward.line.overlaps_compute
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(engine.get(name), parameter.detach(), rtol=1e-5, atol=1e-6)
         engine.close()

@@ -1,4 +1,4 @@
-"""What ranks do in test_horovod_frameworks.py: one job for each framework, which comes back with plain values."""
+"""The ranks' jobs of test_horovod_frameworks.py, one for each framework. They return plain values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 GLOBAL_ROWS, STEPS = 8, 4
@@ -17,7 +18,7 @@ LARGE = 300_000
 
 
 def plain_losses(rate: float = 0.1) -> tuple[list[float], np.ndarray]:
-    """Losses and weights of gradient descent on whole batches: the mean of (x w)**2."""
+    """Losses and weights of gradient descent on whole batches. The loss is the mean of (x w)**2."""
     weights = torch.tensor(W, requires_grad=True)
     losses = []
     for x in X:
@@ -45,8 +46,8 @@ def numpy_job() -> None:
         assert hvd.allgather(x[: rank + 1]).shape == (3, 3)
         assert hvd.broadcast(x, 1).dtype == dtype
     x = np.arange(4.0) + 10 * rank
-    got, counts = hvd.alltoall(x, [1, 3] if rank == 0 else [2, 2])
-    assert got.tolist() == ([0, 10, 11] if rank == 0 else [1, 2, 3, 12, 13])
+    received, counts = hvd.alltoall(x, [1, 3] if rank == 0 else [2, 2])
+    assert received.tolist() == ([0, 10, 11] if rank == 0 else [1, 2, 3, 12, 13])
     assert counts.tolist() == ([1, 2] if rank == 0 else [3, 2])
     assert hvd.reducescatter(x).tolist() == ([5, 6] if rank == 0 else [7, 8])
     assert hvd.allreduce(np.array([True, False]) if rank else np.array([True, True]), op=hvd.Min).tolist() == [
@@ -83,14 +84,19 @@ def jax_job() -> dict[str, Any]:
     assert jax.jit(hvd.allgather)(jnp.full((2,), rank)).tolist() == [0, 0, 1, 1]
     assert jax.jit(lambda x: hvd.broadcast(x, 1))(jnp.array([rank])).tolist() == [1]
 
-    def of_all(call: Any) -> list[float]:
+    def gradient(call: Any) -> list[float]:
         x, weights = jnp.ones(2), jnp.arange(1.0, 3.0) + rank
-        got: list[float] = jax.jit(jax.grad(lambda x: (call(x)[:2] * weights).sum()))(x).tolist()
-        return got
+        found: list[float] = jax.jit(jax.grad(lambda x: (call(x)[:2] * weights).sum()))(x).tolist()
+        return found
 
-    assert of_all(lambda x: hvd.allreduce(x, op=hvd.Sum)) == [3, 5]
-    assert of_all(lambda x: hvd.broadcast(x, 0)) == ([1.5, 2.5] if rank == 0 else [0, 0])
-    assert of_all(hvd.allgather) == ([1.5, 2.5] if rank == 0 else [0, 0])
+    assert gradient(lambda x: hvd.allreduce(x, op=hvd.Sum)) == [3, 5]
+    assert gradient(lambda x: hvd.broadcast(x, 0)) == ([1.5, 2.5] if rank == 0 else [0, 0])
+    assert gradient(hvd.allgather) == ([1.5, 2.5] if rank == 0 else [0, 0])
+    weights = jnp.arange(6.0).reshape(3, 2)
+    of_uneven_rows = jax.grad(lambda x: (hvd.allgather(x) * weights).sum())(jnp.ones((rank + 1, 2)))
+    assert of_uneven_rows.tolist() == ([[0, 1]] if rank == 0 else [[2, 3], [4, 5]])
+    with pytest.raises(ValueError, match="no gradient for op=Max"):
+        jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum())(jnp.ones(2))
 
     params = hvd.broadcast_parameters({"w": jnp.asarray(W) + rank}, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optax.sgd(0.1))
@@ -137,6 +143,17 @@ def tensorflow_job() -> dict[str, Any]:
     slices = tape.gradient(looked_up, table)
     assert tf.convert_to_tensor(slices).numpy()[:, 0].tolist() == [0.5, 0.5, 0, 1]
 
+    one_row = tf.IndexedSlices(tf.fill((1, 2), rank + 1.0), tf.constant([rank]), tf.constant([4, 2]))
+    scaled = hvd.allreduce(one_row, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert tf.convert_to_tensor(scaled).numpy()[:, 0].tolist() == [2, 4, 0, 0]
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.reduce_sum(hvd.allreduce(x, op=hvd.Max))
+    with pytest.raises(ValueError, match="no gradient for op=Max"):
+        tape.gradient(y, x)
+    with pytest.raises(Exception, match="works only eagerly"):  # TensorFlow makes a StagingError of it
+        tf.function(hvd.alltoall)(x)
+
     weights, unused = tf.Variable(W + rank), tf.Variable(1.0)
     hvd.broadcast_variables([weights], root_rank=0)
 
@@ -172,7 +189,7 @@ def keras_job(backend: str, folder: str) -> dict[str, Any]:
     model.compile(optimizer=optimizer, loss="mean_squared_error")
     rows = np.concatenate([own_rows(x, hvd) for x in X])
     losses: list[float] = []
-    told = model.fit(
+    history = model.fit(
         rows,
         np.zeros((len(rows), 3), np.float32),
         batch_size=GLOBAL_ROWS // hvd.size(),
@@ -184,7 +201,7 @@ def keras_job(backend: str, folder: str) -> dict[str, Any]:
             keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: losses.append(logs["loss"])),
         ],
     )
-    assert told.history["loss"]
+    assert history.history["loss"]
     weights = model.get_weights()[0]
     assert np.array_equal(hvd.broadcast(weights, 0), weights)
     file = Path(folder) / f"{backend}-{rank}.keras"
@@ -192,15 +209,31 @@ def keras_job(backend: str, folder: str) -> dict[str, Any]:
     loaded = hvd.load_model(file)
     assert type(loaded.optimizer).__name__ == "SGD"
     assert np.array_equal(loaded.get_weights()[0], weights)
-    warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
-    loaded.fit(rows[:4], np.zeros((4, 3), np.float32), epochs=3, verbose=0, callbacks=[warmup])
-    assert abs(float(loaded.optimizer.learning_rate) - 0.4) < 1e-6
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)  # by batches, then constant
+    assert sum_of_rates(hvd, warmup) == pytest.approx(0.25 + 0.3 + 0.35 + 0.4 + 2 * 0.4)
+    decay = hvd.callbacks.LearningRateScheduleCallback(0.4, multiplier=0.5, start_epoch=1)
+    assert sum_of_rates(hvd, decay) == pytest.approx(2 * 0.1 + 2 * 0.4 + 2 * 0.2)
     hvd.shutdown()
     return {"losses": losses, "weights": weights.tolist()}
 
 
+def sum_of_rates(hvd: Any, callback: Any) -> float:
+    """The sum of learning rates in 3 epochs of 2 steps, from the weights: the gradient is 1/3 in every step."""
+    import keras
+
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, use_bias=False)])
+    model.set_weights([W])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer=optimizer, loss=lambda _, predicted: keras.ops.mean(predicted, axis=-1))
+    x, y = np.ones((4, 5), np.float32), np.zeros((4, 3), np.float32)
+    model.fit(x, y, batch_size=2, epochs=3, verbose=0, callbacks=[callback])
+    changes = 3 * (W - model.get_weights()[0])
+    assert np.ptp(changes) < 1e-5
+    return float(changes.mean())
+
+
 def page_job(page: str) -> None:
-    """Every block of Python of a page runs as it stands."""
+    """Execute every Python block of a page."""
     blocks = re.findall(r"^```python\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
     for block in blocks:

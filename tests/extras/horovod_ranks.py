@@ -1,6 +1,6 @@
-"""`python horovod_ranks.py FOLDER`: the jobs of horovod_jobs.py on two ranks each, forks of this process.
+"""`python horovod_ranks.py FOLDER`: runs each job of horovod_jobs.py on two ranks, and prints the results as JSON.
 
-What takes long to import is imported once, and nothing is computed before the forks. Prints what ranks found, as JSON.
+Ranks are forks of this process, so that large libraries are imported only once. Nothing is computed before the forks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import horovod_jobs as jobs
 import jax  # noqa: F401
-import tensorflow  # noqa: F401  # what forks are not to import again
+import tensorflow  # noqa: F401  # imported before the forks
 import torch
 
 RANKS, SECONDS = 2, 200
@@ -32,41 +32,41 @@ def on_ranks(job: Callable[..., Any], *args: str) -> list[Any]:
     context = multiprocessing.get_context("fork")
     ranks = []
     for rank in range(RANKS):
-        here, there = context.Pipe(duplex=False)
-        child = context.Process(target=work, args=(there, rank, port, job, args), daemon=True)
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=run_rank, args=(sender, rank, port, job, args), daemon=True)
         child.start()
-        there.close()
-        ranks.append((child, here))
-    told = []
-    for child, here in ranks:
+        sender.close()
+        ranks.append((child, receiver))
+    results = []
+    for child, receiver in ranks:
         try:
-            told.append(here.recv() if here.poll(SECONDS) else "nothing came")
+            results.append(receiver.recv() if receiver.poll(SECONDS) else f"no result after {SECONDS} s")
         except EOFError:
-            told.append("the process died")
+            results.append("the process died")
         child.kill()
         child.join()
-    return told
+    return results
 
 
-def work(there: Connection, rank: int, port: int, job: Callable[..., Any], args: tuple[str, ...]) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+def run_rank(sender: Connection, rank: int, port: int, job: Callable[..., Any], args: tuple[str, ...]) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
     try:
-        there.send(job(*args))
-    except BaseException:  # told to whoever waits for it
-        there.send(traceback.format_exc())
+        sender.send(job(*args))
+    except BaseException:  # the test shows it
+        sender.send(traceback.format_exc())
     os._exit(0)
 
 
 def main() -> None:
     folder = sys.argv[1]
-    found = {"numpy": on_ranks(jobs.numpy_job), "jax": on_ranks(jobs.jax_job)}
-    found["tensorflow"] = on_ranks(jobs.tensorflow_job)
+    results = {"numpy": on_ranks(jobs.numpy_job), "jax": on_ranks(jobs.jax_job)}
+    results["tensorflow"] = on_ranks(jobs.tensorflow_job)
     for backend in ("tensorflow", "jax", "torch"):
-        found[f"keras on {backend}"] = on_ranks(jobs.keras_job, backend, folder)
-    found["the page"] = on_ranks(jobs.page_job, str(PAGE))
-    print(json.dumps(found))
+        results[f"keras on {backend}"] = on_ranks(jobs.keras_job, backend, folder)
+    results["the page"] = on_ranks(jobs.page_job, str(PAGE))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

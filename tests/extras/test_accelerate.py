@@ -40,7 +40,7 @@ def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
         assert load_file(tmp_path / plan / "weights" / "model.safetensors").keys() == expected["state"].keys()
 
 
-def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
+def test_a_loop_over_a_split_model(tmp_path: Path) -> None:
     """Ranks along tp get the same batches, schedulers count batches, and metrics have each sample once."""
     plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}}

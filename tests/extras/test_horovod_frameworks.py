@@ -1,4 +1,5 @@
-"""Numpy, JAX, TensorFlow and Keras on every backend: collectives, their gradients, a loop as on whole batches."""
+"""Numpy, JAX, TensorFlow and Keras on every backend: collectives, their gradients, and a loop compared with whole
+batches."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_loops_are_those_of_whole_batches(tmp_path: Path) -> None:
-    """What a job asserts by itself comes back as the text of a traceback."""
+def test_loops_equal_those_on_whole_batches(tmp_path: Path) -> None:
+    """A failed assertion in a job is returned as the text of its traceback."""
     import horovod_jobs as jobs
 
     environment = os.environ | {
@@ -39,12 +40,12 @@ def test_loops_are_those_of_whole_batches(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("numpy") == [None, None]
-    assert found.pop("the page") == [None, None]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results.pop("numpy") == [None, None]
+    assert results.pop("the page") == [None, None]
     losses, weights = jobs.plain_losses()
-    for job, told in found.items():
-        for rank in told:
+    for job, ranks in results.items():
+        for rank in ranks:
             assert isinstance(rank, dict), f"{job}: {rank}"
             expected = [float(np.mean(losses))] if job.startswith("keras") else losses
             np.testing.assert_allclose(rank["losses"], expected, rtol=1e-5, err_msg=job)

@@ -85,9 +85,9 @@ def test_pods_of_an_indexed_job_come_and_go(
     losses_of(tmp_path, 3)
     said = capsys.readouterr().out
     assert f"{launcher.name}: shardwise: host {second.name} is gone: rank" in said
-    assert f"host {first.name} is asked to end (SIGTERM): 1 rank there leaves after its step." in said
+    assert f"host {first.name} received SIGTERM: 1 rank there leaves after its step." in said
     third = next(pod for pod in job_of_pods.pods if pod.index == 2)
-    assert f"host {third.name} comes, with 1 slot." in said
+    assert f"host {third.name} joins, with 1 slot." in said
 
 
 def test_the_pod_of_the_launcher_is_lost_and_a_jobset_begins_anew(cluster: Cluster, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def batch(kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
+def test_a_model_split_by_its_plan_trains_like_the_unsplit_one(name: str) -> None:
     kind, sizes, tp, *asked = MODELS[name]
     twin = built(kind, sizes)
     models = [copy.deepcopy(twin) for _ in range(tp)]
@@ -230,7 +230,7 @@ def trained_adapters(models: list[nn.Module], preset: str, tp: int) -> list[tupl
     [("llama", "zero1", 2), ("llama", "zero3", 2), ("llama", "zero1", 4)]
     + [(what, preset, 2) for what in ADAPTED if what != "llama" for preset in ("zero1", "zero3")],
 )
-def test_adapters_of_peft_are_cut_with_what_they_adapt(what: str, preset: str, tp: int) -> None:
+def test_adapters_of_peft_are_split_with_their_layers(what: str, preset: str, tp: int) -> None:
     """Four ranks share two key heads, and so two of them share one half of the second matrix of an adapter."""
     twin = adapted(what)
     models = [copy.deepcopy(twin) for _ in range(tp)]
@@ -259,7 +259,7 @@ def test_adapters_that_look_at_whole_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"alibi": True}, {"alibi": False, "multi_query": True}])
-def test_a_falcon_that_cannot_be_cut_is_refused(sizes: dict[str, Any]) -> None:
+def test_a_falcon_that_cannot_be_split_is_refused(sizes: dict[str, Any]) -> None:
     models = [built("falcon", sizes) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
     with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one key and value head)"):
@@ -275,7 +275,7 @@ def test_experts_with_parameters_that_the_plan_does_not_name_are_refused() -> No
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
-def test_experts_whose_sequences_would_be_cut_are_refused() -> None:
+def test_experts_whose_sequences_would_be_split_are_refused() -> None:
     models = [built("mixtral", {"num_local_experts": 4}) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
     with pytest.raises(ModelError, match=r"mlp.experts has experts, .* Leave tensor.sequence out"):

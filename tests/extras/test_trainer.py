@@ -98,7 +98,7 @@ def assert_rows(ours: list[Any], plain: list[Any]) -> None:
         torch.testing.assert_close(torch.tensor(row), torch.tensor(expected), **CLOSE)
 
 
-def test_a_cut_model_is_saved_whole_and_resumed_uncut(tmp_path: Path) -> None:
+def test_a_split_model_is_saved_whole_and_resumed_unsplit(tmp_path: Path) -> None:
     folder, rest = str(tmp_path), {"load_best_model_at_end": False, "save_strategy": "no"}
     cut = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
     whole = on_ranks(2, jobs.saved, cut, "llama", folder)[0]
@@ -106,9 +106,9 @@ def test_a_cut_model_is_saved_whole_and_resumed_uncut(tmp_path: Path) -> None:
     for name, value in final.state_dict().items():
         torch.testing.assert_close(value, torch.tensor(whole["state"][name]), rtol=0, atol=0)
     checkpoint = str(tmp_path / "checkpoint-2")
-    uncut = on_ranks(1, jobs.resumed, "zero3", "llama", folder, checkpoint, **rest)[0]
-    assert uncut["losses"] == pytest.approx(whole["losses"], abs=1e-5)
-    assert uncut["norms"] == pytest.approx(whole["norms"], abs=1e-5)
+    unsplit = on_ranks(1, jobs.resumed, "zero3", "llama", folder, checkpoint, **rest)[0]
+    assert unsplit["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert unsplit["norms"] == pytest.approx(whole["norms"], abs=1e-5)
 
 
 def test_callbacks_and_the_users_optimizer() -> None:
@@ -119,7 +119,7 @@ def test_callbacks_and_the_users_optimizer() -> None:
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), **CLOSE)
 
 
-def test_its_trackers_and_our_record_are_told_by_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_writes_its_trackers_and_our_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TensorBoard by report_to, a callback, and the run of the plan; then from a checkpoint at another size."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = tmp_path / "run"

@@ -58,5 +58,5 @@ def test_what_has_not_been_asked_for_yet_costs_nothing(then: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["launch", "deepspeed", "horovodrun", "accelerate"])
-def test_a_launcher_tells_mistakes_before_torch_is_imported(verb: str) -> None:
+def test_the_launcher_reports_mistakes_before_torch_is_imported(verb: str) -> None:
     assert "torch" not in brought_in("", f"import shardwise.cli.main, shardwise.cli.{verb}")

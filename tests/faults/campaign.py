@@ -51,7 +51,8 @@ class Campaign:
 
     def run(self) -> str:
         """What the job has printed, when it has ended."""
-        due = sorted(self.draw.sample(range(1, self.num_steps - 1), min(self.num_kills, self.num_steps - 2)))
+        most = self.num_steps * 9 // 10  # those who join take steps that were not meant for kills
+        due = sorted(self.draw.sample(range(1, most), min(self.num_kills, most - 1)))
         try:
             while len(self.dead) < self.num_kills and self.job.poll() is None:
                 self.kill_in_some_situation(due[min(len(self.dead), len(due) - 1)])
@@ -130,9 +131,11 @@ class Campaign:
 
     def are_here(self, least: int) -> bool:
         """Whether so many train; those who have just joined show it by a step, for which they get leave."""
-        if len(self.ranks()) >= least:
+        ranks = self.ranks()
+        if len(ranks) >= least:
             return True
-        if time.monotonic() > self.next_leave:
+        joined = [member for member in self.pids() if (self.out / f"joined-{member}").exists()]
+        if set(joined) - set(ranks) and time.monotonic() > self.next_leave:
             self.next_leave = time.monotonic() + 0.5
             self.allow(self.step() + 2)
         return False

@@ -2,9 +2,9 @@
 
 campaign_rank.py OUT PLAN LOOP STEPS     OUT: a folder; PLAN: a preset or JSON; LOOP: engine, plain or train_step
 
-Each member writes what it does into OUT: `pid-N` before it joins, `rank-N` when it has taken a step in a generation,
-`saving-N` while it saves, and a line of `steps-N.jsonl` for each step. The file `allowed` has the step before which all
-wait for whoever kills them, unless somebody is about to join.
+Each member writes what it does into OUT: `pid-N` before it joins, `joined-N` when it has, `rank-N` when it has taken a
+step in a generation, `saving-N` while it saves, and a line of `steps-N.jsonl` for each step. The file `allowed` has the
+step before which all wait for whoever kills them, unless somebody is about to join.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import shardwise as sw
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there, not that of the tests
 
-from tests.faults.exact import Model, loader, loss_of, optimizer_of
+from tests.faults.exact_training import Model, loader, loss_of, optimizer_of
 
 SAVE_EVERY, READ_EVERY, NUM_KEPT = 10, 7, 3
 FOREVER = 10**9
@@ -46,6 +46,7 @@ class Trained:
         plain = json.loads(plan) if plan.startswith("{") else plan
         self.engine = sw.shard(self.model, plain, optimizer=self.optimizer, world=self.world)
         self.engine.resume(out / "checkpoints")
+        self.publish("joined", "")
         self.generation = -1
 
     def run(self) -> None:

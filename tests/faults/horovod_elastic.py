@@ -1,9 +1,9 @@
-"""Run by `test_horovod_elastic.py` on real processes: a script of Horovod Elastic, some of whose ranks die.
+"""A script of Horovod Elastic, some of whose ranks die. `test_horovod_elastic.py` runs it on real processes.
 
-horovod_elastic.py OUT STEPS NEW SAMPLES FAULT...   It ends after STEPS, with so many NEW ranks there.
+horovod_elastic.py OUT STEPS NEW SAMPLES FAULT...   It ends after STEPS; with NEW, not before 4 ranks are there.
 
 SAMPLES is `sampler` or `plain`. FAULT is WHAT:RANK:STEP of the first ranks, where WHAT is kill (before a step), half
-(in a backward), commit (between saving and telling), leave (SIGTERM), or mismatch (all live).
+(in a backward), commit (between saving and notifying), leave (SIGTERM), or mismatch (no rank dies).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(epoch: int) -> list[int]:
-    """As the sampler's."""
+    """The sampler's order."""
     return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(7 + epoch)).tolist()
 
 
 def plain(num_steps: int) -> torch.nn.Module:
-    """One process with whole batches, and nobody is killed."""
+    """The model of one uninterrupted process with whole batches."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     per_epoch = SAMPLES // GLOBAL
@@ -61,7 +61,7 @@ class Job:
         self.resets = 0
         self.sizes: list[int] = []
 
-    def befall(self, what: str, step: int) -> bool:
+    def inject(self, what: str, step: int) -> bool:
         if (what, step) not in self.faults:
             return False
         self.faults.discard((what, step))
@@ -74,7 +74,7 @@ class Job:
     def run(self) -> None:
         model = build()
         if self.member > 3:
-            torch.nn.init.zeros_(model[0].weight)  # one that comes has what the others tell it
+            torch.nn.init.zeros_(model[0].weight)  # a new rank gets the others' weights
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         more: dict[str, Any] = {"step": 0, "epoch": 0}
@@ -87,7 +87,7 @@ class Job:
 
             def save_and_die() -> None:
                 save()
-                self.befall("commit", state.step)
+                self.inject("commit", state.step)
 
             state.save = save_and_die
         hvd.elastic.run(self.train)(state)
@@ -121,16 +121,16 @@ class Job:
                 self.step(state, DATA[rows][hvd.rank() :: hvd.size()], lambda: None)
 
     def step(self, state: Any, rows: torch.Tensor, record: Any) -> None:
-        self.befall("kill", state.step)
-        self.befall("leave", state.step)
-        if any(what == "mismatch" and step == state.step for what, step in self.faults) and self.befall(
+        self.inject("kill", state.step)
+        self.inject("leave", state.step)
+        if any(what == "mismatch" and step == state.step for what, step in self.faults) and self.inject(
             "mismatch", state.step
         ):
             hvd.allreduce(torch.ones(1 + hvd.rank()), name="mismatch")
         state.optimizer.zero_grad()
         loss = loss_of(state.model, rows)
         if ("half", state.step) in self.faults:
-            next(iter(state.model.parameters())).register_hook(lambda _: self.befall("half", state.step))
+            next(iter(state.model.parameters())).register_hook(lambda _: self.inject("half", state.step))
         loss.backward()
         state.optimizer.step()
         record()

@@ -55,7 +55,7 @@ def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries
     done = ran(tmp_path, where, {"preset": "zero3", "bad_batch": "skip", "run": str(tmp_path / "run")}, retries)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "That batch is left out." in said
+    assert "The batch is skipped." in said
     losses = oracle()
     found = [json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")]
     assert len(found) >= 4 - num_dead, said
@@ -64,7 +64,7 @@ def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries
         pairs = [(loss, losses[int(step)]) for step, loss in one["losses"].items()]
         assert all(abs(loss - wanted) <= 1e-5 * wanted for loss, wanted in pairs), (pairs, said)
     verdicts = [line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "fault"]
-    assert verdicts[-1]["sort"] == "data"
+    assert verdicts[-1]["cause"] == "data"
     assert verdicts[-1]["action"] == "skip"
     assert str(bad_sample()) in verdicts[-1]["evidence"]
     assert verdicts[-1]["at_step"] == BAD_STEP

@@ -15,7 +15,7 @@ from shardwise.checkpoint import checkpoints_in
 from shardwise.testing import run_ranks
 from tests.faults.campaign import Campaign, is_alive
 from tests.faults.campaign_rank import READ_EVERY
-from tests.faults.exact import LEARNING_RATE, MULTIPLE, NUM_BLOCKS, Model, Samples, alone, loader, optimizer_of
+from tests.faults.exact_training import LEARNING_RATE, MULTIPLE, NUM_BLOCKS, Model, Samples, alone, loader, optimizer_of
 from tests.thorough import EXHAUSTIVE, thorough_only
 
 Tensor = torch.Tensor

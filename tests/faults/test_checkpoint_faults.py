@@ -12,7 +12,7 @@ import warm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 
-from launched import launch
+from launching import launch
 
 from shardwise.checkpoint import checkpoints_in
 
@@ -60,7 +60,7 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_rank_that_waits_for_the_dead_ones_file_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_dead_ranks_file_raises(tmp_path: Path) -> None:
     """Not ended by force, after it has waited for a note that never comes."""
     died = launch(DIES, 2, str(tmp_path), "die-awaited")
     assert died.returncode == 137, died.stderr

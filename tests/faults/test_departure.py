@@ -1,4 +1,4 @@
-"""A rank of an elastic job that is asked to end leaves after its step; whom the launcher blames for others."""
+"""Ranks of an elastic job that get SIGTERM leave after their step; and the causes that the launcher reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warm
 from shardwise.comm.members.departure import ENDING, Departure
 from tests.thorough import thorough_only
 
-SCRIPT = Path(__file__).with_name("blamed_rank.py")
+SCRIPT = Path(__file__).with_name("departing_rank.py")
 
 
 class Membership:
@@ -49,11 +49,11 @@ def test_it_leaves_once_and_only_where_the_others_can_go_on(tmp_path: Path) -> N
 
 
 CASES = {
-    "leave": (0, "1 rank left, as asked. 2 ranks go on after step", 2),
-    "leave-plain": (0, "1 rank left, as asked. 2 ranks go on after step", 2),
+    "leave": (0, "1 rank left on request. 2 ranks continue after step", 2),
+    "leave-plain": (0, "1 rank left on request. 2 ranks continue after step", 2),
     "end": (143, "ended by SIGTERM; 3 of 3 ranks ended by themselves", 3),
-    "code": (1, "blame: code: The same happened everywhere: it raised KeyError: 'labels' on all ranks", 0),
-    "data": (1, "Blame: data: Rank 1 raised ValueError: no number, as rank 2 had at the same step", 0),
+    "code": (1, "cause: code: The same happened everywhere: it raised KeyError: 'labels' on all ranks", 0),
+    "data": (1, "Cause: data: Rank 1 raised ValueError: no number, as rank 2 had at the same step", 0),
 }
 
 

@@ -1,4 +1,4 @@
-"""Elastic jobs that cannot lose a rank: all start again from the last checkpoint, without anybody's doing."""
+"""Elastic jobs that cannot lose a rank restart all ranks from the last checkpoint, automatically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warm
 from tests.faults.test_survival import oracle
 from tests.thorough import one_in
 
-SCRIPT = Path(__file__).with_name("restarted.py")
+SCRIPT = Path(__file__).with_name("restarting_rank.py")
 NUM_STEPS, DIES_AT = 8, 5
 PLANS = {
     "tp": {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}},
@@ -45,7 +45,7 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
     ran = launched(tmp_path, plan)
     assert ran.returncode == 0, ran.stderr
     assert "restart 1 of 3 within 600 s begins" in ran.stderr, ran.stderr
-    assert "blame: node" in ran.stderr
+    assert "cause: node" in ran.stderr
     found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
     assert len(found) == (4 if name == "tp" else 2)
     losses = oracle(NUM_STEPS)
@@ -57,7 +57,7 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(240)
-def test_without_retries_it_ends_with_the_status_of_the_dead(tmp_path: Path) -> None:
+def test_without_retries_it_ends_with_the_status_of_the_failed_rank(tmp_path: Path) -> None:
     ran = launched(tmp_path, PLANS["checkpoint"], "--retries", "0")
     assert ran.returncode == 137, ran.stderr
     assert "begins" not in ran.stderr

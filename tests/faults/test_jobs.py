@@ -102,7 +102,7 @@ def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: P
         ("skip", "contradiction (2,)", "rank 2 waits in 'before step' for 'agree * verdict"),
     ],
 )
-def test_all_others_are_told_what_one_did(fault: str, expected: str, words: str, tmp_path: Path) -> None:
+def test_all_ranks_raise_what_one_did(fault: str, expected: str, words: str, tmp_path: Path) -> None:
     run_plainly(3, fault, tmp_path)
     messages = [told(tmp_path, rank) for rank in (range(3) if fault == "skip" else range(2))]
     for seconds, kind, text in messages:
@@ -116,7 +116,7 @@ def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
     """No thread, no socket, and of the keys only the one that counts the worlds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    rounds = Path(__file__).with_name("rounds.py")
+    rounds = Path(__file__).with_name("many_worlds.py")
     ranks = [subprocess.Popen([warm.python(), str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
     for rank in range(2):
@@ -126,14 +126,14 @@ def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
         assert {keys for _, _, keys in counts} == {1}
 
 
-def test_the_launcher_tells_what_a_killed_rank_was_doing(tmp_path: Path) -> None:
+def test_the_report_has_the_last_status_of_a_killed_rank(tmp_path: Path) -> None:
     run = launch(4, "kill", tmp_path)
     ended = time.time() - float((tmp_path / "moment").read_text())
     assert run.returncode == 137
     assert run.stderr.count("Rank 3 is gone without a word") == 1, run.stderr
     assert "ranks 0 to 2 then raised" in run.stderr
     assert "rank 3 of 4 failed first: it was killed by SIGKILL" in run.stderr
-    assert "Last it said: rank 3 " in run.stderr
+    assert "Last status: rank 3 " in run.stderr
     assert ended < SOON_SECONDS
 
 

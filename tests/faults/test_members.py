@@ -77,12 +77,12 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
     assert set(all_facts(tmp_path, "done", "threads")) <= {1, 2}  # the main one, and the one that reads the news
     assert sorted(all_facts(tmp_path, "joined", "is_newcomer")) == [False] * 4 + [True] * 2
     assert "killed by SIGKILL" in said
-    assert "Last said: rank " in said
-    assert "go on after step 20" in said
-    assert "4 ranks go on" in said
+    assert "Last status: rank " in said
+    assert "continue after step 20" in said
+    assert "4 ranks continue" in said
 
 
-def test_deaths_while_the_others_meet_and_one_that_is_stopped(tmp_path: Path) -> None:
+def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path) -> None:
     """One dies before it says that it is ready, the next while groups open, and the last is only stopped."""
     faults = ["kill:0:20", "opening:1:1", "stop:2:20"]
     status, said = run(tmp_path, ["--elastic", "1:4", "--retries", "0"], "40", "0", *faults)
@@ -90,7 +90,7 @@ def test_deaths_while_the_others_meet_and_one_that_is_stopped(tmp_path: Path) ->
     (met,) = regrouped(tmp_path, 3)
     assert (met["origins"], met["lost"], met["step"]) == ([3], [0, 1, 2], 20)
     assert "rank 2 was stopped, and did not answer" in said
-    assert "1 rank goes on after step 20" in said
+    assert "1 rank continues after step 20" in said
 
 
 def test_too_few_begin_again_and_one_that_raises_or_leaves_is_no_failure(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_too_few_begin_again_and_one_that_raises_or_leaves_is_no_failure(tmp_pat
     status, said = run(tmp_path, [*options[:1], "3:4", *options[2:]], "40", "0", *faults)
     assert status == 1, said  # of four one left and one raised, which is one too many
     assert "restart 1 of 1 begins" in said
-    assert "1 rank left, as asked. 3 ranks go on" in said
+    assert "1 rank left on request. 3 ranks continue" in said
     assert "2 ranks are left, and the job needs 3 (--elastic)." in said
     assert "raised ValueError: a bad batch" in said
     (away,) = all_facts(tmp_path, "turned away", "has_asked")
@@ -111,7 +111,7 @@ def test_one_that_exits_with_a_status_has_not_finished_and_is_replaced(tmp_path:
     status, said = run(tmp_path, ["--elastic", "2:4"], "40", "1", "exit:1:20")
     assert status == 0, said
     assert "rank 1 raised SystemExit: 7" in said
-    assert "Blame: node: Rank 1 ended with exit code 7. The others go on." in said
+    assert "Cause: node: Rank 1 ended with exit code 7. The others continue." in said
     assert sorted(all_facts(tmp_path, "done", "rank")) == [0, 1, 2, 3]
 
 
@@ -123,7 +123,7 @@ def await_facts(out: Path, what: str, number: int) -> None:
 
 
 @varies
-def test_whoever_is_killed_whenever_sums_stay_right(tmp_path: Path) -> None:
+def test_sums_stay_right_whichever_rank_is_killed(tmp_path: Path) -> None:
     """Random members, at random moments, often while others meet again; the dead are replaced."""
     chance = random.Random(1)
     num_kills = drawn(3, 20)
@@ -149,7 +149,7 @@ def test_whoever_is_killed_whenever_sums_stay_right(tmp_path: Path) -> None:
     assert "ended by SIGTERM" in said
 
 
-def test_what_a_dead_launcher_left_in_memory_is_taken_away_by_the_next(tmp_path: Path) -> None:
+def test_the_next_launcher_removes_what_a_dead_one_left_in_memory(tmp_path: Path) -> None:
     with Images(tmp_path) as first:
         assert first.folder is not None
         (first.folder / "image").write_text("state")

@@ -1,4 +1,4 @@
-"""Elastic jobs in pods that call their launcher: processes of this machine, as a cluster would start and end them."""
+"""Elastic jobs in pods that connect to their launcher: processes of this machine, started and ended as by a cluster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pods:
         self._start("launcher", words)
 
     def pod(self, name: str, token: str = "secret") -> None:
-        self._start(name, ["-m", "shardwise.launch.hosts", "dial", f"127.0.0.1:{self.port}"], token)
+        self._start(name, ["-m", "shardwise.launch.hosts", "connect", f"127.0.0.1:{self.port}"], token)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """The process in the pod, and with it, as in a pod, all others."""
@@ -130,8 +130,8 @@ def test_pods_are_killed_and_evicted_and_others_come_in_their_place(pods: Pods) 
     assert pods.end("t-1-cc", "t-0-dd", "t-2-ee") == [0, 0, 0, 0], pods.said("launcher")
     said = pods.said("launcher")
     assert re.search(r"host t-1-bb is gone: rank [01] \(it has closed the connection\)\.", said), said  # as they came
-    assert "host t-0-aa is asked to end (SIGTERM): 1 rank there leaves after its step." in said
-    assert "host t-2-ee comes, with 1 slot." in said
+    assert "host t-0-aa received SIGTERM: 1 rank there leaves after its step." in said
+    assert "host t-2-ee joins, with 1 slot." in said
     losses_of(pods.out, 3)
 
 
@@ -157,7 +157,7 @@ def test_the_launchers_pod_is_killed_and_the_next_one_finds_the_same_pods(pods: 
     (pods.out / "enough").write_text("")
     assert pods.end("t-0", "t-1") == [0, 0, 0], pods.said("launcher")
     losses_of(pods.out, 2)
-    assert "t-0 has lost the launcher, and looks for it again." in pods.said("t-0")
+    assert "t-0 has lost the launcher and is trying to reach it again." in pods.said("t-0")
     assert pods.said("launcher").count("does not have the token of this job") == pods.num_launchers
     assert pods.processes["stranger"].poll() is None
 

@@ -157,7 +157,7 @@ def test_a_method_that_only_one_rank_calls(tmp_path: Path) -> None:
     assert "'before step' for 'agree" in str(error)
 
 
-def test_messages_that_look_alike_do_not_meet() -> None:
+def test_similar_messages_are_not_confused() -> None:
     """`any_rank` and `barrier` begin with the same bytes."""
 
     def mix(engine: sw.Engine, step: int) -> None:
@@ -241,14 +241,14 @@ def test_a_rank_that_raises(point: str) -> None:
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_an_exception_that_one_rank_catches_is_told(shares_memory: bool) -> None:
+def test_an_exception_that_one_rank_catches_is_reported(shares_memory: bool) -> None:
     """It goes on with the next batch; the others are still in this one. Where nothing is sent to gather, too."""
     error = the_letter(train(fail_at(1, 2, "inside"), catches=(InjectedError,), shares_memory=shares_memory))
     assert (error.kind, error.ranks) == ("contradiction", (1,))
     assert "raised InjectedError: rank 1 was to fail at step 2, inside" in str(error)
 
 
-def test_a_slow_rank_is_only_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_rank_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Four times the patience: a line, and the same losses as ever."""
     undisturbed = train(NO_FAULT)
     with caplog.at_level(logging.WARNING, logger="shardwise"):
@@ -316,7 +316,7 @@ def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch
     assert "The watch over rank 0 broke down, which is a defect of shardwise: KeyError: 'a defect'." in str(errors[1])
 
 
-def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_rank_is_reported_by_another(caplog: pytest.LogCaptureFixture) -> None:
     """It has begun what the others wait for, so they all wait in the same place; its own watch says nothing more."""
 
     def rank(world: sw.World) -> FaultError:
@@ -380,7 +380,7 @@ def test_a_rank_that_is_gone_is_found_though_nobody_waits_at_a_socket() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_what_is_sent_is_told_apart_by_its_subject_alone() -> None:
+def test_actions_that_differ_only_in_their_subject_are_distinguished() -> None:
     """Not by who sends it: two functions may send the same thing."""
 
     def one(world: sw.World) -> None:
@@ -394,7 +394,7 @@ def test_what_is_sent_is_told_apart_by_its_subject_alone() -> None:
         run_ranks(2, lambda world: world.exchange(b"", f"greeting of {world.rank}"))
 
 
-def test_lines_are_told_apart_by_all_of_their_ranks() -> None:
+def test_lines_are_distinguished_by_all_their_ranks() -> None:
     """These two begin and end alike."""
     journal = Journal(0)
     one = journal.enter("gather", Group("dp", (0, 1, 3), 0), 8, torch.float32, "x")

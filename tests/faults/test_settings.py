@@ -146,7 +146,7 @@ def test_a_digest_knows_every_group_and_setting() -> None:
     assert hyper_digest(optimizer) == before
 
 
-def test_hosts_of_different_size_are_told_where_the_mesh_follows_from_them() -> None:
+def test_hosts_of_different_sizes_are_reported_if_the_mesh_depends_on_them() -> None:
     def rank(world: sw.World) -> str:
         world.local_size = 2 - world.rank
         with pytest.raises(ConfigError) as raised:

@@ -116,7 +116,7 @@ def test_hosts_are_lost_with_their_memory(plan: str, loop: str, hosts: str, kill
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10", hosts=hosts, least=1)
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=len(kills))
-    assert "go on after step" in said or "goes on after step" in said
+    assert "continue after step" in said or "continues after step" in said
 
 
 @pytest.mark.timeout(360)
@@ -125,7 +125,7 @@ def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path)
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=0)
     assert "3 ranks wait after step 3" in said
-    assert "1 rank came. 4 ranks go on after step 3." in said
+    assert "1 rank joined. 4 ranks continue after step 3." in said
     assert {json.loads(path.read_text())["world"] for path in tmp_path.glob("member-*.json")} == {4}
 
 
@@ -220,9 +220,9 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     while job.poll() is None and not ((killed / "record.jsonl").exists() and len(losses_of(killed)) > 40):
         time.sleep(0.1)
     os.kill(read_record(killed / "record.jsonl").header["process"]["pid"], signal.SIGKILL)  # rank 0, which writes it
-    while job.poll() is None and "3 ranks go on after step" not in said.read_text():
+    while job.poll() is None and "3 ranks continue after step" not in said.read_text():
         time.sleep(0.1)
-    assert "2 ranks go on after step" in said.read_text()
+    assert "2 ranks continue after step" in said.read_text()
     losses = stopped_after(job, killed, said, len(losses_of(killed)) + 60)
     undisturbed = tmp_path / "said by the other"
     wanted = stopped_after(begun(whole, undisturbed), whole, undisturbed, len(losses))

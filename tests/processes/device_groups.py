@@ -7,7 +7,7 @@ but messages of several lengths, which only matrices take that are handed to the
 from __future__ import annotations
 
 import torch
-from race import Transformer, race
+from preset_races import Transformer, race
 
 import shardwise as sw
 from shardwise.comm.joining import world_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launched import launch
+from launching import launch
 
 TRAINS = """
 import copy, sys

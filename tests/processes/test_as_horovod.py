@@ -69,8 +69,38 @@ KILLED = """
     try:
         hvd.allreduce(torch.ones(3), name="w")
     except hvd.HorovodInternalError as error:
-        print("LETTER", error, flush=True)
+        print("ERROR", error, flush=True)
         raise SystemExit(3)
+"""
+
+
+RETRIED = """
+    import os
+
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    hvd.shutdown()
+    try:
+        hvd.init(process_sets=[hvd.ProcessSet([int(os.environ["RANK"])])])
+    except Exception as error:
+        print("REFUSED", error, flush=True)
+    pair, other = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0])
+    hvd.init(process_sets=[other, pair])
+    hvd.remove_process_set(other)
+
+    @hvd.elastic.run
+    def train(state):
+        state.attempt += 1
+        hvd.allreduce_async(torch.ones(1), name="left behind" if hvd.rank() else "also left behind")
+        if attempts.append(1) or len(attempts) == 1:
+            hvd.allreduce(torch.ones(1 + hvd.rank()), name="mismatch")
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item(), state.attempt
+
+    attempts = []
+    sums = train(hvd.elastic.ObjectState(hvd.broadcast_object, attempt=0))
+    print("RETRIED", sums, len(attempts), flush=True)
 """
 
 
@@ -98,16 +128,25 @@ def test_an_unmodified_script_trains(folder: Path) -> None:
     done = run(folder, "horovodrun", *options, "--output-filename", "out", "python", "-u", "train.py")
     assert done.returncode == 0, done.stderr
     assert "LOSSES True 2 0 1 True" in done.stdout
-    assert "--cycle-time-ms has no meaning here: collectives are carried out when they are ready" in done.stderr
+    assert "--cycle-time-ms has no effect: collectives are executed when they are ready" in done.stderr
     assert any("DistributedOptimizer" not in event and event.get("ph") == "X" for event in trace(folder))
     assert (folder / "out").is_dir()
 
 
-def test_who_is_killed_is_named_after_two_shutdowns(folder: Path) -> None:
+def test_a_killed_rank_is_named_also_after_two_shutdowns(folder: Path) -> None:
     (folder / "killed.py").write_text(textwrap.dedent(KILLED))
     done = run(folder, "launch", "--as-horovod", "-np", "2", "killed.py")
     assert done.returncode != 0
-    assert "LETTER allreduce 'w' was issued by rank 0, but rank 1 has exited without calling shutdown()" in done.stdout
+    assert "ERROR allreduce 'w' was issued by rank 0, but rank 1 has exited without calling shutdown()" in done.stdout
+
+
+def test_init_after_a_refusal_and_a_loop_that_is_run_again(folder: Path) -> None:
+    """The loop keeps its process sets, of which number 1 is missing."""
+    (folder / "retried.py").write_text(textwrap.dedent(RETRIED))
+    done = run(folder, "launch", "--as-horovod", "-np", "2", "retried.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("REFUSED init() was given process sets [[0]] on rank 0 and [[1]] on rank 1.") == 2
+    assert done.stdout.count("RETRIED (2.0, 1) 2") == 2
 
 
 def trace(folder: Path) -> list[dict[str, object]]:
@@ -115,18 +154,18 @@ def trace(folder: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_what_cannot_be_meant_is_refused(folder: Path) -> None:
+def test_options_that_are_refused(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=1  # here\nnode7 slots=4\n")
     for options, said in (
-        (["-np", "2", "--mpi", "train.py"], "--mpi: Ranks are started by MPI with `mpirun"),
+        (["-np", "2", "--mpi", "train.py"], "--mpi: MPI is not supported here. To start ranks by MPI, use `mpirun"),
         (["-np", "2", "--slots-per-host", "2", "train.py"], "Let the script of --host-discovery-script print"),
         (["-np", "2", "-H", "a:2", "--host-discovery-script", "x", "train.py"], "Leave out -H and --hostfile."),
         (["-np", "2", "-H", "localhost:1", "train.py"], "-np 2 is more than the 1 slots"),
-        (["-np", "2", "--hostfile", "hosts", "train.py"], "localhost is one of several hosts: write the name by which"),
-        (["-np", "2", "-H", "a:1,b", "--hostfile", "hosts", "train.py"], "--hosts and --hostfile both say where"),
-        (["-H", "a:x", "train.py"], "a:x does not say how many ranks: write a:2."),
-        (["train.py"], "Give the number of ranks"),
-        (["-np", "2"], "Give a Python script"),
+        (["-np", "2", "--hostfile", "hosts", "train.py"], "Other hosts cannot reach localhost. Write this host's name"),
+        (["-np", "2", "-H", "a:1,b", "--hostfile", "hosts", "train.py"], "--hosts and --hostfile exclude each other"),
+        (["-H", "a:x", "train.py"], "a:x has no valid number of slots. Write a:2."),
+        (["train.py"], "Pass the number of ranks"),
+        (["-np", "2"], "Pass a Python script"),
     ):
         done = run(folder, "horovodrun", *options)
         assert done.returncode == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launching import launch
 
 from tests.thorough import one_in
 

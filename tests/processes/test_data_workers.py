@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launched import launch
+from launching import launch
 from torch.utils.data import Dataset
 
 from shardwise.data import Loader, Samples, Workers

@@ -16,7 +16,7 @@ import warm
 from shardwise.checkpoint import checkpoints_in
 from tests.thorough import drawn, thorough_only, varies
 
-SCRIPT = Path(__file__).with_name("trains_on_disk.py")
+SCRIPT = Path(__file__).with_name("disk_training_rank.py")
 STEPS, NUM_LAYERS = 5, 6
 PHASES = ("forward", "backward", "updating", "reading", "writing", "settling", "saving", "resuming")
 ONCE = ("settling", "saving")

@@ -8,7 +8,7 @@ from typing import Any
 
 import fsdp2
 import pytest
-from launched import launch
+from launching import launch
 
 import shardwise as sw
 from shardwise.testing import run_ranks

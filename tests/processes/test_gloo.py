@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launching import launch
 
 import warm
 
-RACE = Path(__file__).with_name("race.py")
+RACE = Path(__file__).with_name("preset_races.py")
 
 
 @pytest.mark.parametrize(("num_ranks", "num_cases"), [(2, 10), (4, 4)])
@@ -70,7 +70,7 @@ def test_a_world_of_one_needs_no_launcher(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_an_error_of_ours_is_the_letter_s_last_line(tmp_path: Path) -> None:
+def test_our_error_is_the_last_line_of_the_report(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILS.format(what="pass").replace('"zero3"', '"zero33"'))
     run = launch(script, 2)

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("larger_than_memory.py")
 @one_in(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("way", "tier"), [("built", "disk"), ("files", "disk"), ("files", "host")])
-def test_birth_and_generation_take_a_few_units(way: str, tier: str, tmp_path: Path) -> None:
+def test_deferred_init_and_generation_take_a_few_units(way: str, tier: str, tmp_path: Path) -> None:
     """On a disk under half of the model's size, with buffers and all; on the host what rests there, and a few units."""
     words = [warm.python(), str(SCRIPT), way, str(tmp_path), tier]
     run = subprocess.run(words, check=False, timeout=120, capture_output=True, text=True)

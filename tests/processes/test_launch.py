@@ -171,7 +171,7 @@ class TestSuccess:
             assert (place / "stdout.log").read_text() == "out\n"
             assert (place / "stderr.log").read_text() == "err\n"
 
-    def test_ranks_go_on_when_nobody_reads_what_is_shown(self, bench: Bench) -> None:
+    def test_ranks_continue_when_the_output_has_no_reader(self, bench: Bench) -> None:
         bench.write("train.py", "print('a line', flush=True)\nopen('done', 'w').close()")
         launcher = bench.start("--log-dir", "logs", "train.py", is_warm=False)
         assert launcher.stdout is not None
@@ -225,7 +225,7 @@ class TestRefusal:
 
 
 class TestFailure:
-    def test_letter_names_the_first_rank_and_shows_its_traceback(self, bench: Bench) -> None:
+    def test_the_report_names_the_first_rank_and_has_its_traceback(self, bench: Bench) -> None:
         """Rank 2 fails first but takes long to exit; rank 0 fails after it and exits at once."""
         bench.write(
             "train.py",
@@ -305,7 +305,7 @@ class TestFailure:
     @pytest.mark.parametrize(
         ("line", "status", "words"),
         [
-            ("sys.exit(0)", 1, "rank 1 of 2 ended early: its script was over, and the others needed it.\n"),
+            ("sys.exit(0)", 1, "rank 1 of 2 ended early: its script was over, but the others still needed it.\n"),
             (
                 "atexit.register(time.sleep, 0.5); os.kill(os.getpid(), signal.SIGINT)",
                 130,
@@ -313,7 +313,7 @@ class TestFailure:
             ),
         ],
     )
-    def test_a_peer_that_hears_of_it_first_is_not_blamed(
+    def test_a_peer_that_fails_in_consequence_is_not_first(
         self, bench: Bench, line: str, status: int, words: str
     ) -> None:
         bench.write(
@@ -575,7 +575,7 @@ class TestSignals:
         assert launcher.returncode == 143
         assert "1 had to be killed" in err
 
-    def test_a_failure_to_save_is_told(self, bench: Bench) -> None:
+    def test_a_failure_to_save_is_reported(self, bench: Bench) -> None:
         bench.write("train.py", SAVES + "\n    raise OSError('disk full')")
         launcher = bench.start("train.py")
         bench.wait_for("pid0")

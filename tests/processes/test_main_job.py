@@ -60,7 +60,7 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
 
     second = run(out, "--steps", "8", nproc=1)
     assert second.returncode == 0, second.stderr
-    assert "Going on after step 6 of 8" in second.stdout
+    assert "Continuing after step 6 of 8" in second.stdout
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6, 7, 8]
     resumed = [line for line in record(out).lines if line["kind"] == "resume"]
     assert [(line["step"], line["world_size"]) for line in resumed] == [(6, 1)]
@@ -102,11 +102,11 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
 
     after = run(out, "--steps", str(stopped + 2))
     assert after.returncode == 0, after.stderr
-    assert f"Going on after step {stopped}" in after.stdout
+    assert f"Continuing after step {stopped}" in after.stdout
     assert [step for step, _ in losses(out)] == list(range(1, stopped + 3))
 
 
-def test_a_batch_that_does_not_divide_is_refused_in_one_letter(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_divide_is_refused_in_one_error(tmp_path: Path) -> None:
     refused = run(tmp_path, "--batch", "3")
     assert refused.returncode != 0
     assert "--batch 3 does not divide among 2 ranks" in refused.stderr
@@ -136,4 +136,4 @@ def test_a_pipeline_trains_it_to_the_same_losses_and_another_plan_goes_on(tmp_pa
         assert loss == pytest.approx(expected, rel=1e-5), step
     more = run(tmp_path / "staged", "--plan", "zero3", "--steps", "5")
     assert more.returncode == 0, more.stderr
-    assert "Going on after step 4 of 5" in more.stdout
+    assert "Continuing after step 4 of 5" in more.stdout

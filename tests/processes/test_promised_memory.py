@@ -17,7 +17,7 @@ WITHOUT_GAPS = {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
 
 
 def told_by(way: str, name: str, precision: str) -> int:
-    command = [sys.executable, str(Path(__file__).with_name("trains_alone.py")), way, name, precision]
+    command = [sys.executable, str(Path(__file__).with_name("promised_memory_rank.py")), way, name, precision]
     run = subprocess.run(command, env={**os.environ, **WITHOUT_GAPS}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return int(run.stdout)

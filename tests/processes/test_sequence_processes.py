@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launching import launch
 
 SCRIPT = Path(__file__).with_name("split_and_save.py")
 

@@ -16,7 +16,7 @@ from tests.thorough import one_in
 
 pytestmark = one_in(6)
 
-SCRIPT = Path(__file__).with_name("dropping.py")
+SCRIPT = Path(__file__).with_name("dropout_rank.py")
 
 
 KINDS = ["plain", "recomputed", "early recomputed", "sequence", "sequence recomputed", "sequence early recomputed"]

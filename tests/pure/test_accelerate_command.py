@@ -57,7 +57,7 @@ def dry(text: str) -> int:
 def test_honoured(text: str, plan: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(text) == 0
     said = capsys.readouterr()
-    assert said.out.startswith(f"{count} times: ")
+    assert said.out.startswith(f"{count} rank{'s run' if count > 1 else ' runs'}: ")
     assert f"shardwise.integrations.run --plan '{plan}' train.py --num_processes 9" in said.out
     assert said.err == ""
 
@@ -91,10 +91,10 @@ def test_the_default_config_file_is_read_and_reported(folder: Path, capsys: pyte
     (folder / "hf" / "accelerate" / "default_config.yaml").write_text(CONFIG)
     assert dry("") == 0
     said = capsys.readouterr()
-    assert said.out.startswith("4 times: ")
+    assert said.out.startswith("4 ranks run: ")
     assert "no --config_file: " in said.err
     assert dry("--cpu --num_processes 2") == 0
-    assert capsys.readouterr().out.startswith("2 times: ")
+    assert capsys.readouterr().out.startswith("2 ranks run: ")
 
 
 def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

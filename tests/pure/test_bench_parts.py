@@ -198,7 +198,7 @@ def test_a_race_is_on_disk_as_it_is_in_memory(result: dict[str, Any], tmp_path: 
     assert {len(run.ranks) for run in runs if run.engine == "fsdp2"} == {2}
 
 
-def test_the_tables_tell_rows_ratios_failures_and_strangers(result: dict[str, Any]) -> None:
+def test_the_tables_show_rows_ratios_failures_and_disagreements(result: dict[str, Any]) -> None:
     page = io.StringIO()
     console = Console(file=page, width=150)
     for each in result["summary"]:

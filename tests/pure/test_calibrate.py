@@ -1,4 +1,4 @@
-"""What a machine gives, measured: which setting is best, what is kept of it, and that nothing is left behind."""
+"""Calibration of a machine: the best setting, what is stored, and that no file is left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command's front door: verbs, messages, statuses, and that it opens quickly."""
+"""`shardwise COMMAND`: commands, error messages, exit statuses, and that help imports nothing large."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from typing import Any
 import pytest
 
 import shardwise
-from shardwise.cli.main import VERBS, main
+from shardwise.cli.main import COMMANDS, main
 from shardwise.errors import ConfigError
 
 HEAVY = {"torch", "numpy", "pydantic", "yaml", "rich", "psutil"}
 
 
 @pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a verb `try` into the table, whose `run` is given."""
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Add a command `try` to the table, whose `run` is given."""
 
     def add(run: Any) -> None:
         module = ModuleType("shardwise_try")
         module.add_arguments = lambda parser: parser.add_argument("number", type=int)  # type: ignore[attr-defined]
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "shardwise_try", module)
-        monkeypatch.setitem(VERBS, "try", ("shardwise_try", "try something"))
+        monkeypatch.setitem(COMMANDS, "try", ("shardwise_try", "try something"))
 
     return add
 
 
-def test_a_verb_gets_its_arguments_and_gives_the_status(verb: Any) -> None:
-    verb(lambda args: args.number)
+def test_a_command_gets_its_arguments_and_gives_the_status(command: Any) -> None:
+    command(lambda args: args.number)
     assert main(["try", "7"]) == 7
 
 
-def test_a_verb_has_its_own_help(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    verb(lambda args: 0)
+def test_a_command_has_its_own_help(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command(lambda args: 0)
     assert main(["try", "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: shardwise try [-h] number")
     assert "Try something." in out
 
 
-def test_a_wrong_argument_is_a_usage_error(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    verb(lambda args: 0)
+def test_a_wrong_argument_is_a_usage_error(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command(lambda args: 0)
     assert main(["try", "x"]) == 2
     assert "invalid int value: 'x'" in capsys.readouterr().err
 
@@ -55,20 +55,20 @@ def _refuse(args: object) -> int:
     raise ConfigError("plan.yaml:7: no.\nplan.yaml:8: no.")
 
 
-def test_an_error_of_ours_is_a_letter_and_not_a_traceback(
-    verb: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_our_errors_are_printed_without_a_traceback(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SHARDWISE_TRACEBACK", raising=False)
-    verb(_refuse)
+    command(_refuse)
     assert main(["try", "1"]) == 2
     assert capsys.readouterr().err == "shardwise: plan.yaml:7: no.\nplan.yaml:8: no.\n"
 
 
-def test_a_traceback_can_be_asked_for(
-    verb: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_variable_shows_the_traceback(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDWISE_TRACEBACK", "1")
-    verb(_refuse)
+    command(_refuse)
     assert main(["try", "1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
@@ -76,27 +76,38 @@ def test_a_traceback_can_be_asked_for(
     assert err.endswith("shardwise: plan.yaml:7: no.\nplan.yaml:8: no.\n")
 
 
-def test_an_error_of_no_one_stays_a_traceback(verb: Any) -> None:
+def test_other_errors_keep_their_traceback(command: Any) -> None:
     def run(args: object) -> int:
         raise KeyError("a defect")
 
-    verb(run)
+    command(run)
     with pytest.raises(KeyError):
         main(["try", "1"])
 
 
-def test_an_interrupt_is_130(verb: Any) -> None:
+def test_an_interrupt_is_130(command: Any) -> None:
     def run(args: object) -> int:
         raise KeyboardInterrupt
 
-    verb(run)
+    command(run)
     assert main(["try", "1"]) == 130
 
 
-def test_an_unknown_verb_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_given_to_sys_exit_is_printed_and_fails(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a model's script that ends: it was silent, and the status was 0."""
+
+    def run(args: object) -> int:
+        sys.exit("no weights here")
+
+    command(run)
+    assert main(["try", "1"]) == 1
+    assert capsys.readouterr().err == "no weights here\n"
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lanch", "--nproc", "2"]) == 2
     err = capsys.readouterr().err
-    assert err == "shardwise: there is no verb 'lanch'. Did you mean 'launch'? See shardwise --help.\n"
+    assert err == "shardwise: there is no command 'lanch'. Did you mean 'launch'? See shardwise --help.\n"
 
 
 def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +115,7 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
     assert main(["-h"]) == 0
     out = capsys.readouterr().out
-    assert all(verb in out for verb in VERBS)
+    assert all(command in out for command in COMMANDS)
     assert main([]) == 2
     assert capsys.readouterr().out.startswith("usage: shardwise")
     assert main(["--verson", "doctor"]) == 2
@@ -121,6 +132,7 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
         (["launch", "--where", "slurn", "train.py"], "argument --where: there is no 'slurn'. Did you mean 'slurm'?"),
         (["launch", "--bind", "core", "train.py"], "argument --bind: there is no 'core'. Did you mean 'cores'?"),
         (["launch", "--kind", "x", "train.py"], "there is no 'x'. Known: job, jobset, trainjob."),
+        (["launch", "--profile", "12:10", "train.py"], "--profile 12:10: give the first and the last step"),
     ],
 )
 def test_an_unknown_option_or_choice_gets_the_nearest(
@@ -171,7 +183,7 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardwise", "nosuch"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("shardwise: there is no verb 'nosuch'.")
+    assert done.stderr.startswith("shardwise: there is no command 'nosuch'.")
 
 
 @pytest.mark.parametrize(
@@ -189,10 +201,10 @@ def test_a_reader_that_has_gone_ends_it_quietly(arguments: tuple[str, ...], tmp_
     assert (done.returncode, (tmp_path / "said").read_text()) == (141, "")
 
 
-def test_another_broken_pipe_stays_a_traceback(verb: Any) -> None:
+def test_another_broken_pipe_stays_a_traceback(command: Any) -> None:
     def run(args: object) -> int:
         raise BrokenPipeError("a defect")
 
-    verb(run)
+    command(run)
     with pytest.raises(BrokenPipeError, match="a defect"):
         main(["try", "1"])

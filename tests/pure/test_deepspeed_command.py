@@ -48,7 +48,7 @@ def test_a_hostfile_of_one_host_counts_ranks(tmp_path: Path) -> None:
         asked(f"--hostfile {file}", 0)
 
 
-def test_what_means_nothing_is_told() -> None:
+def test_options_without_effect_are_reported() -> None:
     notes = asked("--launcher pdsh --master_addr 10.0.0.1 --bind_core_list 0-3 --hostfile nowhere", 2).notes
     assert [note.split()[0].rstrip(":") for note in notes] == [
         "--launcher", "--master_addr", "--bind_core_list", "--hostfile",
@@ -75,14 +75,14 @@ def test_refused(text: str, sentence: str) -> None:
         asked(text, 2)
 
 
-def test_a_dry_run_tells_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
     words = ["deepspeed", "--dry-run", "--num_gpus", "2", "--launcher", "pdsh", str(script), "--deepspeed", "-x", "1"]
     assert main(words) == 0
     said = capsys.readouterr()
     ran = f"shardwise.integrations.deepspeed --local-rank {script} --deepspeed -x 1"
-    assert said.out.startswith("2 times: ")
+    assert said.out.startswith("2 ranks run: ")
     assert ran in said.out
     assert "--launcher has no effect" in said.err
 
@@ -129,7 +129,7 @@ def test_ports_addresses_and_variables_go_along(hosts: Path, capsys: pytest.Capt
     text = "--hostfile hosts --master_addr 10.0.0.1 --master_port 29501 --ssh_port 2222 --launcher ssh --no_local_rank"
     assert dry(*text.split(), "--launcher_args=-J gateway") == 0
     said = capsys.readouterr()
-    assert "they meet at 10.0.0.1, port 29501" in said.out
+    assert "rendezvous: 10.0.0.1, port 29501" in said.out
     line = next(line for line in said.out.splitlines() if line.startswith("with the variables"))
     assert {"DATA_ROOT", "TOKEN"} <= set(line.removeprefix("with the variables ").split(", "))
     assert "-p 2222 -J gateway gpu1" in said.out
@@ -145,13 +145,20 @@ def test_mpirun_of_a_family_is_taken(hosts: Path, capsys: pytest.CaptureFixture[
     assert dry("--hostfile", "hosts", "--launcher", "OpenMPI", "--master_addr", "10.0.0.1") == 0
     said = capsys.readouterr()
     assert "mpirun" in said.out
-    assert "--master_addr is of ssh" in said.err
+    assert "--master_addr is for ssh" in said.err
+
+
+def test_a_hostfile_that_is_not_text_is_refused(hosts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended the command with a traceback of UnicodeDecodeError."""
+    hosts.write_bytes(b"gpu\xe9 slots=2\ngpu2 slots=2\n")
+    assert dry("--hostfile", "hosts") == 2
+    assert capsys.readouterr().err == "shardwise: hosts cannot be read: it is not a text file.\n"
 
 
 def test_one_host_of_a_file_only_by_force(hosts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts.write_text("gpu1 slots=2\n")
     assert dry("--hostfile", "hosts") == 0
-    assert capsys.readouterr().out.startswith("2 times: ")
+    assert capsys.readouterr().out.startswith("2 ranks run: ")
     assert dry("--hostfile", "hosts", "--force_multi") == 0
     assert "ranks 0 to 1 on gpu1:" in capsys.readouterr().out
 
@@ -161,12 +168,12 @@ def test_one_host_of_a_file_only_by_force(hosts: Path, capsys: pytest.CaptureFix
     [
         (
             "--launcher slurm",
-            "--launcher slurm is not supported for the hosts of a file. Take `shardwise launch --where slurm`",
+            "--launcher slurm is not supported for the hosts of a file. Use `shardwise launch --where slurm`",
         ),
-        ("--launcher mvapich", "Take impi, mpich, openmpi, pdsh, ssh."),
-        ("--num_gpus 1 --include gpu1", "Give one or the other"),
-        ("--include gpu4", "which is none of the hosts"),
-        ("--num_nodes 4", "--nodes is 4, and 3 hosts are named"),
+        ("--launcher mvapich", "Use one of impi, mpich, openmpi, pdsh, ssh."),
+        ("--num_gpus 1 --include gpu1", "both select devices. Use only one of them"),
+        ("--include gpu4", "which is not in the host list"),
+        ("--num_nodes 4", "--nodes is 4, but 3 hosts are named"),
         ("--node_rank 1", "starts one of several hosts by hand"),
         ("--autotuning run", "--autotuning is not supported"),
     ],

@@ -248,7 +248,7 @@ def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "AdamW(lr=0.001)" in out.read_text()
     told = capsys.readouterr().err
     assert "overlap_comm: not needed" in told
-    assert "csv_monitor.enabled: available elsewhere; name a folder as run in the plan" in told
+    assert "csv_monitor.enabled: available elsewhere; set run and trackers in the plan" in told
     assert main(["convert", str(source), str(out), "--world", "4"]) == 2
     assert "already exists" in capsys.readouterr().err
 
@@ -264,8 +264,8 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--num_nodes", "2"), "--nodes is about other hosts than this one"),
-        (("--num_gpus", "2", "--nproc", "3"), "are two counts"),
+        (("--num_nodes", "2"), "--nodes has no effect on this machine alone"),
+        (("--num_gpus", "2", "--nproc", "3"), "are the same option with two values"),
         (("--shardwise", "zero3"), "takes its plan from the DeepSpeed config"),
     ],
 )

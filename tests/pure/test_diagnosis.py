@@ -1,4 +1,4 @@
-"""What ranks report, and what it comes to: late is told from wrong without a rank in sight."""
+"""Diagnosis of faults from what ranks report, without starting any."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from shardwise.comm.board import last_words
+from shardwise.comm.board import last_status
 from shardwise.comm.diagnosis import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
 from shardwise.comm.fault import Fault
 from shardwise.comm.status import Entered, PassPath, Status, Track
@@ -58,7 +58,7 @@ def test_a_rank_never_heard_of_is_late() -> None:
     assert "rank 2 has not been heard of yet" in finding.text(0)
 
 
-def test_other_histories_contradict_whoever_waits() -> None:
+def test_other_histories_contradict_a_waiting_rank() -> None:
     """Rank 2 went another way at number 2, and computes on: it will never send what the others wait for."""
     finding = verdict([status(0, [1, 2, 3], waits=3), status(1, [1, 2], waits=2), status(2, [1, 7, 8, 9])])
     assert isinstance(finding, Fault)
@@ -136,11 +136,11 @@ def test_the_latest_world_has_the_last_word() -> None:
         PrefixStore(f"shardwise-watch/{world}", PrefixStore("attempt-0", store)).set(
             "status/1", replace(status(1, [1]), error=f"in world {world}").to_json()
         )
-    assert "in world 10" in last_words(store, 1, "attempt-0")
-    assert last_words(store, 2, "attempt-0") == ""
+    assert "in world 10" in last_status(store, 1, "attempt-0")
+    assert last_status(store, 2, "attempt-0") == ""
 
 
-def test_no_majority_blames_all() -> None:
+def test_without_a_majority_all_ranks_are_at_fault() -> None:
     finding = contradiction([status(0, [1], waits=1), status(1, [2], waits=1)], LINE)
     assert finding is not None
     assert finding.ranks == (0, 1)
@@ -189,7 +189,7 @@ def test_a_rank_that_left_in_good_order_is_no_fault() -> None:
     assert verdict([status(0, [1], waits=1), status(1, [1], waits=1), status(2, [1]).left("")]) is None
 
 
-def test_reports_and_letters_survive_the_trip() -> None:
+def test_reports_and_faults_survive_serialization() -> None:
     report = status(1, [1, 2], waits=2)
     assert Status.from_json(report.to_json()) == report
     message = disappearance(2, report, "Connection reset by peer.", report)

@@ -1,4 +1,4 @@
-"""What doctor says about facts that are handed to it: sick machines are arguments."""
+"""The checks of `shardwise doctor`, from facts that are given as arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from shardwise.cli import checks
 from shardwise.cli.checks import Check
 from shardwise.cli.doctor import print_table
-from shardwise.cli.meeting import Meeting
+from shardwise.cli.loopback import LoopbackResult
 from shardwise.machine import Cgroups, Gpu, Memory, TorchFacts, host_memory, num_cores
 
 GIB = 2**30
@@ -33,14 +33,14 @@ FULL = Gpu("L4", 9, 1)
         (checks.check_torch(TorchFacts("2.11.0a0+git1", "CPU")), "ok", "2.11.0a0+git1, CPU build"),
         (checks.check_torch(TorchFacts("3.0.0", "ROCm 7")), "ok", "3.0.0, ROCm 7 build"),
         (checks.check_cores(8, None), "ok", "8"),
-        (checks.check_cores(8, 2.5), "ok", "8, of which the control group leaves 2.5"),
-        (checks.check_cores(8, 0.5), "warn", "8, of which the control group leaves 0.5"),
+        (checks.check_cores(8, 2.5), "ok", "8, of which the cgroup allows 2.5"),
+        (checks.check_cores(8, 0.5), "warn", "8, of which the cgroup allows 0.5"),
         (checks.check_memory(Memory(8 * GIB, GIB // 2)), "warn", "512.0 MiB available of 8.0 GiB"),
         (checks.check_memory(Memory(8 * GIB, 4 * GIB)), "ok", "4.0 GiB available of 8.0 GiB"),
         (checks.check_shm(64 * 2**20, 60 * 2**20), "warn", "60.0 MiB free of 64.0 MiB"),
         (checks.check_shm(8 * GIB, 8 * GIB), "ok", "8.0 GiB free of 8.0 GiB"),
-        (checks.check_shm(None, 0), "warn", "not there"),
-        (checks.check_shared_memory(""), "ok", "one process reads another's"),
+        (checks.check_shm(None, 0), "warn", "missing"),
+        (checks.check_shared_memory(""), "ok", "processes can share it"),
         (checks.check_shared_memory("Permission denied"), "warn", "Permission denied"),
         (checks.check_allocator({}, "glibc"), "ok", "MALLOC_MMAP_THRESHOLD_ is not set"),
         (
@@ -49,7 +49,7 @@ FULL = Gpu("L4", 9, 1)
             "MALLOC_MMAP_THRESHOLD_=1M",
         ),
         (checks.check_allocator({"MALLOC_MMAP_THRESHOLD_": "9"}, "glibc"), "ok", "MALLOC_MMAP_THRESHOLD_=9"),
-        (checks.check_allocator({}, ""), "ok", "not glibc; MALLOC_MMAP_THRESHOLD_ has no say here"),
+        (checks.check_allocator({}, ""), "ok", "not glibc; MALLOC_MMAP_THRESHOLD_ does not apply"),
         (checks.check_threads({}, 4), "ok", "OMP_NUM_THREADS is not set"),
         (checks.check_threads({"OMP_NUM_THREADS": "4"}, 4), "ok", "OMP_NUM_THREADS=4"),
         (checks.check_threads({"OMP_NUM_THREADS": "64"}, 4), "warn", "OMP_NUM_THREADS=64"),
@@ -57,7 +57,7 @@ FULL = Gpu("L4", 9, 1)
         (checks.check_backends(TorchFacts("2.13", "CPU")), "fail", "torch.distributed is missing"),
         (checks.check_backends(TorchFacts("2.13", "CPU", ("nccl",))), "warn", "nccl"),
         (checks.check_backends(TorchFacts("2.13", "CPU", ("gloo", "nccl"))), "ok", "gloo and nccl"),
-        (checks.check_gpus(TorchFacts("2.13", "CPU")), "ok", "none seen; ranks run on the CPU"),
+        (checks.check_gpus(TorchFacts("2.13", "CPU")), "ok", "none; ranks use the CPU"),
         (checks.check_gpus(TorchFacts("2.13", "CUDA", ("gloo",), (GPU,))), "fail", "but no NCCL"),
         (
             checks.check_gpus(TorchFacts("2.13", "CUDA", ("nccl",), (GPU,))),
@@ -74,8 +74,8 @@ FULL = Gpu("L4", 9, 1)
             "fail",
             "driver too old",
         ),
-        (checks.check_loopback(Meeting(1.0, "rank 1 ended")), "fail", "rank 1 ended"),
-        (checks.check_loopback(Meeting(1.5)), "ok", "two processes met and summed in 1.5 s"),
+        (checks.check_loopback(LoopbackResult(1.0, "rank 1 ended")), "fail", "rank 1 ended"),
+        (checks.check_loopback(LoopbackResult(1.5)), "ok", "two processes connected and summed in 1.5 s"),
         (checks.check_temp("/tmp", False, 0), "fail", "/tmp cannot be written"),
         (checks.check_temp("/tmp", True, 5), "warn", "/tmp, 5 B free"),
         (checks.check_temp("/tmp", True, GIB), "ok", "/tmp, 1.0 GiB free"),

@@ -1,4 +1,4 @@
-"""What doctor says of limits, networks, disks, plans and several hosts: sick ones are arguments."""
+"""The checks of `shardwise doctor`: limits, networks, disks, plans, several hosts. Faulty ones are arguments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from shardwise.cli import host_checks, host_facts
 from shardwise.cli.between_hosts import (
     Probe,
+    Remote,
     check_folders,
     check_links,
     check_reachable,
     check_same_versions,
     check_skew,
+    measure_links,
 )
+from shardwise.cli.between_hosts import probe as ask_host
 from shardwise.cli.checks import Check
 from shardwise.cli.host_facts import DiskRates, Leftovers
 from shardwise.cli.main import main
@@ -48,30 +51,30 @@ def link(rate: float, skew: float = 0.0) -> dict[str, float]:
         (host_checks.check_limits({"open files": 1024}, has_rdma=False), "warn", "open files 1024"),
         (host_checks.check_limits({"open files": -1, "locked memory": 64}, has_rdma=True), "warn", "locked memory 64"),
         (host_checks.check_limits({"open files": -1, "locked memory": 64}, has_rdma=False), "ok", "unlimited"),
-        (host_checks.check_network([LO], "", {}), "ok", "loopback alone"),
+        (host_checks.check_network([LO], "", {}), "ok", "only loopback"),
         (host_checks.check_network([LO, ETH], "10.0.0.2", {}), "ok", "eth0 10.0.0.2 25000 Mbit/s"),
-        (host_checks.check_network([LO, ETH], "", {}), "warn", "own name does not resolve"),
-        (host_checks.check_network([LO, ETH], "127.0.1.1", {}), "ok", "own name means 127.0.1.1"),
+        (host_checks.check_network([LO, ETH], "", {}), "warn", "name does not resolve"),
+        (host_checks.check_network([LO, ETH], "127.0.1.1", {}), "ok", "name resolves to 127.0.1.1"),
         (host_checks.check_network([LO, ETH], "", {"GLOO_SOCKET_IFNAME": "eth0"}), "ok", "GLOO_SOCKET_IFNAME=eth0"),
         (host_checks.check_network([LO, ETH], "", {"GLOO_SOCKET_IFNAME": "ib0"}), "fail", "GLOO_SOCKET_IFNAME=ib0"),
-        (host_checks.check_driver("", CPU), "ok", "none"),
+        (host_checks.check_driver("", CPU), "ok", "no NVIDIA driver"),
         (host_checks.check_driver("570.1", CPU), "warn", "but torch is a CPU build"),
         (host_checks.check_driver("570.1", TorchFacts("2.13", "CUDA 12.8")), "warn", "torch sees no GPU"),
         (host_checks.check_driver("570.1", CUDA), "ok", "NVIDIA 570.1"),
-        (host_checks.check_clock(None), "ok", "does not say"),
-        (host_checks.check_clock(False), "warn", "nothing keeps it"),
-        (host_checks.check_clock(True), "ok", "kept"),
+        (host_checks.check_clock(None), "ok", "unknown"),
+        (host_checks.check_clock(False), "warn", "not synchronized"),
+        (host_checks.check_clock(True), "ok", "synchronized"),
         (host_checks.check_disk("/data", "No space left on device"), "fail", "No space left"),
         (host_checks.check_disk("/data", DiskRates(9e6, 9e9)), "warn", "writes 8.6 MiB/s"),
         (host_checks.check_disk("/data", DiskRates(9e9, 9e9)), "ok", "reads 8.4 GiB/s"),
-        (host_checks.check_versions([]), "ok", "fits"),
+        (host_checks.check_versions([]), "ok", "all requirements are met"),
         (host_checks.check_versions(["torch is 2.9, and >=2.11 is needed"]), "warn", "torch is 2.9"),
         (host_checks.check_versions(["psutil is not installed"]), "fail", "psutil"),
         (host_checks.check_leftovers(Leftovers()), "ok", "none"),
         (host_checks.check_leftovers(Leftovers(orphans=(7, 9))), "warn", "ranks without a launcher: 7 9"),
         (host_checks.check_leftovers(Leftovers(shared=(Path("/x"),), shared_bytes=2 * GIB)), "warn", "1 files"),
         (host_checks.check_leftovers(Leftovers((Path("/tmp/shardwise-x"),))), "ok", "/tmp/shardwise-x"),
-        (check_reachable([probe("a"), probe("b")]), "ok", "a, b answer"),
+        (check_reachable([probe("a"), probe("b")]), "ok", "reached a, b"),
         (check_reachable([probe("a"), Probe("b", trouble="timed out")]), "fail", "b: timed out"),
         (check_reachable([Probe("b", trouble="something new")]), "fail", "b: something new"),
         (check_same_versions([probe("a"), probe("b")]), "ok", "torch 2.13.0"),
@@ -85,7 +88,7 @@ def link(rate: float, skew: float = 0.0) -> dict[str, float]:
         (
             check_folders([probe("a", folders={"/d": True}), probe("b", folders={"/d": False})]),
             "fail",
-            "not there, or not writable: /d on b",
+            "missing or not writable: /d on b",
         ),
         (check_links(HOSTS, [link(1e10)]), "ok", "a to c 9.3 GiB/s, 100 us"),
         (check_links(HOSTS, [link(1e7), link(1e10)]), "warn", "a to c 9.5 MiB/s"),
@@ -107,8 +110,8 @@ def test_a_check_and_its_cure(check: Check, status: str, found: str) -> None:
         ("preset: zero3\nprecison: bf16\n", 2, CPU, "plan", "precision"),
         ("mesh: {dp: 3}\n", 2, CPU, "plan", "dp=3"),
         ("precision: fp16\n", 2, CPU, "plan precision", "fp16 without a GPU"),
-        ("preset: ddp\n", 64, CPU, "plan ranks", "64 ranks, and 4 cores here"),
-        ("preset: ddp\n", 2, CUDA, "plan ranks", "2 ranks, and 1 GPUs here"),
+        ("preset: ddp\n", 64, CPU, "plan ranks", "64 ranks, but this machine has 4 cores"),
+        ("preset: ddp\n", 2, CUDA, "plan ranks", "2 ranks, but this machine has 1 GPUs"),
         ("trackers: [jsonl]\n", 2, CPU, "plan trackers", "need a folder"),
         ("profile: {steps: [1, 2]}\n", 2, CPU, "plan profile", "no folder for traces"),
         ("run: HERE/plan.yaml/run\n", 2, CPU, "plan run", "plan.yaml/run cannot be written"),
@@ -135,7 +138,7 @@ def test_versions_that_do_not_fit_are_named() -> None:
     assert second == "no-such-thing is not installed"
 
 
-def test_what_dead_jobs_leave_is_found_and_what_lives_is_left_alone(tmp_path: Path) -> None:
+def test_leftovers_of_dead_jobs_are_found(tmp_path: Path) -> None:
     for name in ("shardwise-dead", "shardwise-alive", "shardwise-other"):
         (tmp_path / name).mkdir()
     for name in ("dead", "alive"):
@@ -158,7 +161,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert list(versions()) == ["python", "shardwise", "torch", "numpy", "safetensors"]
     assert host_facts.limits()["open files"] != 0
-    assert host_facts.clock_is_kept() in (True, False, None)
+    assert host_facts.clock_is_synchronized() in (True, False, None)
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\n")
     assert host_facts.driver_version(version) == "570.86.15"
@@ -169,11 +172,11 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--hosts", "a,b,a"], "names a host twice"),
-        (["--hosts=-oProxyCommand=x,b"], "is an option, and not a host"),
-        (["--hosts", "a", "--ssh", ""], "--ssh: there is no command '' on this machine"),
-        (["--hosts", "a", "--ssh", "no-such-command -p 1"], "--ssh: there is no command 'no-such-command'"),
+        (["--hosts=-oProxyCommand=x,b"], "is an option, not a host"),
+        (["--hosts", "a", "--ssh", ""], "--ssh: this machine has no command ''"),
+        (["--hosts", "a", "--ssh", "no-such-command -p 1"], "--ssh: this machine has no command 'no-such-command'"),
         (["--hosts", "a", "--ssh", "ssh 'x"], "cannot be read: No closing quotation"),
-        (["--hosts", "a", "--ssh", "sh", "--port", "99999"], "--port 99999 is not a port"),
+        (["--hosts", "a", "--ssh", "sh", "--port", "99999"], "--port is 99999; give a number from 1 to 65535"),
         (["--timeout", "0"], "give more than 0 seconds"),
     ],
 )
@@ -182,3 +185,24 @@ def test_hosts_that_cannot_be_meant_are_refused(
 ) -> None:
     assert main(["doctor", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+GREETING_SHELL = """#!/bin/sh
+printf 'Sch\\366nen Tag\\n'
+case "$2" in
+*host_probe*) echo '{"host": "a", "versions": {}, "folders": {}}' ;;
+*) echo 'PORT 5'; echo 'RESULT [{"from": 0, "to": 1, "rate": 1e9, "latency": 1e-4, "skew": 0.0}]' ;;
+esac
+"""
+
+
+def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 ended doctor, and any line at all was taken for the answer of the first host."""
+    shell = tmp_path / "shell"
+    shell.write_text(GREETING_SHELL)
+    shell.chmod(0o755)
+    remote = Remote((str(shell),), timeout_seconds=20)
+    assert ask_host("a", remote, []).facts["host"] == "a"
+    rows = measure_links(["a", "b"], remote, 0)
+    assert not isinstance(rows, str), rows
+    assert rows[0]["rate"] == 1e9

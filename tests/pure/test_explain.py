@@ -126,17 +126,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return "\n".join(line.rstrip() for line in out.splitlines())
 
 
-def test_images_are_told_where_the_plan_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_explained_if_the_plan_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("preset: zero3\nsurvive: host\n")
     mib = 2**20
     assert as_json(capsys, str(plan), "--world", "4")["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib}
     shown = " ".join(said(capsys, str(plan), "--world", "4").split())
-    assert "image on the host 12.0 MiB a copy of what is its own; with what is updated there 20.0 MiB" in shown
+    assert "image on the host 12.0 MiB a copy of its shards, to restore it; 20.0 MiB with states kept there" in shown
     assert "image_bytes" not in as_json(capsys, "zero3", "--world", "4")
 
 
-def test_copies_on_other_hosts_are_told_where_the_plan_has_them(
+def test_copies_on_other_hosts_are_explained_if_the_plan_keeps_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.yaml"
@@ -146,7 +146,7 @@ def test_copies_on_other_hosts_are_told_where_the_plan_has_them(
     assert told["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib}
     assert told["copy_bytes"] == {"sent": 12 * mib, "sent_once": 0, "kept": 24 * mib}
     shown = " ".join(said(capsys, str(plan), "--world", "4", "--per-host", "2").split())
-    assert "copies of others 24.0 MiB 12.0 MiB to another host, behind each next step" in shown
+    assert "copies for other hosts 24.0 MiB 12.0 MiB sent to another host, during each next step" in shown
     plan.write_text("preset: hsdp\nsurvive: buddy\n")
     told = as_json(capsys, str(plan), "--world", "4", "--per-host", "2")
     assert told["copy_bytes"] == {"sent": 0, "sent_once": 0, "kept": 0}, "the other host has all of it"
@@ -163,17 +163,17 @@ def test_copies_on_other_hosts_are_told_where_the_plan_has_them(
         ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),
     ],
 )
-def test_a_plan_of_which_a_lost_rank_restarts_the_job_says_so(
+def test_explain_says_if_a_lost_rank_restarts_the_job(
     said_by_plan: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"{said_by_plan}\n")
     shown = " ".join(said(capsys, str(plan), "--world", "4").split())
-    assert "An elastic job starts again from its last checkpoint, because " in shown
+    assert "An elastic job restarts from its last checkpoint, because " in shown
     assert why in shown
     assert why in as_json(capsys, str(plan), "--world", "4")["restarted_because"]
     for goes_on in ("zero3", "zero3-offload"):
-        assert "starts again from its last checkpoint" not in said(capsys, goes_on, "--world", "4")
+        assert "restarts from its last checkpoint" not in said(capsys, goes_on, "--world", "4")
         assert "restarted_because" not in as_json(capsys, goes_on, "--world", "4")
 
 
@@ -193,11 +193,11 @@ def refused(*arguments: str) -> str:
 def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "zero3", "--world", "4", "--set", "precision=bf16")
     assert out.startswith("zero3 on dp=4, 4 ranks\nknown from ZeRO stage 3 (arXiv:1910.02054), FSDP")
-    assert "  preset          zero3          argument\n" in out
-    assert "  precision       bf16           override 'precision=bf16'\n" in out
+    assert "  preset          zero3            argument\n" in out
+    assert "  precision       bf16             override 'precision=bf16'\n" in out
     assert "  held   shard(dp)  bf16   device  parameters, from forward to backward\n" in out
-    assert "computes in bf16; gradients travel in bf16\n" in out
-    assert "No model was given: 4 units of 1.0 M parameters stand in. See --model." in out
+    assert "computes in bf16; sends gradients in bf16\n" in out
+    assert "No model given (--model): 4 units of 1.0 M parameters each are assumed." in out
     assert "  param     2.0 MiB     8.0 MiB  parameters, between steps\n" in out
     assert "      gather          h.0  param  dp  bf16  1572864 B  @gather\n" in out
 
@@ -207,12 +207,14 @@ def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> N
     out = said(capsys, "zero3", "--world", "8", *mesh)
     assert out.startswith("zero3 on dp=2 x sp=4, 8 ranks\n")
     assert "  param  shard(dp+sp)  fp32   device  parameters, between steps\n" in out
-    assert "  38.5 MiB, 5.5 MiB along dp, 33.0 MiB along sp\n" in out
+    assert "  38.5 MiB: 5.5 MiB along dp, 33.0 MiB along sp\n" in out
     assert "ulysses sends 3/4 of a rank's queries" in " ".join(out.split())
     assert "ring sends a rank's keys and values 3 times each way" in " ".join(out.split())
     alone = " ".join(said(capsys, "zero3", "--world", "8", *mesh, "--set", "sequence.attention=ring").split())
     assert "ring sends" in alone
     assert "ulysses sends" not in alone
+    beside_tensor = said(capsys, "zero3", "--world", "4", "--set", "mesh={tp: 2, sp: 2}")
+    assert "sequence parallelism: ranks share samples, and split their tokens" in beside_tensor
     told = json.loads(said(capsys, "zero3", "--world", "8", *mesh, "--json"))
     assert sum(told["sent_bytes_by_axis"].values()) == told["sent_bytes_per_step"]
     assert set(told["sent_bytes_by_axis"]) == {"dp", "sp"}
@@ -232,7 +234,7 @@ def test_what_leaves_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     two = told("zero3", "--per-host", "4")["sent_bytes_by_host"]
     assert two == [alone[0] * 4 // 7] * 2
     assert told("hsdp", "--per-host", "4")["sent_bytes_by_host"][0] < 0.75 * two[0]
-    assert "leave each host of 4" in " ".join(said(capsys, "zero3", "--world", "8", "--per-host", "4").split())
+    assert "leave each host of 4 ranks" in " ".join(said(capsys, "zero3", "--world", "8", "--per-host", "4").split())
     with pytest.raises(ConfigError, match="--per-host is 3, which does not divide --world 8"):
         told("zero3", "--per-host", "3")
 
@@ -365,7 +367,7 @@ def test_a_real_model_is_chosen_into_units(model_file: Path, capsys: pytest.Capt
     out = said(capsys, "zero3", "--world", "2", "--model", f"{model_file}:tiny")
     assert "  h.0 ... h.2       4.2 K  each of 3\n" in out
     assert "  head             32.5 K  32.0 K frozen\n" in out
-    assert "No model was given" not in out
+    assert "No model given" not in out
 
 
 @pytest.mark.parametrize(
@@ -384,21 +386,21 @@ def test_a_callable_that_gives_no_model_is_refused(name: str, message: str, mode
 
 
 def test_a_file_that_gives_no_module_is_refused(model_file: Path) -> None:
-    def failure_summary(source: object) -> str:
+    def refusal(source: object) -> str:
         return refused("zero3", "--world", "2", "--model", str(source))
 
-    assert "Did you mean 'tiny_model.py'?" in failure_summary(model_file.with_name("tinymodel.py:tiny"))
-    assert "There is no Python file in that folder." in failure_summary(model_file.parent / "nowhere" / "a.py:b")
-    assert "write FILE:CALLABLE, such as train.py:build_model." in failure_summary("tiny_model.py")
+    assert "Did you mean 'tiny_model.py'?" in refusal(model_file.with_name("tinymodel.py:tiny"))
+    assert "There is no Python file in that folder." in refusal(model_file.parent / "nowhere" / "a.py:b")
+    assert "write FILE:CALLABLE, such as train.py:build_model." in refusal("tiny_model.py")
     model_file.write_text("import no_such_thing")
-    assert "could not be imported: ModuleNotFoundError: No module named 'no_such_thing'." in failure_summary(
+    assert "could not be imported: ModuleNotFoundError: No module named 'no_such_thing'." in refusal(
         f"{model_file}:tiny"
     )
     model_file.write_text("raise SystemExit(3)")
-    assert "under `if __name__ == '__main__':`" in failure_summary(f"{model_file}:tiny")
+    assert "under `if __name__ == '__main__':`" in refusal(f"{model_file}:tiny")
     plain = model_file.with_name("notes")
     plain.write_text("")
-    assert "its name must end in .py." in failure_summary(f"{plain}:tiny")
+    assert "its name must end in .py." in refusal(f"{plain}:tiny")
 
 
 def test_a_refused_model_leaves_the_path_as_it_was(model_file: Path) -> None:
@@ -436,8 +438,8 @@ def test_a_batch_may_have_names_and_the_peak_has_a_moment(model_file: Path, caps
     )
     out = said(capsys, *arguments, f"{model_file}:batch")
     assert "  activations  " in out
-    assert "All of it together, at the one moment when that is most: at or just before '" in out
-    assert "not in these figures; --batch counts them" in said(capsys, "zero3", "--world", "2")
+    assert "The total is the peak of a step, at or just before '" in out
+    assert "Activations are not included; --batch counts them" in said(capsys, "zero3", "--world", "2")
 
 
 def test_narrow_numbers_make_narrow_activations(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,17 +450,18 @@ def test_narrow_numbers_make_narrow_activations(model_file: Path, capsys: pytest
 
 
 def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
-    def failure_summary(batch: str, model: str = "tiny") -> str:
+    def refusal(batch: str, model: str = "tiny") -> str:
         return refused("zero3", "--world", "2", "--model", f"{model_file}:{model}", "--batch", f"{model_file}:{batch}")
 
-    assert "batch is list; it must be what the model is called with" in failure_summary("listed_batch")
-    assert "failed to make a batch: FileNotFoundError: data.bin" in failure_summary("no_batch")
-    assert "has no callable 'btch'. Did you mean 'batch'?" in failure_summary("btch")
-    assert "in forward, 'if hidden.max() > 0:', asks for the value" in failure_summary("batch", "Curious")
+    assert "batch is list; it must be what the model is called with" in refusal("listed_batch")
+    assert "failed to make a batch: FileNotFoundError: data.bin" in refusal("no_batch")
+    assert "has no callable 'btch'. Did you mean 'batch'?" in refusal("btch")
+    assert "in forward, 'if hidden.max() > 0:', asks for the value" in refusal("batch", "Curious")
     assert "--batch is 'batch'; write FILE:CALLABLE" in refused(
         "zero3", "--world", "2", "--model", f"{model_file}:tiny", "--batch", "batch"
     )
-    assert "give --model FILE:CALLABLE too" in refused("zero3", "--world", "2", "--batch", f"{model_file}:batch")
+    without_model = refused("zero3", "--world", "2", "--batch", f"{model_file}:batch")
+    assert without_model == "--batch needs a model. Add --model FILE:CALLABLE."
 
 
 # --- what is refused ---------------------------------------------------------------------------------
@@ -467,9 +470,9 @@ def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
 def test_what_cannot_be_explained_is_refused() -> None:
     assert refused("zero4", "--world", "2").startswith("There is no preset 'zero4'. Did you mean 'zero")
     assert refused("--world", "2").startswith("Name a plan: a preset such as zero3, or a file.")
-    assert refused("zero3") == "For how many ranks? Give --world N of at least 1."
+    assert refused("zero3") == "The number of ranks is unknown. Give --world N, at least 1."
     assert refused("zerro3") == "There is no preset 'zerro3'. Did you mean 'zero3'?"  # before it asks for ranks
-    assert refused("zero3", "--world", "0") == "For how many ranks? Give --world N of at least 1, not 0."
+    assert refused("zero3", "--world", "0") == "The number of ranks is unknown. Give --world N, at least 1, not 0."
     assert "makes 3 ranks, but the world has 4" in refused("zero3", "--world", "4", "--set", "mesh={dp: 3}")
     assert "--optimizer-states is -1; give 0 or more" in refused("zero3", "--world", "2", "--optimizer-states", "-1")
     with pytest.raises(PlacementError):
@@ -478,7 +481,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
         run("ddp", "--world", "2", "--set", "acumulate=2")
 
 
-def test_torch_is_imported_for_a_model_alone() -> None:
+def test_torch_is_imported_only_for_a_model() -> None:
     script = (
         "import sys; from shardwise.cli.main import main; "
         "assert main(['explain', 'zero3', '--world', '4']) == 0; "
@@ -500,7 +503,7 @@ def test_a_pipeline_is_shown_as_who_has_what_and_as_a_grid(
     assert "  rank 0 | F0 F1  .  . B0 B0  . B1 B1\n  rank 1 |  . F0 B0 B0 F1 B1 B1  .  .\n" in shown
     assert "33% of the time is spent waiting" in shown
     told = as_json(capsys, str(plan), "--world", "4", "--set", "preset=zero3-kept")
-    assert told["program"].count("\n    gather ") == 4  # each of the units that stand in, once a step
+    assert told["program"].count("\n    gather ") == 4  # each of the example units, once a step
     assert "\nbefore forward h.3 #1\n" in told["program"]
     assert told["schedule"].startswith("1f1b: 2 ranks, 2 stages, 2 micro-batches\n")
     assert told["bubble"] == pytest.approx(1 / 3)
@@ -523,7 +526,7 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
     cut = ["--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.linear: column_gathered}"]
     halves = as_json(capsys, *arguments, *cut)
     assert halves["bytes"]["param"] < one_f_one_b["param"]
-    assert "expert-load is 0.5; give how many times an even share" in refused(*arguments, *cut, "--expert-load", "0.5")
+    assert "expert-load is 0.5; give a multiple of an even share" in refused(*arguments, *cut, "--expert-load", "0.5")
     halved = as_json(
         capsys,
         *arguments,

@@ -1,4 +1,4 @@
-"""Hosts on command lines of `horovodrun`."""
+"""Hosts and environment variables on command lines of `horovodrun`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import argparse
 import pytest
 
 from shardwise.integrations.horovod.command_line import LaunchCommand, add_horovodrun_arguments, launch_command
-from shardwise.integrations.horovod.command_line_hosts import words_for_environment
+from shardwise.integrations.horovod.command_line_hosts import environment_arguments
 
 
-def understood(text: str) -> LaunchCommand:
+def translated(text: str) -> LaunchCommand:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_horovodrun_arguments(parser)
     return launch_command(parser.parse_args([*text.split(), "python", "train.py"]))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "arguments"),
     [
         ("-np 4 -H a:2,b:2", "--where ssh --hosts a:2,b:2"),
         ("-np 3 -H a:2,b:2,c:4", "--where ssh --hosts a:2,b:1"),
@@ -35,13 +35,13 @@ def understood(text: str) -> LaunchCommand:
         ("-np 2 -H localhost:4 --network-interfaces eth1", "--nproc 2"),
     ],
 )  # fmt: skip
-def test_ranks_fill_the_hosts_in_their_order(text: str, words: str) -> None:
-    found = understood(text)
-    assert found.launch == ["--as-horovod", *words.split(), "train.py"]
-    assert found.uses_ssh == ("ssh" in words)
-    assert any("--network-interfaces" in note for note in found.notes) == ("localhost:4" in text)
+def test_ranks_fill_hosts_in_order(text: str, arguments: str) -> None:
+    command = translated(text)
+    assert command.launch == ["--as-horovod", *arguments.split(), "train.py"]
+    assert command.uses_ssh == ("ssh" in arguments)
+    assert any("--network-interfaces" in note for note in command.notes) == ("localhost:4" in text)
 
 
-def test_ranks_elsewhere_get_the_variables_from_here_but_for_those_about_this_host() -> None:
+def test_other_hosts_get_variables_that_do_not_describe_this_host() -> None:
     names = ["DATA", "HOME", "HOROVOD_TIMELINE", "PATH", "SSH_CONNECTION", "SHARDWISE_CORES", "BASH_FUNC_x%%", "_"]
-    assert words_for_environment(names) == ["--env=DATA", "--env=HOROVOD_TIMELINE", "--env=PATH"]
+    assert environment_arguments(names) == ["--env=DATA", "--env=HOROVOD_TIMELINE", "--env=PATH"]

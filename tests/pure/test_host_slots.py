@@ -1,4 +1,4 @@
-"""On which hosts processes are started, when hosts come, go and are excluded: decided without any host."""
+"""On which hosts processes are started when hosts join, leave and are excluded; no host is needed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_job_begins_with_as_many_as_it_may_have_and_the_rest_is_spare() -> Non
     assert job.start(3.0) == ["a0"], "no more than the job may have"
 
 
-def test_starts_in_the_place_of_the_dead_are_counted_and_those_on_a_host_that_comes_are_not() -> None:
+def test_replacements_count_and_starts_on_a_new_host_do_not() -> None:
     job = Job(4, ("a", 2), retries=1)
     job.die(0, 1.0)
     assert job.start(1.0) == ["a0"]
@@ -148,12 +148,12 @@ def test_whatever_befalls_hosts_no_slot_is_taken_twice_and_all_there_is_room_for
     assert len(job.living) == 5
 
 
-def test_a_lost_host_is_told_with_all_its_ranks_and_what_follows() -> None:
+def test_the_report_of_a_lost_host_names_its_ranks() -> None:
     losses = tuple(Loss(n, n, "nothing was heard of it for 15 s", 3, 1.0, "gpu2") for n in (2, 3))
     change = Change(losses, {}, 0, 0, 2, 120, 0.4, 0, "0 of 3 within 600 s", 2, can_come=True)
     assert change_report(change) == (
-        "host gpu2 is gone: ranks 2, 3 (nothing was heard of it for 15 s). 2 ranks go on after step 120, 0.40 s later. "
-        "Processes start in the place of the dead as soon as a host has room for them."
+        "host gpu2 is gone: ranks 2, 3 (nothing was heard of it for 15 s). 2 ranks continue after step 120, 0.40 s "
+        "later. Replacements start as soon as a host has free slots."
     )
 
 
@@ -188,13 +188,13 @@ def test_a_list_of_hosts_counts_when_it_was_read_twice_and_a_bad_one_does_not(tm
     wait_until(has_changed, "no change", 20)
     hosts.close()
     assert changes == [[Host("c", 1)]], "what was said once only, as of a file that is half written, does not count"
-    assert said == ["What is this? The hosts stay as they were."]
+    assert said == ["What is this? The list of hosts is unchanged."]
 
 
-def test_code_that_has_changed_since_the_job_began_is_told_once() -> None:
+def test_changed_code_is_reported_once() -> None:
     listed, said = ["a 1", "a 1", "a 2", "a 2", ""], []
     code = CodeCopy(said.append, lambda: listed.pop(0))
     for host in ("one", "two", "three", "four"):
         code.compare(host).join()
     assert len(said) == 1
-    assert said[0].startswith("this directory has changed since the job began: two gets what is here now")
+    assert said[0].startswith("this directory has changed since the job began: two gets the files that are here now")

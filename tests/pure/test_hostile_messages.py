@@ -25,13 +25,13 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from shardwise import plain_data
 from shardwise.comm import Meeting
-from shardwise.comm.board import KEY, StoreBoard, last_words
+from shardwise.comm.board import KEY, StoreBoard, last_status
 from shardwise.comm.fault import Fault
 from shardwise.comm.members import Announcement, LauncherChannel, MemberMessage, generation_prefix, scope_of
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.messages import reports_as_text, reports_of_text
 from shardwise.comm.status import Status
-from shardwise.elastic.blame import Judge
+from shardwise.elastic.causes import Classifier
 from shardwise.elastic.signs import End
 from shardwise.errors import CommError, FaultError
 from shardwise.integrations.horovod.links import Listener, connect
@@ -135,7 +135,7 @@ def boards(token: str, size: int = 2) -> tuple[Store, list[StoreBoard]]:
 
 @varies
 @pytest.mark.parametrize("token", ["token", ""])
-def test_strangers_at_the_board(token: str) -> None:
+def test_forged_entries_of_the_board(token: str) -> None:
     """Whatever they write: with a token nothing of it is believed, without one what is no message is not there."""
     store, (mine, theirs) = boards(token)
     theirs.publish(status(1, [1]))
@@ -149,14 +149,14 @@ def test_strangers_at_the_board(token: str) -> None:
         for key, text in (("status/1", status(1, [9]).to_json()), ("fault", FAULT.to_json())):
             forged = data.draw(st.sampled_from([text.encode(), stranger.close(f"{KEY}/0/{key}", text.encode())]))
             store.set(f"{place}/{key}", damaged(data, forged) if data.draw(st.booleans()) else forged)
-        found, fault, words = mine.read(1), mine.fault(), last_words(store, 1, "attempt-0", Seal(token))
+        found, fault, words = mine.read(1), mine.fault(), last_status(store, 1, "attempt-0", Seal(token))
         if token:
             assert (found, fault, words) == (None, None, "")
 
     write()
     store.set(f"{place}/status/1", genuine)
     assert mine.read(1) == status(1, [1])
-    assert "rank 1" in last_words(store, 1, "attempt-0", Seal(token))
+    assert "rank 1" in last_status(store, 1, "attempt-0", Seal(token))
     if not token:
         return
     store.set(f"{place}/status/0", genuine)  # a rank's own words in the mouth of another one
@@ -169,7 +169,7 @@ def test_strangers_at_the_board(token: str) -> None:
     assert theirs.fault() == FAULT
     store.set(f"{place}x/{KEY}/{'9' * 400}/status/1", b"")
     store.set(f"attempt-0/{KEY}/-1/status/1", b"")
-    assert "rank 1" in last_words(store, 1, "attempt-0", Seal(token))
+    assert "rank 1" in last_status(store, 1, "attempt-0", Seal(token))
 
 
 def test_a_generations_board_believes_nothing_of_another_generation() -> None:
@@ -186,8 +186,8 @@ def test_a_generations_board_believes_nothing_of_another_generation() -> None:
     for key in ("fault", "status/1"):
         store.set(f"{places[1]}/{KEY}/0/{key}", store.get(f"{places[0]}/{KEY}/0/{key}"))
     assert (after.fault(), after.read(1)) == (None, None)
-    assert last_words(store, 1, places[1], Seal("token").within(scope_of(1))) == ""
-    assert "rank 1" in last_words(store, 1, places[0], Seal("token").within(scope_of(0)))
+    assert last_status(store, 1, places[1], Seal("token").within(scope_of(1))) == ""
+    assert "rank 1" in last_status(store, 1, places[0], Seal("token").within(scope_of(0)))
 
 
 class TestMembers:
@@ -253,7 +253,7 @@ class TestMembers:
 
 
 @pytest.mark.parametrize("key", ["who/0", "size", "fault"])
-def test_strangers_at_the_meeting(key: str) -> None:
+def test_forged_entries_of_the_rendezvous(key: str) -> None:
     """They can keep ranks from meeting, but not have them blame one of their own."""
     store = HashStore()
     place = "shardwise/attempt-0/meeting"
@@ -290,14 +290,14 @@ class TestWire:
         """Of messages that are made of a class's fields, which may come to have more of them."""
         plan = plan_ssh(Job(("a.py",), 2, threads=1, port=2), [Share(Host("h"), 0, 2)], SshSettings("/"), {"A": "b"})
         job = job_as_message(plan, _Host(plan.shares[0]))  # type: ignore[arg-type]
-        seat = {"size": 2, "host": 0, "num_hosts": 1}
-        verdict = Judge().judge([End(1, "h", exit_code=-9)], 2, 0.0)
+        position = {"size": 2, "host": 0, "num_hosts": 1}
+        verdict = Classifier().classify([End(1, "h", exit_code=-9)], 2, 0.0)
         sent: list[dict[str, Any]] = [
             {"do": "look", "directory": "/", "job": job},
             {
                 "do": "start",
                 "first_rank": 0,
-                "seat": seat,
+                "position": position,
                 "attempt": asdict(Attempt("h", 1)),
                 "environment": {"A": "b"},
             },
@@ -319,7 +319,7 @@ class TestWire:
     @varies
     @FUZZED
     @given(st.data())
-    def test_orders_are_found_however_they_are_cut(self, data: st.DataObject) -> None:
+    def test_orders_are_found_in_any_blocks(self, data: st.DataObject) -> None:
         orders = [{"do": "end", "number": number} for number in range(3)]
         noise = st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"") + b"\n")
         whole = b"".join(data.draw(noise) + wire.packed(one) for one in orders)
@@ -416,11 +416,11 @@ def test_a_host_of_an_elastic_job_speaks_for_the_members_alone_that_were_started
 
 
 @contextmanager
-def at_the_door(door: Listener, size: int) -> Iterator[dict[str, Any]]:
+def admitting(listener: Listener, size: int) -> Iterator[dict[str, Any]]:
     admitted: dict[str, Any] = {}
 
     def admit() -> None:
-        admitted["links"] = door.admit(size, 30)
+        admitted["links"] = listener.admit(size, 30)
 
     thread = threading.Thread(target=admit)
     thread.start()
@@ -429,20 +429,20 @@ def at_the_door(door: Listener, size: int) -> Iterator[dict[str, Any]]:
     assert not thread.is_alive()
 
 
-def test_strangers_at_horovods_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may know all that the store has; without the token they stay outside, and so does who is too slow."""
+def test_unauthenticated_connections_to_horovods_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the token they are closed, even if they know all that is in the store, and so is one that is too slow."""
     monkeypatch.setattr("shardwise.integrations.horovod.links._PROOF_SECONDS", 0.3)
     monkeypatch.setenv(VARIABLE, "token")
-    door = Listener("127.0.0.1")
-    port, name = door.address.split()
-    with at_the_door(door, 1) as admitted:
+    listener = Listener("127.0.0.1")
+    port, name = listener.address.split()
+    with admitting(listener, 1) as admitted:
         for said in (b"", b"\xff" * 36, Seal("guessed").word(name) + bytes(4), Seal("").word(name) + bytes(4)):
             with socket.create_connection(("127.0.0.1", int(port))) as stranger:
                 stranger.sendall(said)
         with socket.create_connection(("127.0.0.1", int(port))) as slow:
             slow.sendall(b"x")
             started = time.monotonic()
-            link = connect("127.0.0.1", door.address, 0, 10)
+            link = connect("127.0.0.1", listener.address, 0, 10)
             slow.settimeout(10)
             assert slow.recv(1) == b""
             assert time.monotonic() - started < 8

@@ -24,7 +24,7 @@ def test_inspect_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
     assert "3, after 3 steps of the optimizer" in out
     assert "head.weight is tokens.weight" in out
     assert "blocks.0.up.weight" in out
-    assert "every tensor could be read" in out
+    assert "all tensors could be read" in out
     assert "global_samples" in out
 
 
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_has_a_status_and_a_sentence(tmp_path: Path, capsys
     assert "damaged" in capsys.readouterr().out
 
 
-def test_a_file_that_was_cut_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     arguments = ["convert", str(FIXTURES / "zero2"), str(run), "--to", "shardwise", "--max-file-size", "1KiB"]
     assert main(arguments) == 0
@@ -82,7 +82,7 @@ def test_a_file_that_was_cut_is_shown_as_it_is(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert main(["inspect", str(run)]) == 1
     out = capsys.readouterr().out
-    assert "cut: " in out
+    assert "truncated: " in out
     assert f"({size} bytes)" in out
     assert "missing; " in out
     assert f"{first.name} has 100 bytes instead of {size}".replace(" ", "") in "".join(out.split())
@@ -94,7 +94,7 @@ def test_a_file_that_was_cut_is_shown_as_it_is(tmp_path: Path, capsys: pytest.Ca
     assert "instead of" in capsys.readouterr().out
 
 
-def test_a_long_list_is_cut_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_list_is_shortened_without_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(FIXTURES / "universal")]) == 0
     assert "more (--full prints all)" in capsys.readouterr().out
     assert main(["inspect", str(FIXTURES / "universal"), "--full"]) == 0

@@ -1,4 +1,4 @@
-"""What a rank gets, who failed first, what is said about it: without starting a process."""
+"""A rank's environment, which rank failed first, and the report about it; no process is started."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestEnvironment:
         assert "MALLOC_MMAP_THRESHOLD_" not in given
         assert environment({"OMP_NUM_THREADS": "7"}, threads=3)["OMP_NUM_THREADS"] == "3"
 
-    def test_glibc_is_told_on_cpu_only(self) -> None:
+    def test_glibc_settings_are_for_cpus_only(self) -> None:
         assert environment()["MALLOC_MMAP_THRESHOLD_"] == "1000000"
         assert "MALLOC_MMAP_THRESHOLD_" not in environment(on_cpu=False)
 
@@ -96,9 +96,9 @@ class TestFirstFailure:
         before = raised(0, 10.0, exit_code=code, sent=signal.SIGTERM, sent_at=10.1, wanted=code)
         assert (before.failed, before.obeyed) == (True, False)
 
-    def test_who_is_blamed_by_a_peer_goes_before_it(self) -> None:
+    def test_a_rank_named_by_a_peer_counts_as_first(self) -> None:
         """Its process took longer to end than the peer took to hear of it."""
-        victim = raised(0, 10.0, summary="FaultError: Rank 1 raised KeyboardInterrupt", blames=(1,))
+        victim = raised(0, 10.0, summary="FaultError: Rank 1 raised KeyboardInterrupt", at_fault=(1,))
         interrupted = raised(1, 10.5, exit_code=-2, wanted=130, summary="KeyboardInterrupt")
         assert first_failure([victim, interrupted]) is interrupted
         assert interrupted.status == 130
@@ -109,16 +109,16 @@ class TestFirstFailure:
         assert first_failure([victim, killed]) is killed
 
     def test_a_rank_that_ended_early_is_named_before_its_victims(self) -> None:
-        victims = [raised(rank, 10.0, summary="FaultError: Rank 1 has ended", blames=(1,)) for rank in (0, 2)]
+        victims = [raised(rank, 10.0, summary="FaultError: Rank 1 has ended", at_fault=(1,)) for rank in (0, 2)]
         early = Outcome(1, 0, None, 9.0)
         assert first_failure([victims[0], early, victims[1]]) is early
         assert early.status == 1
         text = failure_summary([victims[0], early, victims[1]])
-        assert text.startswith("rank 1 of 3 ended early: its script was over, and the others needed it.\n")
+        assert text.startswith("rank 1 of 3 ended early: its script was over, but the others still needed it.\n")
         assert "ranks 0, 2 then raised FaultError: Rank 1 has ended." in text
 
-    def test_ranks_that_blame_each_other_or_themselves_go_by_the_clock(self) -> None:
-        both = [raised(rank, 10.0 + rank, blames=(0, 1)) for rank in (0, 1)]
+    def test_ranks_that_name_each_other_or_themselves_are_ordered_by_time(self) -> None:
+        both = [raised(rank, 10.0 + rank, at_fault=(0, 1)) for rank in (0, 1)]
         assert first_failure(both) is both[0]
         ended = Outcome(1, -15, signal.SIGTERM, 9.0, sent_at=8.0)
         assert first_failure([both[0], ended]) is both[0]
@@ -196,7 +196,7 @@ class TestLetter:
 
 
 class TestFolder:
-    def test_those_of_the_dead_go_and_no_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_folders_of_dead_launchers_are_removed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         (tmp_path / "shardwise-dead").mkdir()
         (tmp_path / "shardwise-dead" / "launcher.lock").touch()
@@ -234,7 +234,7 @@ class TestJob:
         (tmp_path / "train").touch()
         Job((str(tmp_path / "train"),), 1).check()
 
-    def test_a_missing_module_is_told_before_anything_starts(self) -> None:
+    def test_a_missing_module_is_an_error_before_anything_starts(self) -> None:
         with pytest.raises(LaunchError, match=r"no module 'nosuch\.thing'"):
             Job(("nosuch.thing",), 1, is_module=True).check()
 

@@ -1,4 +1,4 @@
-"""What would run where, for every place: nothing is started, nobody is asked."""
+"""What `shardwise launch` would run in each place; nothing is started, and no host is asked."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class TestHosts:
         ("text", "words"),
         [
             ("a slots=two", "line 1: 'slots=two' is not understood"),
-            ("a\nb slots=0", "line 2: a host has at least one slot"),
+            ("a\nb slots=0", "line 2: a host needs at least one slot"),
             ("a:2\na slots=2", "a is named twice"),
             ("-oProxyCommand=evil", "is not a host"),
             ("me@-oProxyCommand=evil:2", "is not a host"),
             ("-me@a", "is not a host"),
             ("a;rm", "is not a host"),
-            ("# nobody", "there is no host in it"),
+            ("# nobody", "it lists no host"),
         ],
     )
     def test_what_is_no_host(self, text: str, words: str) -> None:
@@ -72,8 +72,8 @@ class TestHosts:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"include": "a", "exclude": "b"}, "two ways to say the same"),
-            ({"include": "aa"}, "names 'aa', which is none of the hosts. Did you mean 'a'"),
+            ({"include": "a", "exclude": "b"}, "cannot be combined"),
+            ({"include": "aa"}, "names 'aa', which is not in the host list. Did you mean 'a'"),
             ({"include": "a:9"}, "a has slots 0 to 3"),
             ({"include": "a:x"}, "after the colon come slots"),
             ({"exclude": "a@b"}, "leaves no host"),
@@ -87,7 +87,7 @@ class TestHosts:
         split = shares(parse_hosts("a:2,b:1,c:3"))
         assert [list(share.ranks) for share in split] == [[0, 1], [2], [3, 4, 5]]
         assert [share.num_ranks for share in shares(parse_hosts("a,b:4"), nproc=3)] == [3, 3]
-        with pytest.raises(ConfigError, match="how many ranks are to run on b"):
+        with pytest.raises(ConfigError, match="number of ranks on b is unknown"):
             shares(parse_hosts("a:2,b"))
         with pytest.raises(ConfigError, match="more than the 2 slots of a"):
             shares(parse_hosts("a:2"), nproc=3)
@@ -132,7 +132,7 @@ class TestSsh:
         assert command[-2] == "me@b"
         assert shlex.split(command[-1])[1:] == ["env", "PYTHONPATH=/a b", "/opt/python", "-m", "shardwise.launch.hosts"]
         assert plan.copy(plan.shares[1])[-2:] == ["./", "me@b:/shared/run/"]
-        with pytest.raises(ConfigError, match="need a path from the root"):
+        with pytest.raises(ConfigError, match="give an absolute path"):
             plan_ssh(JOB, plan.shares, SshSettings("here"), {})
 
 
@@ -199,11 +199,11 @@ class TestSlurm:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"time": "soon"}, "is not a time of Slurm's"),
-            ({"time": "2"}, "is all of the time"),
+            ({"time": "soon"}, "is not a time limit"),
+            ({"time": "2"}, "is not less than --time 2"),
             ({"nodes": 0}, "at least one"),
             ({"arguments": ("x\n#SBATCH -n 9",)}, "is not an option of sbatch"),
-            ({"name": "a\nrm"}, "is not a name"),
+            ({"name": "a\nrm"}, "is not a valid job name"),
         ],
     )
     def test_what_cannot_be_asked(self, fields: dict[str, Any], words: str) -> None:
@@ -258,7 +258,7 @@ class TestKubernetes:
         containers = {name: spec["template"]["spec"]["containers"][0] for name, spec in jobs.items()}
         launcher, ranks = containers["t-launcher"], containers["t-hosts"]
         host = "t-launcher-0.t" if kind == "job" else "t-launcher-0-0.t"
-        assert ranks["command"] == ["python", "-m", "shardwise.launch.hosts", "dial", f"{host}:29500"]
+        assert ranks["command"] == ["python", "-m", "shardwise.launch.hosts", "connect", f"{host}:29500"]
         assert (ranks["resources"]["limits"], launcher.get("resources")) == ({"nvidia.com/gpu": "2"}, None)
         words = launcher["command"]
         assert words[:4] == ["python", "-m", "shardwise", "launch"]
@@ -286,8 +286,8 @@ class TestKubernetes:
         ("fields", "words"),
         [
             ({"image": ""}, "needs --image"),
-            ({"name": "My_Job"}, "is not a name of Kubernetes'"),
-            ({"claims": {"a": "data"}}, "begins with a slash"),
+            ({"name": "My_Job"}, "is not a valid Kubernetes name"),
+            ({"claims": {"a": "data"}}, "must begin with a slash"),
             ({"kind": "trainjob", "secrets": ("s",)}, "from its runtime"),
         ],
     )
@@ -329,29 +329,29 @@ class TestBinding:
         ("--where ssh", "needs hosts"),
         ("--hosts a:1 --hostfile f", "both name the hosts"),
         ("--hostfile absent", "cannot be read: No such file"),
-        ("--nodes 2", "--nodes is about other hosts than this one"),
-        ("--where local --hosts a:1", "--hosts is about other hosts"),
-        ("--hosts a:1 --image i", "--image means nothing with --where ssh; it is for k8s"),
-        ("--hosts a:1,b:1 --nodes 3", "--nodes is 3, and 2 hosts are named"),
-        ("--where mpi --mpi mpich", "How many ranks?"),
+        ("--nodes 2", "--nodes has no effect on this machine alone"),
+        ("--where local --hosts a:1", "--hosts has no effect on this machine alone"),
+        ("--hosts a:1 --image i", "--image has no effect with --where ssh; it is for k8s"),
+        ("--hosts a:1,b:1 --nodes 3", "--nodes is 3, but 2 hosts are named"),
+        ("--where mpi --mpi mpich", "The number of ranks is unknown"),
         ('--hosts a:1 --launcher-args "\'"', "is not a command line"),
         ("--hosts a:1 --identity absent", "there is no such file"),
-        ("--hosts a:2,b:1 --elastic 4:8", "4 ranks are needed, and the hosts have 3 slots"),
-        ("--hosts a:2 --host-discovery-script ./d --elastic 1:2", "Leave out --hosts and --hostfile"),
+        ("--hosts a:2,b:1 --elastic 4:8", "4 ranks are needed, but the hosts have 3 slots"),
+        ("--hosts a:2 --host-discovery-script ./d --elastic 1:2", "Remove --hosts and --hostfile"),
         ("--host-discovery-script ./absent --elastic 1:2", "cannot be run: No such file or directory"),
         ("--hosts a:2 --host-timeout 5", "are for elastic jobs"),
         ("--hosts a:2 --elastic 1:2 --host-timeout 0", "--host-timeout is 0"),
         ("--where slurm --elastic 1:2", "works within an allocation"),
         ("--where mpi --nproc 2 --elastic 1:2", "does not work with --where mpi"),
-        ("--where k8s --image i --elastic 4:8 --nodes 3", "4 ranks are needed, and 3 pods of 1 have 3 slots"),
+        ("--where k8s --image i --elastic 4:8 --nodes 3", "4 ranks are needed, but 3 pods of 1 have 3 slots"),
         ("--where k8s --image i --kind trainjob --elastic 1:8", "Use --kind jobset"),
         ("--where k8s --image i --port 65535 --elastic 1:8", "give 65534 or less"),
         ("--where k8s --image i --host-timeout 5", "are for elastic jobs"),
         ("--where pods --nproc 2", "is for elastic jobs"),
         ("--where pods --nproc 2 --elastic 4:8", "--nproc 2 is not within --elastic 4:8"),
         ("--where pods --port 65535 --elastic 1:1 --master-addr 10.0.0.1", "give 65534 or less"),
-        ("--where pods --nproc 2 --elastic 1:8 --hosts a:1", "--hosts means nothing with --where pods"),
-        ("--cooldown 5 --elastic 1:2", "--cooldown is about other hosts than this one"),
+        ("--where pods --nproc 2 --elastic 1:8 --hosts a:1", "--hosts has no effect with --where pods"),
+        ("--cooldown 5 --elastic 1:2", "--cooldown has no effect on this machine alone"),
     ],
 )
 def test_the_command_line_refuses(
@@ -378,7 +378,7 @@ def test_an_allocation_of_slurm_has_a_step_for_each_node() -> None:
         plan_nodes(job, {}, {"SLURM_JOB_ID": "7"}, SshSettings("/work"))
 
 
-def test_dry_runs_ask_nobody(
+def test_dry_runs_contact_no_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No tool of any place is found, and no script; the command line's options come out in the plans."""
@@ -467,7 +467,7 @@ class TestConnections:
         os.close(reading)
 
     def test_outcomes_come_through_with_the_clock_set_right(self) -> None:
-        outcome = Outcome(3, 1, signal.SIGTERM, 100.0, "E", "T", True, sent_at=101.0, blames=(1, 2))
+        outcome = Outcome(3, 1, signal.SIGTERM, 100.0, "E", "T", True, sent_at=101.0, at_fault=(1, 2))
         told = json.loads(json.dumps(outcome_as_message(outcome)))
         assert outcome_from(told, 10.0) == replace(outcome, time=90.0, sent_at=91.0)
         unsent = Outcome(3, 0, None, 100.0)
@@ -482,9 +482,9 @@ class TestConnections:
             "--hosts a:1 --rsync --chdir /there",
             "a: there is no rsync on this machine; install it, or remove --rsync",
         ),
-        ("--where mpi --nproc 2", "There is no mpirun here. Install an MPI"),
+        ("--where mpi --nproc 2", "This machine has no mpirun. Install an MPI"),
         ("--where mpi --nproc 2 --mpi mpich", "mpirun could not be started: No such file or directory."),
-        ("--where slurm", "There is no sbatch here. Run this on a login node of a Slurm cluster"),
+        ("--where slurm", "This machine has no sbatch. Run this on a login node of a Slurm cluster"),
     ],
 )
 def test_tools_that_are_absent(
@@ -506,7 +506,7 @@ def test_what_would_be_sent_without_rsync(
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").touch()
     assert main(["launch", "--hosts", "a:1", "--rsync", "--dry-run", "train.py"]) == 0
-    assert "what would be sent is not known: there is no rsync on this machine" in capsys.readouterr().out
+    assert "the files to send are unknown: this machine has no rsync" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -515,15 +515,15 @@ def test_what_would_be_sent_without_rsync(
         (
             "echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2\n"
             "echo 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1",
-            "No Slurm controller is reached from here (fetch_config: DNS SRV lookup failed; Could not establish a "
-            "configuration source). Run this on a login node, or look at SLURM_CONF and `scontrol ping`.",
+            "The Slurm controller cannot be reached from here (fetch_config: DNS SRV lookup failed; Could not "
+            "establish a configuration source). Run this on a login node, or check SLURM_CONF and `scontrol ping`.",
         ),
         (
             "echo 'sbatch: error: invalid partition specified: absent' >&2\nexit 1",
             "Slurm refused the job: invalid partition specified: absent.",
         ),
-        ("exit 1", "Slurm refused the job: it does not say why."),
-        ("exec sleep 60", "sbatch did not answer within 0.5 s. Is the Slurm controller up? `scontrol ping` tells."),
+        ("exit 1", "Slurm refused the job: it gave no reason."),
+        ("exec sleep 60", "sbatch did not answer within 0.5 s. See with `scontrol ping` if the controller is up."),
     ],
 )
 def test_what_sbatch_says_is_one_sentence(

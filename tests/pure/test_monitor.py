@@ -102,7 +102,7 @@ class TestRecord:
         assert read_record(path).column("loss") == [(2, 2.0)]
         assert read_record(path).column("norm") == []
 
-    def test_letters_about_what_is_no_record(self, path: Path) -> None:
+    def test_errors_for_files_that_are_no_records(self, path: Path) -> None:
         with pytest.raises(ShardwiseError, match="no run record"):
             read_record(path)
         path.parent.mkdir()
@@ -185,7 +185,7 @@ class TestPlot:
         with pytest.raises(ShardwiseError, match="no step with a loss"):
             plot_loss(path, path.with_name("loss.png"))
 
-    def test_without_matplotlib_the_letter_says_what_to_install(
+    def test_without_matplotlib_the_error_says_what_to_install(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

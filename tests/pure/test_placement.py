@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import ONE, TWO, meshes, shards, tables, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import ONE, TWO, meshes, shards, tables, with_dtypes
 
 from shardwise.config import PlaceEdit, Plan, Rows, load_plan
 from shardwise.errors import ConfigError, PlacementError

@@ -1,4 +1,4 @@
-"""Which rank a process is, by the variables of whoever started it."""
+"""A process's rank, from the variables of its launcher."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_launcher_says_where_a_process_is(env: dict[str, str], name: str, i
     assert (place.launcher.name, place.is_mpi) == (name, is_mpi)
 
 
-def test_a_process_that_nobody_started_is_alone() -> None:
+def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
     for env in ({}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
         place = place_of(env)
         assert (place.rank, place.size, place.launcher) == (0, 1, None)
@@ -99,7 +99,7 @@ def test_launchers_within_launchers() -> None:
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS=4 says that srun .*SLURM_STEP_ID is not set"),
     ],
 )
-def test_what_makes_no_sense_is_told_by_name(env: dict[str, str], words: str) -> None:
+def test_contradictory_variables_are_named(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         place_of(env)
     if "WORLD_SIZE" not in env:

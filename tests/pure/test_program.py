@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from drawn import ONE, TWO, flat, placed, traces, unit_lists, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import ONE, TWO, flat, placed, traces, unit_lists, with_dtypes
 
 from shardwise.errors import ProgramError
 from shardwise.mesh import Mesh

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drawn import ONE, TWO, flat, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Wrong, simulate
+from simulated_pass import Wrong, simulate
+from strategies import ONE, TWO, flat, with_dtypes
 
 from shardwise.errors import ProgramError
 from shardwise.placement import PRESETS, Span
@@ -64,7 +64,7 @@ def units_of(name: str, num: int = 3) -> tuple[UnitSpec, ...]:
         update = Update(matrix=(16, 15) if table.step == "device" else None)
         updates = (PlacedUpdate(Span(0, 240), update),)
         is_behind = "behind the step" in name
-        return FlatSpec(plain.name, plain.numel, 1, plain.table, mesh, True, updates, runs_beside=is_behind)
+        return FlatSpec(plain.name, plain.numel, 1, plain.table, mesh, True, updates, overlaps_compute=is_behind)
 
     frozen = flat("h.1:frozen", table, mesh, trainable=False)
     return tuple(

@@ -1,4 +1,4 @@
-"""Who goes on is decided from what members say and who dies, in whatever order that comes."""
+"""Which ranks continue is decided from messages and deaths, in any order."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Job:
         self.num_read[number] = len(self.announcements)
         self.say(number, "here")
 
-    def say(self, number: int, kind: str, generation: int = -1, text: str = "", blames: tuple[int, ...] = ()) -> None:
-        message = MemberMessage(kind, number, generation, 7, text, blames, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
+    def say(self, number: int, kind: str, generation: int = -1, text: str = "", at_fault: tuple[int, ...] = ()) -> None:
+        message = MemberMessage(kind, number, generation, 7, text, at_fault, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
         self.rendezvous.receive(message, self.now)
         self.collect()
 
@@ -95,7 +95,7 @@ class Job:
         self.settle()
 
 
-def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
+def test_survivors_keep_their_order_and_replacements_are_last() -> None:
     job = Job(4, 2, 4)
     job.begin()
     assert job.rendezvous.state == "formed"
@@ -141,15 +141,15 @@ def test_a_stopped_member_is_voted_out_and_turned_away_when_it_comes_back() -> N
     job = Job(3, 2, 3)
     job.begin()
     job.stopped.add(2)
-    job.say(0, "ready", 0, "Timeout of 3 s", blames=(2,))
+    job.say(0, "ready", 0, "Timeout of 3 s", at_fault=(2,))
     job.settle()
     assert job.rendezvous.members == (0, 1)
     job.say(2, "ready", 0)
     assert job.announcements[-1].kind == "out"
-    assert "held this rank for dead" in job.announcements[-1].text
+    assert "took this rank for lost" in job.announcements[-1].text
 
 
-def test_one_that_stops_while_the_others_meet_is_given_up_soon_and_one_that_computes_is_not() -> None:
+def test_a_stopped_rank_is_given_up_soon_and_a_computing_one_is_not() -> None:
     job = Job(4, 1, 4)
     job.begin()
     job.stopped.add(3)
@@ -187,7 +187,7 @@ def test_a_host_is_lost_with_all_its_ranks_at_once_and_everybody_knows_where_the
     assert {(loss.rank, loss.host) for loss in job.rendezvous.losses} == {(2, "gpu2"), (3, "gpu2")}
 
 
-def test_one_that_comes_takes_its_place_beside_the_others_of_its_host() -> None:
+def test_a_new_rank_is_placed_next_to_those_of_its_host() -> None:
     job = Job(4, least=1, most=5)
     for number, host in enumerate("aabb"):
         job.rendezvous.processes[number].host = host
@@ -247,7 +247,7 @@ def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> 
 
 
 @pytest.mark.parametrize("least", [2, 3])
-def test_nobody_comes_after_a_death_before_the_others_are_where_they_let_one_in(least: int) -> None:
+def test_after_a_death_replacements_join_only_at_a_joining_point(least: int) -> None:
     """Nor where they are too few: they go on together until they are there, and all know that they are to meet."""
     job = Job(3, least, 3, can_grow=True)
     job.begin()
@@ -322,7 +322,7 @@ def test_generations_that_cannot_be_opened_are_tried_a_few_times() -> None:
     assert "though none of them died" in job.rendezvous.why_lost
 
 
-def test_the_end_of_the_script_lets_nobody_in_and_needs_nobody() -> None:
+def test_after_the_end_of_a_script_no_rank_joins() -> None:
     job = Job(3, 2, 4)
     job.begin()
     job.say(0, "done", 0)
@@ -361,9 +361,9 @@ def test_limits_that_no_job_can_keep_are_refused(limits: Elastic, nproc: int, wo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--elastic", "2"], "give the fewest and the most ranks, such as 2:8"),
-        (["--retries", "3"], "--retries is of elastic jobs"),
-        (["--elastic", "1:2", "--retries", "often"], "give a number, and perhaps seconds"),
+        (["--elastic", "2"], "give the minimum and the maximum number of ranks, such as 2:8"),
+        (["--retries", "3"], "--retries is for elastic jobs"),
+        (["--elastic", "1:2", "--retries", "often"], "give a number, or a number and seconds"),
         (
             ["--elastic", "1:2", "--where", "mpi"],
             "--elastic does not work with --where mpi: an MPI job ends with its first dead rank",
@@ -377,18 +377,18 @@ def test_options_that_make_no_sense_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_one_letter_says_who_died_of_what_and_who_goes_on() -> None:
+def test_one_report_says_which_ranks_died_and_which_continue() -> None:
     losses = (Loss(3, 3, "was killed by SIGKILL", 0, 1.0), Loss(1, 1, "was killed by SIGKILL", 0, 1.1))
     words = {3: "rank 3 computes", 1: ""}
     change = Change(losses, words, 0, 0, 2, step=120, seconds=0.05, num_starting=1, budget="2 of 3 within 600 s")
     assert change_report(change) == (
-        "ranks 1, 3 were killed by SIGKILL. Last said: rank 3 computes. 2 ranks go on after step 120, 0.05 s later. "
-        "A process starts in the place of the dead (retries: 2 of 3 within 600 s)."
+        "ranks 1, 3 were killed by SIGKILL. Last status: rank 3 computes. 2 ranks continue after step 120, 0.05 s "
+        "later. 1 replacement starts (retries: 2 of 3 within 600 s)."
     )
     few = change_report(
         Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3)
     )
-    assert "2 ranks wait after step 120, 0.05 s later, for others: the job needs 3 (--elastic)." in few
+    assert "2 ranks wait after step 120, 0.05 s later, for more: the job needs 3 (--elastic)." in few
     assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
-        "1 rank left, as asked. 1 rank came. 1 rank goes on after step 7."
+        "1 rank left on request. 1 rank joined. 1 rank continues after step 7."
     )

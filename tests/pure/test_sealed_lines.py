@@ -1,19 +1,27 @@
-"""Lines that two ends seal with the token of a job: from nobody else, each once, in order."""
+"""Lines authenticated with the token of a job: from nobody else, each once, in order."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from shardwise.job_token import ForgedError, Seal
-from shardwise.launch.hosts.door import Door
-from shardwise.launch.hosts.sealed_lines import Meeting, SealedInbox, SealedLines, SealedSink, introduce
+from shardwise.launch.hosts.pod_server import PodServer
+from shardwise.launch.hosts.sealed_lines import (
+    SealedConnection,
+    SealedInbox,
+    SealedLines,
+    SealedSink,
+    connect_to_launcher,
+)
 from shardwise.launch.hosts.wire import Outbox, packed, report
 
 
@@ -45,29 +53,29 @@ def test_nothing_else_is_taken_for_one(what: str) -> None:
 
 
 @pytest.fixture
-def door() -> Iterator[tuple[Door, tuple[str, int], list[str]]]:
+def server() -> Iterator[tuple[PodServer, tuple[str, int], list[str]]]:
     said: list[str] = []
     listener = socket.create_server(("127.0.0.1", 0))
-    made = Door(listener, "token", said.append)
+    made = PodServer(listener, "token", said.append)
     yield made, listener.getsockname(), said
     made.close()
 
 
-def call(where: tuple[str, int], name: str = "pod", token: str = "token") -> Meeting:
-    return introduce(socket.create_connection(where), name, token, 5)
+def call(where: tuple[str, int], name: str = "pod", token: str = "token") -> SealedConnection:
+    return connect_to_launcher(socket.create_connection(where), name, token, 5)
 
 
-def names(door: Door, *wanted: str) -> None:
+def names(server: PodServer, *wanted: str) -> None:
     event = threading.Event()
     for _ in range(500):
-        if door.names() == list(wanted):
+        if server.names() == list(wanted):
             return
         event.wait(0.01)
-    raise AssertionError(door.names())
+    raise AssertionError(server.names())
 
 
-def test_messages_go_both_ways(door: tuple[Door, tuple[str, int], list[str]]) -> None:
-    made, where, _ = door
+def test_messages_go_both_ways(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
+    made, where, _ = server
     meeting = call(where)
     names(made, "pod")
     caller = made.take("pod")
@@ -85,8 +93,8 @@ def test_messages_go_both_ways(door: tuple[Door, tuple[str, int], list[str]]) ->
     caller.stdout.close()
 
 
-def test_an_order_that_is_forged_closes_the_connection(door: tuple[Door, tuple[str, int], list[str]]) -> None:
-    made, where, _ = door
+def test_an_order_that_is_forged_closes_the_connection(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
+    made, where, _ = server
     meeting = call(where)
     names(made, "pod")
     caller = made.take("pod")
@@ -98,15 +106,15 @@ def test_an_order_that_is_forged_closes_the_connection(door: tuple[Door, tuple[s
     caller.close()
 
 
-def test_strangers_are_not_let_in(door: tuple[Door, tuple[str, int], list[str]]) -> None:
-    made, where, said = door
+def test_connections_without_the_token_are_refused(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
+    made, where, said = server
     held = [call(where, token="guess"), call(where, name="../x")]
     random.seed(1)
     for length in (0, 1, 64, 500, 5000):
         stranger = socket.create_connection(where)
         with contextlib.suppress(OSError):
             stranger.sendall(os.urandom(length).replace(b"\n", b"x") + b"\n")
-        held.append(Meeting(stranger, "", *ends()))
+        held.append(SealedConnection(stranger, "", *ends()))
     held.append(call(where))
     names(made, "pod")
     assert len(said) == 1
@@ -114,26 +122,58 @@ def test_strangers_are_not_let_in(door: tuple[Door, tuple[str, int], list[str]])
     other, mine = socket.socketpair()
     other.sendall(b"HTTP/1.1 400\n")
     with pytest.raises(ForgedError, match="not the launcher"):
-        introduce(mine, "pod", "token", 5)
+        connect_to_launcher(mine, "pod", "token", 5)
     for meeting in held:
         meeting.connection.close()
     other.close()
     mine.close()
 
 
-def test_the_same_name_counts_once_and_those_who_come_late_are_told(
-    door: tuple[Door, tuple[str, int], list[str]],
+def test_a_name_counts_once_and_late_pods_get_the_last_message(
+    server: tuple[PodServer, tuple[str, int], list[str]],
 ) -> None:
-    made, where, _ = door
+    made, where, _ = server
     first = call(where)
     names(made, "pod")
     second = call(where)
     inbox = SealedInbox(first.connection, first.to_host)
     assert inbox.take(5) == []
     assert inbox.closed
-    made.send_away({"do": "over", "status": 7})
+    made.close_with({"do": "over", "status": 7})
     late = call(where, name="late")
     for meeting in (second, late):
         assert SealedInbox(meeting.connection, meeting.to_host).take(5) == [{"do": "over", "status": 7}]
     for meeting in (first, second, late):
         meeting.connection.close()
+
+
+class InterruptedListener:
+    """A listener whose first `accept` fails, as it does while a process has too many open files."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._has_failed = False
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if not self._has_failed:
+            self._has_failed = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def shutdown(self, how: int) -> None:
+        self._listener.shutdown(how)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_pods_are_accepted_after_an_accept_that_failed() -> None:
+    """The server ended at the first error, and no pod could join any more."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    interrupted: Any = InterruptedListener(listener)
+    server = PodServer(interrupted, "token", print)
+    try:
+        with call(listener.getsockname(), "pod-a").connection:
+            names(server, "pod-a")
+    finally:
+        server.close()

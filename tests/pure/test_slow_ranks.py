@@ -1,4 +1,4 @@
-"""Who is slow in a job that runs: found over a window, with evidence, by a factor that the plan says."""
+"""Slow ranks of a running job: found over a window, with evidence, by the plan's factor."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_parts_interruptions_and_refusals_of_direct_io_are_borne(
         ("write", OSError(errno.EDQUOT, ""), "quota"),
         ("write", OSError(errno.EIO, ""), r"EIO\). The device reports a fault: see the kernel's log"),
         ("read", OSError(errno.EIO, ""), r"Reading 16.0 KiB at byte 16384 of .*states failed: .*EIO"),
-        ("read", 0, "it ends at byte 16384. Somebody has cut it"),
+        ("read", 0, "it ends at byte 16384. It was truncated"),
     ],
 )
 def test_what_a_broken_disk_says(tmp_path: Path, queue: IoQueue, verb: str, trouble: Any, said: str) -> None:

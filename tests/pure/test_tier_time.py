@@ -1,4 +1,4 @@
-"""What tiers cost a step in seconds, by what a machine was measured to give."""
+"""The estimated time of offload in a step, from the calibration of a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.calibration import Calibration, DiskFigures, HostFigures, LinkFigures, write_calibration
-from shardwise.cli.explanation import STAND_IN_NUMEL, Explanation, Subject, explain, stand_in
+from shardwise.cli.explanation import EXAMPLE_NUMEL, Explanation, Subject, example_units, explain
 from shardwise.cli.main import main
 from shardwise.config import Plan
 from shardwise.placement import mesh_for, preset, table_for
@@ -17,7 +17,7 @@ from shardwise.placement import mesh_for, preset, table_for
 DISK = DiskFigures(2e9, 1e9, 8, 2**20, True, "today")
 HOST = HostFigures(10e9, 5e8, 2, "today")
 MEASURED = Calibration("node7", {"/scratch": DISK}, HOST)
-NUMEL = 4 * STAND_IN_NUMEL // 2
+NUMEL = 4 * EXAMPLE_NUMEL // 2
 """That one of two ranks updates."""
 
 
@@ -25,7 +25,7 @@ def explained(plan: Plan, calibration: Calibration | None) -> Explanation:
     mesh = mesh_for(plan, 2)
     table = table_for(plan, mesh)
     known_from = preset(plan.preset).known_from
-    return explain(plan, mesh, table, known_from, Subject(stand_in(table, mesh, plan)), calibration)
+    return explain(plan, mesh, table, known_from, Subject(example_units(table, mesh, plan)), calibration)
 
 
 def test_ranks_of_a_host_share_its_disk_and_memory() -> None:
@@ -39,7 +39,7 @@ def test_ranks_of_a_host_share_its_disk_and_memory() -> None:
     assert found["to the host"].seconds == pytest.approx(2 * 4 * NUMEL / 10e9)
     assert tiers.longest is not None
     assert tiers.longest == ("disk", pytest.approx(2 * 12 * NUMEL * (1 / 2e9 + 1 / 1e9)))
-    assert "for which the disk, which 2 ranks share, is busy by the calibration of node7" in tiers.lines[-1]
+    assert "because the disk, which 2 ranks share, is busy for that time (measured on node7)" in tiers.lines[-1]
     assert not tiers.missing
 
 
@@ -62,7 +62,7 @@ def test_what_is_not_measured_is_named() -> None:
     nothing = explained(Plan(preset="offload"), None).tiers
     assert nothing is not None
     assert nothing.longest is None
-    assert nothing.lines[-1] == "For seconds run shardwise bench host on this machine."
+    assert nothing.lines[-1] == "To estimate times, run shardwise bench host on this machine."
     assert explained(Plan(preset="zero3"), MEASURED).tiers is None
 
 
@@ -78,7 +78,7 @@ def test_explain_reads_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = write_calibration(MEASURED, tmp_path / "calibration.json")
     words = ["explain", "infinity", "--world", "2", "--set", "disk=/scratch/run", "--calibration", str(file)]
     assert main(words) == 0
-    assert "No step takes less than" in " ".join(capsys.readouterr().out.split())
+    assert "A step takes at least" in " ".join(capsys.readouterr().out.split())
     assert main([*words, "--json"]) == 0
     tiers = json.loads(capsys.readouterr().out)["tiers"]
     assert tiers["longest"]["what"] == "disk"

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from drawn import ONE, TWO, flat, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Wrong, simulate
+from simulated_pass import Wrong, simulate
+from strategies import ONE, TWO, flat, with_dtypes
 
 from shardwise.errors import ProgramError
 from shardwise.placement import PRESETS

@@ -27,7 +27,7 @@ FAULTS = {
     "full when it is written": ("write", errno.ENOSPC, "", r"written\. Writing .* failed: No space left"),
     "broken when it is written": ("write", errno.EIO, "", r"written\. Writing .* failed: Input/output error"),
     "broken when it is read": ("read", errno.EIO, "backward", r"read\. Reading .* failed: Input/output error"),
-    "cut short": ("cut", 0, "backward", r"read\. Reading .* failed: .* Somebody has cut it"),
+    "cut short": ("cut", 0, "backward", r"read\. Reading .* failed: .* It was truncated"),
 }
 
 

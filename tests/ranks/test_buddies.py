@@ -31,7 +31,7 @@ from tests.ranks.test_lost_ranks import (
     race,
     trained_alone,
 )
-from tests.ranks.threads_that_die import Killed, ThreadMembership, run_mortals
+from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 from tests.thorough import drawn, one_in
 
 HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixed": "abab"}
@@ -191,7 +191,7 @@ def metered(
         engine.close()
         return found
 
-    return run_mortals(NUM_RANKS, work, folder, hosts=hosts)
+    return run_members(NUM_RANKS, work, folder, hosts=hosts)
 
 
 def test_copies_are_in_memory_of_the_process_where_no_other_outlives_it(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def last_words(plan: dict[str, Any], plant: HostDiesAt, hosts: str, folder: Path
             return str(error)
         raise AssertionError("nobody was lost")
 
-    return set(run_mortals(NUM_RANKS, work, folder, hosts=hosts).values())
+    return set(run_members(NUM_RANKS, work, folder, hosts=hosts).values())
 
 
 def test_a_rank_and_its_keeper_are_lost_together(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
             sw.shard(model, {"preset": "zero1", "survive": "buddy"}, optimizer=adamw(model), world=world)
         return str(refused.value)
 
-    said = set(run_mortals(2, work, tmp_path).values())
+    said = set(run_members(2, work, tmp_path).values())
     assert said == {
         "survive: buddy is not possible: all ranks are on one host, and copies go to another. Choose survive: host, or "
         "remove it: then copies are made as soon as a second host joins."
@@ -298,7 +298,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
         engine.close()
         return result
 
-    results = run_mortals(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
+    results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
     assert len(results) == 2
     for state, num_steps in results.values():
         assert num_steps == NUM_STEPS
@@ -336,7 +336,7 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
         engine.close()
         return found
 
-    results = run_mortals(NUM_RANKS, work, tmp_path, hosts=hosts, num_newcomers=1)
+    results = run_members(NUM_RANKS, work, tmp_path, hosts=hosts, num_newcomers=1)
     assert len(results) == 3
     assert any(kept_bytes for _, kept_bytes, _ in results.values()) == ("c" in hosts)
     for state, _, _ in results.values():
@@ -406,7 +406,7 @@ def test_a_rank_dies_with_what_it_has_updated_on_its_way(
         engine.close()
         return state
 
-    results = run_mortals(NUM_RANKS, work, tmp_path, hosts=HOSTS["1 1 1 1"])
+    results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["1 1 1 1"])
     assert sorted(results) == [0, 2, 3]
     for state in results.values():
         for key, whole in plain.state_dict().items():

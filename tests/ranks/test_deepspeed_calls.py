@@ -18,6 +18,7 @@ import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
+from tests.ranks.threads_as_members import ThreadMembership, run_members
 from tests.ranks.twins import VOCAB, Transformer
 
 Tensor = torch.Tensor
@@ -424,3 +425,18 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     assert [(row["step"], row.get("Train/Samples/lr")) for row in rows] == [(8, 0.1), (16, 0.1), (24, 0.1), (24, None)]
     assert [row["Train/Samples/train_loss"] for row in rows[:-1]] == pytest.approx(wanted, rel=1e-5)
     assert rows[-1]["Train/Samples/eval_loss"] < wanted[0]
+
+
+def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch sizes and loops of DeepSpeed scripts belong to one world size."""
+    needing: list[int] = []
+    monkeypatch.setattr(ThreadMembership, "needs_all", lambda self: needing.append(self.member))
+    models = [Transformer() for _ in range(RANKS)]
+
+    def rank_of(world: sw.World, member: int) -> str | None:
+        engine, *_ = deepspeed.initialize(model=models[member], config=CONFIG, world=world)
+        engine.shardwise.close()
+        return engine.shardwise.plan.survive
+
+    assert set(run_members(RANKS, rank_of, tmp_path).values()) == {"checkpoint"}
+    assert sorted(needing) == list(range(RANKS))

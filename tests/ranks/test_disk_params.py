@@ -168,7 +168,7 @@ def rank_of(handle: int) -> int:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "inference"])
-def test_a_disk_that_fails_in_a_pass_is_told_to_all_ranks(
+def test_a_disk_that_fails_in_a_pass_raises_on_all_ranks(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 cannot read any more. Both name the unit and the file; then all goes on as if nothing had been."""

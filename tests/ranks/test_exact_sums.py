@@ -13,9 +13,9 @@ import torch
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.testing import run_ranks
-from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
+from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS, DiesAt
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, one_in
 
 Tensor = torch.Tensor
@@ -77,7 +77,7 @@ def test_deaths_and_newcomers_change_no_bit(name: str, more: dict[str, Any], loo
         folder = tmp_path / str(seed)
         folder.mkdir()
         deaths = {member: draw.randrange(3, 120) for member in draw.sample(range(NUM_RANKS), draw.randrange(1, 4))}
-        states = run_mortals(
+        states = run_members(
             NUM_RANKS,
             lambda world, member, deaths=deaths: lived(world, {**PLANS[name], **more}, loop, deaths, member),
             folder,

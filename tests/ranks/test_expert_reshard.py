@@ -100,7 +100,7 @@ def test_one_run_through_many_dealings(name: str) -> None:
     assert_same(run, whole_run(model, data, after_step=update_biases))
 
 
-def test_beside_cut_attention() -> None:
+def test_with_split_attention() -> None:
     torch.manual_seed(0)
     model = CutTransformer()
     data = [(split_models.tokens(step, 8),) * 2 for step in range(6)]

@@ -288,7 +288,7 @@ TENSOR = {**split_models.TENSOR, "plan": {k: v for k, v in split_models.TENSOR["
     ("preset", "mesh"),
     [("zero1", {"dp": 2, "ep": 2, "tp": 2}), ("zero3", {"ep": 2, "tp": 2}), ("ddp", {"tp": 2, "ep": 2})],
 )
-def test_beside_cut_attention(preset: str, mesh: dict[str, int]) -> None:
+def test_with_split_attention(preset: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = CutTransformer()
     data = [(split_models.tokens(step, 8),) * 2 for step in range(3)]

@@ -1,4 +1,4 @@
-"""Horovod's collectives, issued by every rank in an order of its own, beside the same computed plainly."""
+"""Horovod's collectives, issued by each rank in its own order, compared with the same computed on one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def on_ranks(size: int, work: Callable[[], Any], **options: Any) -> list[Any]:
-    """What `work()` returns on each of `size` threads, which are ranks of Horovod."""
+    """The results of `work()` on `size` threads as ranks."""
 
     def rank(world: sw.World) -> Any:
         hvd.init(world)
@@ -47,12 +47,12 @@ def on_ranks(size: int, work: Callable[[], Any], **options: Any) -> list[Any]:
 
 
 def values(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Small whole numbers: what is made of them is exact in every dtype."""
+    """Small integers, so that results are exact in every dtype."""
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
 
 def cases(seed: int, size: int) -> list[tuple[str, Callable[[int], hvd.Handle], list[Any]]]:
-    """Of each collective its name, what issues it on a rank, and what each rank is to get."""
+    """For each collective its name, a function that issues it on a rank, and the expected result of each rank."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     made: list[Any] = []
     for number in range(40):
@@ -101,15 +101,15 @@ def one_case(kind: str, name: str, rows: Tensor, op: str, size: int, draw: rando
     return lambda rank: hvd.reducescatter_async(rows[rank], name=name, op=chosen), expected
 
 
-def same(got: Any, expected: Any) -> bool:
+def equal(result: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
-        return bool(got.dtype == expected.dtype and torch.equal(got, expected))
-    return all(map(same, got, expected))
+        return bool(result.dtype == expected.dtype and torch.equal(result, expected))
+    return all(map(equal, result, expected))
 
 
 @varies
 @pytest.mark.parametrize("seed", range(drawn(3, 20)))
-def test_any_order_gives_what_one_process_computes(seed: int) -> None:
+def test_any_order_gives_the_results_of_one_process(seed: int) -> None:
     size = random.Random(seed).choice([2, 3, 4])
     listed = cases(seed, size)
 
@@ -117,13 +117,13 @@ def test_any_order_gives_what_one_process_computes(seed: int) -> None:
         rank = hvd.rank()
         order = random.Random(f"{seed} {rank}").sample(listed, len(listed))
         handles = {name: (issue(rank), expected[rank]) for name, issue, expected in order}
-        return [name for name, (handle, expected) in handles.items() if not same(hvd.synchronize(handle), expected)]
+        return [name for name, (handle, expected) in handles.items() if not equal(hvd.synchronize(handle), expected)]
 
     assert on_ranks(size, work, shares_memory=seed % 2 == 0) == [[]] * size
 
 
-def test_gradients_go_through_collectives() -> None:
-    """Each as Horovod documents it; what is averaged there is averaged here."""
+def test_collectives_have_gradients() -> None:
+    """As in Horovod, including the gradients that it averages."""
 
     def work() -> list[Tensor]:
         rank = hvd.rank()
@@ -153,11 +153,11 @@ def test_gradients_go_through_collectives() -> None:
     assert first[6].tolist() == [1.5, 4.5, 7.5, 10.5]
 
 
-def test_contradictions_name_tensor_and_ranks() -> None:
+def test_errors_about_mismatches_name_tensor_and_ranks() -> None:
     def work() -> list[str]:
         rank = hvd.rank()
         odd = rank == 2
-        letters = []
+        errors = []
         for call in (
             lambda: hvd.allreduce(torch.ones(3 if odd else 2), name="w"),
             lambda: hvd.allreduce(torch.ones(2, dtype=torch.int32 if odd else torch.float32), name="w"),
@@ -173,29 +173,29 @@ def test_contradictions_name_tensor_and_ranks() -> None:
         ):
             with pytest.raises(hvd.HorovodInternalError) as caught:
                 call()
-            letters.append(str(caught.value))
-        assert hvd.allreduce(torch.ones(2), name="w").tolist() == [1, 1]  # and all is well afterwards
-        return letters
+            errors.append(str(caught.value))
+        assert hvd.allreduce(torch.ones(2), name="w").tolist() == [1, 1]  # the job continues
+        return errors
 
-    told = on_ranks(3, work)
-    assert told[0] == told[1] == told[2]
-    letters = told[0]
-    assert letters[0] == (
+    of_ranks = on_ranks(3, work)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    errors = of_ranks[0]
+    assert errors[0] == (
         "allreduce 'w' has different shapes: [2] on ranks 0, 1, [3] on rank 2. They must be the same on all ranks."
     )
-    assert "float32 on ranks 0, 1, int32 on rank 2" in letters[1]
-    assert "Sum on ranks 0, 1, Max on rank 2" in letters[2]
-    assert "root ranks: 1 on ranks 0, 1, 2 on rank 2" in letters[3]
-    assert "[any, 2] on ranks 0, 1, [any, 3] on rank 2" in letters[4]
-    assert "on rank 2 has splits [1, 1, 1]" in letters[5]
-    assert "4 rows, which cannot be split equally among 3 ranks" in letters[6]
-    assert "without dimensions" in letters[7]
-    assert "root rank 7, which is not one of [0, 1, 2]" in letters[8]
-    assert "numbers of tensors: 1 on ranks 0, 1, 2 on rank 2" in letters[9]
-    assert letters[10].startswith("add_process_set has different ranks: [1] on ranks 0, 1, [0, 1] on rank 2")
+    assert "float32 on ranks 0, 1, int32 on rank 2" in errors[1]
+    assert "Sum on ranks 0, 1, Max on rank 2" in errors[2]
+    assert "root ranks: 1 on ranks 0, 1, 2 on rank 2" in errors[3]
+    assert "[any, 2] on ranks 0, 1, [any, 3] on rank 2" in errors[4]
+    assert "on rank 2 has splits [1, 1, 1]" in errors[5]
+    assert "4 rows, which cannot be split equally among 3 ranks" in errors[6]
+    assert "without dimensions" in errors[7]
+    assert "root rank 7, which is not one of [0, 1, 2]" in errors[8]
+    assert "numbers of tensors: 1 on ranks 0, 1, 2 on rank 2" in errors[9]
+    assert errors[10].startswith("add_process_set has different ranks: [1] on ranks 0, 1, [0, 1] on rank 2")
 
 
-def test_a_name_is_under_way_once() -> None:
+def test_a_name_can_be_in_flight_once() -> None:
     def work() -> None:
         first = hvd.allreduce_async(torch.ones(2), name="w")
         if hvd.rank() == 0:
@@ -212,7 +212,7 @@ def test_a_name_is_under_way_once() -> None:
     on_ranks(2, late)
 
 
-def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stalled_rank_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1")
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.8")
 
@@ -225,14 +225,14 @@ def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         return str(caught.value)
 
     with caplog.at_level(logging.WARNING, "shardwise"):
-        told = on_ranks(3, work)
-    assert told[0] == told[1] == told[2]
-    assert re.match(r"allreduce 'w' was issued by ranks 0, 2, but for \d s not by rank 1\.", told[0])
+        results = on_ranks(3, work)
+    assert results[0] == results[1] == results[2]
+    assert re.match(r"allreduce 'w' was issued by ranks 0, 2, but for \d s not by rank 1\.", results[0])
     assert any("'w' was issued by ranks 0, 2" in record.message for record in caplog.records)
 
 
-def test_who_leaves_is_named() -> None:
-    both_were_told = threading.Barrier(2)  # who is done first leaves too, and would be named to the other
+def test_a_rank_that_leaves_is_named() -> None:
+    both_have_errors = threading.Barrier(2)  # the first of them to leave would be named too
 
     def work() -> str:
         if hvd.rank() == 1:
@@ -243,15 +243,15 @@ def test_who_leaves_is_named() -> None:
             hvd.allgather(torch.ones(2), name="v")
         with pytest.raises(hvd.HorovodInternalError, match=r"join\(\) cannot end"):
             hvd.join()
-        both_were_told.wait(timeout=60)
+        both_have_errors.wait(timeout=60)
         return str(caught.value)
 
-    told = on_ranks(3, work)
-    assert "but rank 1 has called shutdown(), or its script has ended." in told[2]
+    results = on_ranks(3, work)
+    assert "but rank 1 has called shutdown(), or its script has ended." in results[2]
 
 
-def test_join_feeds_what_changes_nothing() -> None:
-    """Ranks with fewer batches go on with nothing, whatever the op, and all learn who was last."""
+def test_ranks_that_have_joined_are_neutral() -> None:
+    """Ranks with fewer batches contribute neutral values for every op, and all return the last rank to join."""
 
     def work() -> tuple[list[Any], int]:
         rank = hvd.rank()
@@ -265,21 +265,20 @@ def test_join_feeds_what_changes_nothing() -> None:
                 hvd.allreduce_async(x.int(), name=f"product{step}", op=hvd.Product),
                 hvd.grouped_allreduce_async([x, x.half()], name=f"group{step}", op=hvd.Min),
             ]
-            got = [handle.wait() for handle in handles]
-            seen.append([one[0].item() for one in (*got[:4], *got[4])])
+            reduced = [handle.wait() for handle in handles]
+            seen.append([one[0].item() for one in (*reduced[:4], *reduced[4])])
         if rank == 2:
             with pytest.raises(hvd.HorovodInternalError, match="while ranks 0, 1 had joined"):
                 hvd.allgather(torch.ones(2))
         return seen, hvd.join()
 
-    told = on_ranks(3, work)
-    assert [last for _, last in told] == [2, 2, 2]
-    assert told[2][0] == [[6, 2, -1, 6, 1, 1], [5, 5 / 3, -2, 6, 2, 2], [3, 1, -3, 3, 3, 3]] or torch.allclose(
-        torch.tensor(told[2][0]), torch.tensor([[6, 2, -1, 6, 1, 1], [5, 5 / 3, -2, 6, 2, 2], [3, 1, -3, 3, 3, 3]])
-    )
+    results = on_ranks(3, work)
+    assert [last for _, last in results] == [2, 2, 2]
+    expected = [[6, 2, -1, 6, 1, 1], [5, 5 / 3, -2, 6, 2, 2], [3, 1, -3, 3, 3, 3]]
+    torch.testing.assert_close(torch.tensor(results[2][0]), torch.tensor(expected))
 
 
-def test_process_sets_work_beside_each_other() -> None:
+def test_process_sets_are_independent() -> None:
     def rank_of(world: sw.World) -> list[Any]:
         even, odd = hvd.ProcessSet([0, 2]), hvd.ProcessSet(range(1, 4, 2))
         hvd.init(world, process_sets=[even, odd])
@@ -307,12 +306,12 @@ def test_process_sets_work_beside_each_other() -> None:
         hvd.shutdown()
         return found
 
-    told = run_ranks(4, rank_of)
-    assert told[0] == [2, [0, 2], 6, 0, -1, (2, [2, 3], 3)]
-    assert told[3] == [4, [1, 3], 6, 1, -1, (2, [2, 3], 3), 3]
+    results = run_ranks(4, rank_of)
+    assert results[0] == [2, [0, 2], 6, 0, -1, (2, [2, 3], 3)]
+    assert results[3] == [4, [1, 3], 6, 1, -1, (2, [2, 3], 3), 3]
 
 
-def test_process_sets_must_be_everybodys() -> None:
+def test_process_sets_must_be_the_same_on_all_ranks() -> None:
     def rank_of(world: sw.World) -> None:
         with pytest.raises(ConfigError, match=r"process sets \[\[0\]\] on rank 0 and \[\[1\]\] on rank 1"):
             hvd.init(world, process_sets=[hvd.ProcessSet([world.rank])])
@@ -320,7 +319,7 @@ def test_process_sets_must_be_everybodys() -> None:
     run_ranks(2, rank_of)
 
 
-def test_adasum_is_a_mean_of_equals_and_a_sum_of_strangers() -> None:
+def test_adasum_averages_parallel_and_sums_orthogonal_vectors() -> None:
     def work() -> list[list[float]]:
         rank = hvd.rank()
         basis = torch.eye(4)[rank]
@@ -332,7 +331,7 @@ def test_adasum_is_a_mean_of_equals_and_a_sum_of_strangers() -> None:
     assert on_ranks(4, work)[0] == [[1, 1, 1], [1, 1, 1, 1]]
 
 
-def test_the_timeline_opens(tmp_path: Path) -> None:
+def test_the_timeline_is_valid_json(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
 
     def work() -> None:
@@ -346,12 +345,12 @@ def test_the_timeline_opens(tmp_path: Path) -> None:
     events = json.loads(file.read_text())
     named = [event for event in events if event.get("name") == "thread_name"]
     row = next(event["tid"] for event in named if event["args"]["name"] == "allreduce.w")
-    told = [(event["ph"], event.get("name")) for event in events if event["tid"] == row]
-    assert {("B", "NEGOTIATE_ALLREDUCE"), ("i", "0"), ("i", "1"), ("X", "ALLREDUCE")} <= set(told)
-    assert [ph for ph, _ in told].count("B") == [ph for ph, _ in told].count("E")
+    results = [(event["ph"], event.get("name")) for event in events if event["tid"] == row]
+    assert {("B", "NEGOTIATE_ALLREDUCE"), ("i", "0"), ("i", "1"), ("X", "ALLREDUCE")} <= set(results)
+    assert [ph for ph, _ in results].count("B") == [ph for ph, _ in results].count("E")
 
 
-def test_it_says_that_init_was_not_called() -> None:
+def test_wrong_arguments_of_init_and_calls_before_it() -> None:
     with pytest.raises(ValueError, match="Horovod has not been initialized"):
         hvd.rank()
     with pytest.raises(ConfigError, match="Make process sets"):

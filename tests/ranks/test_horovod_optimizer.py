@@ -1,4 +1,4 @@
-"""Loops with Horovod's `DistributedOptimizer`, beside the same loop on whole batches."""
+"""Loops with Horovod's `DistributedOptimizer`, compared with the same loop on whole batches."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ RANKS, ROWS, STEPS = 3, 4, 5
 
 
 class Net(nn.Module):
-    """With a parameter that a forward leaves out on some ranks, and a frozen one."""
+    """With a layer that some ranks do not use, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 6, sparse=False)
         self.body = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-        self.aside = nn.Linear(6, 6)
+        self.side = nn.Linear(6, 6)
         self.head = nn.Linear(6, 13)
         self.head.bias.requires_grad_(False)
 
-    def forward(self, tokens: Tensor, *, goes_aside: bool = True) -> Tensor:
+    def forward(self, tokens: Tensor, *, uses_side: bool = True) -> Tensor:
         hidden = self.embedding(tokens)
         hidden = hidden + self.body(hidden)
-        return self.head(hidden + self.aside(hidden) if goes_aside else hidden)
+        return self.head(hidden + self.side(hidden) if uses_side else hidden)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
@@ -65,13 +65,13 @@ def on_ranks(work: Callable[[], Any], size: int = RANKS) -> list[Any]:
 
 
 def plain(model: Net, batches: Tensor, make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float) -> Net:
-    """On one process: the sum over passes of the mean over ranks."""
+    """The loop on one process: gradients are summed over passes and averaged over ranks."""
     optimizer = make(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for batch in batches:
         for micro in batch[:passes]:
             torch.stack(
-                [loss_of(model, rows, goes_aside=rank != 1) for rank, rows in enumerate(micro)]
+                [loss_of(model, rows, uses_side=rank != 1) for rank, rows in enumerate(micro)]
             ).mean().backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -93,7 +93,7 @@ def distributed(
     model = copy.deepcopy(model)
     if rank:
         with torch.no_grad():
-            model.head.weight.add_(1)  # which the broadcast puts right
+            model.head.weight.add_(1)  # the broadcast undoes this
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     given = {"groups": [list(model.body.parameters()), [model.head.weight]]} if options.get("groups") == "lists" else {}
     optimizer = make(model.parameters())
@@ -107,7 +107,7 @@ def distributed(
     grads: list[Tensor] = []
     for batch in batches:
         for micro in batch[:passes]:
-            loss_of(model, micro[rank], goes_aside=rank != 1).backward()
+            loss_of(model, micro[rank], uses_side=rank != 1).backward()
         if clip:
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -131,15 +131,15 @@ def distributed(
         (sgd, 2, 0.0, {"groups": "lists", "gradient_predivide_factor": 3.0}),
     ],
 )
-def test_a_loop_is_that_of_whole_batches(
+def test_a_loop_equals_the_one_on_whole_batches(
     make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float, options: dict[str, Any]
 ) -> None:
     model, batches = model_and_batches()
-    told = on_ranks(lambda: distributed(model, batches, make, passes, clip, options))
+    results = on_ranks(lambda: distributed(model, batches, make, passes, clip, options))
     expected = plain(copy.deepcopy(model), batches, make, passes, clip)
-    for params, grads in told:
+    for params, grads in results:
         torch.testing.assert_close(params, [param.detach() for param in expected.parameters()], atol=1e-6, rtol=1e-5)
-        assert all(torch.equal(mine, first) for mine, first in zip(grads, told[0][1], strict=True))
+        assert all(torch.equal(mine, first) for mine, first in zip(grads, results[0][1], strict=True))
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
@@ -164,7 +164,7 @@ def test_sparse_gradients(as_dense: bool) -> None:
         assert model.weight.grad.is_sparse is not as_dense
         return model.weight.detach()
 
-    told = on_ranks(work)
+    results = on_ranks(work)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -173,12 +173,12 @@ def test_sparse_gradients(as_dense: bool) -> None:
     optimizer.zero_grad()
     (embedding(tokens[0]).square().sum() / RANKS).backward()
     optimizer.step()
-    for weight in told:
+    for weight in results:
         torch.testing.assert_close(weight, embedding.weight.detach())
 
 
-def test_halved_gradients_and_a_set_of_ranks() -> None:
-    """fp16 on the way, among two of three ranks: the third steps by what is its own."""
+def test_fp16_compression_and_a_process_set() -> None:
+    """Two of three ranks average gradients; the third uses its own."""
     model, batches = model_and_batches()
 
     def rank_of(world: sw.World) -> list[Tensor]:
@@ -193,21 +193,21 @@ def test_halved_gradients_and_a_set_of_ranks() -> None:
         hvd.shutdown()
         return [param.grad for param in mine.parameters() if param.grad is not None]
 
-    told = run_ranks(RANKS, rank_of)
+    results = run_ranks(RANKS, rank_of)
     own = []
     for rank in range(RANKS):
         twin = copy.deepcopy(model)
         loss_of(twin, batches[0, 0, rank]).backward()
         own.append([param.grad for param in twin.parameters() if param.grad is not None])
-    torch.testing.assert_close(told[1], own[1])
+    torch.testing.assert_close(results[1], own[1])
     torch.testing.assert_close(
-        told[0], [(a + b) / 2 for a, b in zip(own[0], own[2], strict=True)], atol=2e-4, rtol=2e-3
+        results[0], [(a + b) / 2 for a, b in zip(own[0], own[2], strict=True)], atol=2e-4, rtol=2e-3
     )
-    assert all(map(torch.equal, told[0], told[2]))
+    assert all(map(torch.equal, results[0], results[2]))
 
 
-def test_adasum_updates_once_where_ranks_agree() -> None:
-    """Equal gradients make the update of one rank; the optimizer's state is each rank's own."""
+def test_adasum_of_equal_gradients_is_one_update() -> None:
+    """The optimizer's state is each rank's own."""
     model, batches = model_and_batches()
 
     def work() -> list[Tensor]:
@@ -219,16 +219,16 @@ def test_adasum_updates_once_where_ranks_agree() -> None:
             optimizer.step()
         return [param.detach() for param in mine.parameters()]
 
-    told = on_ranks(work, 2)
+    results = on_ranks(work, 2)
     optimizer = adamw(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(model, batches[0, 0, 0]).backward()
         optimizer.step()
-    torch.testing.assert_close(told[1], [param.detach() for param in model.parameters()], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[1], [param.detach() for param in model.parameters()], atol=1e-5, rtol=1e-5)
 
 
-def test_calls_out_of_turn_are_refused() -> None:
+def test_wrong_arguments_and_calls_in_a_wrong_order_are_refused() -> None:
     model, batches = model_and_batches()
 
     def work() -> None:
@@ -238,7 +238,7 @@ def test_calls_out_of_turn_are_refused() -> None:
             hvd.DistributedOptimizer(sgd(mine.parameters()), [("w", param) for _, param in named])
         with pytest.raises(ValueError, match="not in named_parameters"):
             hvd.DistributedOptimizer(sgd(mine.parameters()), named[:2])
-        with pytest.raises(ValueError, match="gradient_predivide_factor is a part of averaging"):
+        with pytest.raises(ValueError, match="gradient_predivide_factor needs"):
             hvd.DistributedOptimizer(sgd(mine.parameters()), named, op=hvd.Sum, gradient_predivide_factor=2.0)
         with pytest.raises(ValueError, match=r"takes model\.state_dict"):
             hvd.broadcast_parameters(mine.parameters(), 0)
@@ -248,7 +248,7 @@ def test_calls_out_of_turn_are_refused() -> None:
         assert isinstance(optimizer, torch.optim.SGD)
         rows = batches[0, 0, hvd.rank()]
         loss_of(mine, rows).backward()
-        with pytest.raises(AssertionError, match="gradients are on their way"):
+        with pytest.raises(AssertionError, match="while gradients are in flight"):
             optimizer.zero_grad()
         with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
             loss_of(mine, rows).backward()
@@ -260,7 +260,7 @@ def test_calls_out_of_turn_are_refused() -> None:
 
 
 def test_batch_norm_over_all_ranks() -> None:
-    """Uneven batches: outputs, gradients and running statistics are those of one batch."""
+    """With batches of different sizes, gradients and running statistics equal those of one batch."""
     torch.manual_seed(0)
     rows = torch.randn(7, 3, 2, 2, dtype=torch.float64)
     parts = rows.split([1, 4, 2])
@@ -278,14 +278,14 @@ def test_batch_norm_over_all_ranks() -> None:
         assert x.grad is not None
         return y.detach(), x.grad, norm.running_mean, norm.running_var
 
-    told = on_ranks(work)
-    torch.testing.assert_close(torch.cat([grad for _, grad, _, _ in told]), whole.grad)
-    for _, _, mean, variance in told:
+    results = on_ranks(work)
+    torch.testing.assert_close(torch.cat([grad for _, grad, _, _ in results]), whole.grad)
+    for _, _, mean, variance in results:
         torch.testing.assert_close((mean, variance), (one.running_mean, one.running_var))
 
 
-def test_an_elastic_loop_goes_back_to_its_commit() -> None:
-    """An error of all ranks in the middle of an epoch: the loop sees every sample once, and ranks end equal."""
+def test_an_elastic_loop_returns_to_its_commit() -> None:
+    """After an error of all ranks within an epoch, the loop still sees every sample once, and ranks end equal."""
     model, _ = model_and_batches()
     tokens = torch.randint(13, (24, 5), generator=torch.Generator().manual_seed(1))
 

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.program.images import image_bytes
-from tests.ranks.threads_that_die import run_mortals
+from tests.ranks.threads_as_members import run_members
 
 WIDTH, NUM_RANKS, PER_PIECE = 64, 2, 3 * 64
 
@@ -48,5 +48,5 @@ def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Pat
         engine.close()
         return held, promised.total, num_pieces
 
-    for held, promised, num_pieces in run_mortals(NUM_RANKS, work, tmp_path).values():
+    for held, promised, num_pieces in run_members(NUM_RANKS, work, tmp_path).values():
         assert abs(held - promised) <= 2 * PER_PIECE * num_pieces

@@ -20,7 +20,7 @@ from shardwise.errors import FaultError
 from shardwise.monitor.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded_model import ShardedModel
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, one_in
 
 Tensor = torch.Tensor
@@ -180,7 +180,7 @@ def race(
         engine.close()
         return result
 
-    results = run_mortals(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
+    results = run_members(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
     for found, state, _, size in results.values():
         assert size == len(results)
         assert sorted(found) == list(range(NUM_STEPS))
@@ -241,7 +241,7 @@ def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> No
         return found.value.kind
 
     started = time.monotonic()
-    assert run_mortals(3, work, None) == {2: "raised"}
+    assert run_members(3, work, None) == {2: "raised"}
     assert time.monotonic() - started < 20
 
 
@@ -250,8 +250,8 @@ def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
     race(plan, DiesAt({0: 30, 3: 45}), tmp_path, loop="train_step")
 
 
-@one_in(3)
-@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3-offload"])
+@one_in(5)
+@pytest.mark.parametrize("name", [*PLANS, "zero3-offload"])
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update is done on a rank, and nobody knows."""
     after_step = ShardedModel.after_step
@@ -262,8 +262,9 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
         after_step(self, member)
 
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
-    void = race({**PLANS, **TIERS}[name], lambda engine, member: None, tmp_path)
-    assert set(void.values()) == {1}
+    void = race({**TIERS, **PLANS}[name], lambda engine, member: None, tmp_path)
+    is_taken = name in ("ddp", "hsdp")  # each part of the update is made by another rank too
+    assert set(void.values()) == {0 if is_taken else 1}
 
 
 @one_in(3)
@@ -336,7 +337,7 @@ def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
                 engine.log({"loss": loss.item()}, tokens=ROWS)
         engine.close()
 
-    assert sorted(run_mortals(NUM_RANKS, work, images)) == [rank for rank in range(NUM_RANKS) if rank != lost]
+    assert sorted(run_members(NUM_RANKS, work, images)) == [rank for rank in range(NUM_RANKS) if rank != lost]
     view = read_run(run)
     assert view.header["mesh"] == {"dp": NUM_RANKS}
     assert view.mesh == {"dp": NUM_RANKS - 1}

@@ -13,9 +13,9 @@ import torch
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.errors import StateError
-from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
+from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, one_in
 
 Tensor = torch.Tensor
@@ -95,7 +95,7 @@ def lived(
         sent[0] = max(sent[0], dies.num_sent)
         return found
 
-    results = run_mortals(NUM_RANKS, work, folder, shares_memory=False)
+    results = run_members(NUM_RANKS, work, folder, shares_memory=False)
     return [results[member] for member in sorted(results)], sent[0]
 
 
@@ -174,5 +174,5 @@ def test_one_that_comes_reads_what_the_others_have_and_cannot_change_it(
         engine.close()
         return member
 
-    found = run_mortals(NUM_RANKS, work, tmp_path, shares_memory=shares_memory, num_newcomers=1)
+    found = run_members(NUM_RANKS, work, tmp_path, shares_memory=shares_memory, num_newcomers=1)
     assert set(found) >= {0, 2}

@@ -15,7 +15,7 @@ from shardwise.errors import TurnedAwayError
 from shardwise.monitor import read_record
 from shardwise.monitor.record import RunRecord
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, one_in, varies
 
 Befall = Callable[[World, int, int], None]
@@ -56,7 +56,7 @@ def trained(
                 engine.log({"loss": loss.item(), "void": engine.num_void - void}, kind="validation")
         engine.close()
 
-    run_mortals(NUM_RANKS, work, images)
+    run_members(NUM_RANKS, work, images)
     losses, _ = trained_alone(model, adamw, clip=None, scheduled=False)
     lines = read_record(run / "record.jsonl").lines
     steps = [line for line in lines if line["kind"] == "step"]
@@ -138,7 +138,7 @@ def test_a_rank_that_is_turned_away_leaves_the_record_to_the_others(tmp_path: Pa
             engine.log({"loss": 1.0})
         engine.close()
 
-    run_mortals(2, work, folder)
+    run_members(2, work, folder)
     lines = read_record(run / "record.jsonl").lines
     assert [line["status"] for line in lines if line["kind"] == "end"] == ["ended"]
     assert lines[-1]["kind"] == "end"

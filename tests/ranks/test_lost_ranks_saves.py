@@ -12,9 +12,9 @@ import shardwise as sw
 from shardwise.checkpoint import notes, saver
 from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.errors import CheckpointError
-from tests.faults.exact import Model, alone, loader, loss_of, optimizer_of
+from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
-from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.ranks.threads_as_members import Killed, run_members
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """The thread that writes ends by `SystemExit`, as if with its rank."""
@@ -74,7 +74,7 @@ def test_what_a_lost_rank_has_not_finished_is_written_again(
     def work(world: World, member: int) -> str:
         return trained(world, folder, dies=member == victim, then="wait", monkeypatch=monkeypatch)
 
-    assert list(run_mortals(NUM_RANKS, work, images).values()) == ["", ""]
+    assert list(run_members(NUM_RANKS, work, images).values()) == ["", ""]
     model = Model()
     with sw.shard(
         model, "ddp", optimizer=optimizer_of(model), world=World(0, 1, ThreadTransport(PostOffice(), 0))
@@ -104,7 +104,7 @@ def test_one_that_cannot_be_written_again_is_an_error(
         except CheckpointError as error:
             return str(error)
 
-    by_member = run_mortals(NUM_RANKS, work, images)
+    by_member = run_members(NUM_RANKS, work, images)
     found = [by_member[member] for member in sorted(by_member)]
     words = ["is not complete: a rank was lost while it was being written" in said for said in found]
     assert words == [True, then == "step"], found

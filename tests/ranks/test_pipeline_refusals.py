@@ -209,7 +209,7 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
     run_ranks(2, rank)
 
 
-def test_a_live_model_cannot_be_cut_into_stages() -> None:
+def test_a_live_model_cannot_be_split_into_stages() -> None:
     def rank(world: sw.World) -> None:
         with (
             sw.shard(Decoder(), {"preset": "zero1", "mesh": {"dp": 2}, "accumulate": 2}, world=world) as engine,

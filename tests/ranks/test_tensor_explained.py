@@ -66,7 +66,7 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
         assert param_bytes == promised["bytes"]["param"]
     assert main(asked) == 0
     said = capsys.readouterr().out
-    assert "tensor parallelism: one sample, parts of the model" in said
+    assert "tensor parallelism: ranks share samples, and split each layer" in said
     assert "of activations along tp" in said
 
 

@@ -139,7 +139,7 @@ def test_dtypes_are_converted(tmp_path: Path) -> None:
             assert torch.equal(state[name], value.to(dtype).float()), name
 
 
-def test_all_differences_are_in_one_letter(tmp_path: Path) -> None:
+def test_all_differences_are_in_one_error(tmp_path: Path) -> None:
     stored = Transformer().state_dict()
     del stored["norm.weight"]
     stored["extra.weight"] = torch.ones(2)

@@ -147,7 +147,7 @@ def _add_params(content: Content, flats: Sequence[Flat], visible: set[int]) -> d
         kept, given = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.whole_shape
-            content.boxes[slot.name] = slot.box if slot.is_cut else None
+            content.boxes[slot.name] = slot.box if slot.is_split else None
             span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, given))
             if slot.box is not None and slot.box.place:
                 written[slot.name] = NOTHING  # another rank along the model axis has the same

@@ -24,7 +24,7 @@ from shardwise.safe_files import parse_json, read_own_text
 
 FORMAT = 5
 READABLE = (2, 3, 4, 5)
-"""Format 2 has no narrow chunks; before 4 the optimizer was not named; before 5 nothing was cut."""
+"""Format 2 has no narrow chunks; before 4 the optimizer was not named; before 5 nothing was split."""
 INDEX = "index.json"
 MAX_INDEX_BYTES = 2**30
 LEAST_BLOCK_BYTES = 2**16

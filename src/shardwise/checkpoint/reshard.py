@@ -247,7 +247,7 @@ class TrainingState:
 
     def _own(self, thing: _Thing, former: int, span: Span) -> Tensor:
         """Elements that this rank has of a former one, in memory."""
-        tensor, rows = _cut(self._tensors[former, thing.name, thing.kind], span), self._rows.get(thing.name)
+        tensor, rows = _slice_of(self._tensors[former, thing.name, thing.kind], span), self._rows.get(thing.name)
         return rows.read(tensor) if rows is not None and rows.has(tensor) else tensor
 
     def _keep_own(
@@ -263,7 +263,7 @@ class TrainingState:
                 had, needed = self._homes[thing.name].kept(former), homes[thing.name].kept(me)
                 common = had.overlap(needed)
                 if common.numel:
-                    target = _cut(filled[thing.name, thing.kind], common.within(needed))
+                    target = _slice_of(filled[thing.name, thing.kind], common.within(needed))
                     flat.put(target, self._own(thing, former, common.within(had)))
 
     def _exchange(
@@ -292,7 +292,7 @@ class TrainingState:
         for message, comes in zip(arrived, targets, strict=True):
             start = 0
             for thing, _, span in comes:
-                target = _cut(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
+                target = _slice_of(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
                 flat.put(target, message[start : start + span.numel])
                 start += span.numel
 
@@ -318,7 +318,7 @@ class TrainingState:
 
 
 def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:
-    """The place of `rank` along the axes that cut layers, which a change of plan does not affect."""
+    """The place of `rank` along the axes that split layers, which a change of plan does not affect."""
     coordinate = spec.mesh.coordinate(rank)
     return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
 
@@ -337,5 +337,5 @@ def _without(span: Span, other: Span) -> list[Span]:
     return [Span(span.start, common.start), Span(common.stop, span.stop)]
 
 
-def _cut(tensor: Tensor, span: Span) -> Tensor:
+def _slice_of(tensor: Tensor, span: Span) -> Tensor:
     return tensor.detach()[span.start : span.stop]

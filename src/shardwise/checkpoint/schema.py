@@ -223,7 +223,7 @@ def _check_boxes(what: str, chunks: list[Chunk], shape: list[int]) -> None:
     for box, own in by_box.items():
         _check_tiles(what if box is None else f"{what} {box}", own, math.prod(shape) if box is None else box.numel)
     boxes = [box or Box.whole(shape) for box in by_box]
-    if len(boxes) == 1 and not boxes[0].is_cut:
+    if len(boxes) == 1 and not boxes[0].is_split:
         return
     blocks = [block for box in boxes for block in box.blocks]
     if len(blocks) > MAX_BLOCKS:

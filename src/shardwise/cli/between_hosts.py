@@ -1,4 +1,4 @@
-"""Checks several hosts before a job: whether each answers and has the same versions, and how fast the links are.
+"""Checks several hosts before a job: whether they answer and have the same versions, and how fast their links are.
 
 Commands run there by ssh, or by any program that takes a host and a command (`--ssh "ssh -p 2222"`).
 """
@@ -45,7 +45,8 @@ class Remote:
             settings.append(f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}")
         command = shlex.join([*settings, self.python, "-m", *words])
         call, pipe = [*self.shell, host, command], subprocess.PIPE
-        return subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+        # a login script may print anything
+        return subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,13 @@ def probe(host: str, remote: Remote, folders: Sequence[str]) -> Probe:
 
 def check_reachable(probes: Sequence[Probe]) -> Check:
     """Report all hosts that do not answer, in one check."""
-    silent = [one for one in probes if one.trouble]
-    if not silent:
-        return Check("hosts", "ok", f"{', '.join(one.host for one in probes)} answer")
-    found = "; ".join(f"{one.host}: {one.trouble}" for one in silent)
-    cures = sorted({one.cure for one in silent if one.cure})
+    unreachable = [one for one in probes if one.trouble]
+    if not unreachable:
+        return Check("hosts", "ok", f"reached {', '.join(one.host for one in probes)}")
+    found = "; ".join(f"{one.host}: {one.trouble}" for one in unreachable)
+    cures = sorted({one.cure for one in unreachable if one.cure})
     cure = " ".join(f"{cure[:1].upper()}{cure[1:]}." for cure in cures)
-    return Check("hosts", "fail", found, cure or "Try by hand: ssh HOST true.")
+    return Check("hosts", "fail", found, cure or "Try `ssh HOST true` by hand.")
 
 
 def check_same_versions(probes: Sequence[Probe]) -> Check:
@@ -115,7 +116,7 @@ def check_same_versions(probes: Sequence[Probe]) -> Check:
         if len(compared) > 1 or ("missing" in compared and name != "numpy"):
             wrong.append(f"{name} is " + ", ".join(f"{version} on {host}" for host, version in found.items()))
     if wrong:
-        cure = "Ranks of one job need the same of each; install the same everywhere, or use one image."
+        cure = "All ranks of a job need the same versions: install the same everywhere, or use one image."
         return Check("same versions", "fail", "; ".join(wrong), cure)
     first = probes[0].facts["versions"]
     return Check("same versions", "ok", ", ".join(f"{name} {version}" for name, version in first.items()))
@@ -127,34 +128,33 @@ def check_folders(probes: Sequence[Probe]) -> Check:
         f"{folder} on {one.host}" for one in probes for folder, is_there in one.facts["folders"].items() if not is_there
     ]
     if missing:
-        return Check("folders", "fail", f"not there, or not writable: {', '.join(missing)}", "Mount it, or make it.")
+        return Check("folders", "fail", f"missing or not writable: {', '.join(missing)}", "Mount or create it there.")
     return Check("folders", "ok", f"{', '.join(probes[0].facts['folders'])} on all hosts")
 
 
 def measure_links(hosts: Sequence[str], remote: Remote, port: int) -> list[dict[str, float]] | str:
-    """The results of `between_rank` for every pair; or an error text."""
+    """The results of `between_rank` for every pair of hosts; or an error text."""
     address, num = hosts[0].rpartition("@")[2], str(len(hosts))
     started = time.monotonic()
-    words = (num, address, str(port), str(remote.timeout_seconds))
-    processes = [remote.start(hosts[0], "shardwise.cli.between_rank", "0", *words)]
+    arguments = (num, address, str(port), str(remote.timeout_seconds))
+    processes = [remote.start(hosts[0], "shardwise.cli.between_rank", "0", *arguments)]
     watch = threading.Timer(remote.timeout_seconds, _kill, (processes,))
     watch.start()
     try:
-        assert processes[0].stdout is not None
-        opened = processes[0].stdout.readline().split()
-        if len(opened) != 2 or opened[0] != "PORT":
-            return f"{hosts[0]}: {_last_words(processes[0])}"
+        port_text = _line_after("PORT ", processes[0])
+        if not port_text.isdigit():
+            return f"{hosts[0]}: {_last_line(processes[0])}"
         for rank, host in enumerate(hosts[1:], start=1):
-            said = (str(rank), num, address, opened[1], str(remote.timeout_seconds))
-            processes.append(remote.start(host, "shardwise.cli.between_rank", *said))
-        result = processes[0].stdout.readline()
-        if result.startswith("RESULT "):
-            rows: list[dict[str, float]] = json.loads(result.removeprefix("RESULT "))
+            here = (str(rank), num, address, port_text, str(remote.timeout_seconds))
+            processes.append(remote.start(host, "shardwise.cli.between_rank", *here))
+        result = _line_after("RESULT ", processes[0])
+        if result:
+            rows: list[dict[str, float]] = json.loads(result)
             return rows
         if time.monotonic() - started >= remote.timeout_seconds:
-            return f"no connection to {address}:{opened[1]} within {remote.timeout_seconds:.0f} s"
+            return f"no connection to {address}:{port_text} within {remote.timeout_seconds:.0f} s"
         ended = [(host, one) for host, one in zip(hosts, processes, strict=True) if one.wait()]
-        return "; ".join(f"{host}: {_last_words(one)}" for host, one in ended)
+        return "; ".join(f"{host}: {_last_line(one)}" for host, one in ended)
     finally:
         watch.cancel()
         _kill(processes)
@@ -162,12 +162,19 @@ def measure_links(hosts: Sequence[str], remote: Remote, port: int) -> list[dict[
             one.communicate()
 
 
+def _line_after(prefix: str, process: subprocess.Popen[str]) -> str:
+    """The rest of the next line of output that begins with `prefix`; empty if the output ends without one."""
+    assert process.stdout is not None
+    lines = (line.removeprefix(prefix).strip() for line in process.stdout if line.startswith(prefix))
+    return next(lines, "")
+
+
 def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
     for process in processes:
         process.kill()
 
 
-def _last_words(process: subprocess.Popen[str]) -> str:
+def _last_line(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     lines = process.stderr.read().strip().splitlines()
     return lines[-1] if lines else f"it ended with status {process.wait()}"
@@ -175,18 +182,18 @@ def _last_words(process: subprocess.Popen[str]) -> str:
 
 def check_links(hosts: Sequence[str], rows: list[dict[str, float]] | str) -> Check:
     if isinstance(rows, str):
-        cure = "Ports between hosts may be blocked: give one that is open with --port, or GLOO_SOCKET_IFNAME."
+        cure = "A firewall may block ports between the hosts: name an open one with --port, or set GLOO_SOCKET_IFNAME."
         return Check("between hosts", "fail", rows, cure)
-    said = [
+    links = [
         f"{hosts[int(row['from'])]} to {hosts[int(row['to'])]} {format_bytes(row['rate'])}/s, "
         f"{row['latency'] * 1e6:.0f} us"
         for row in sorted(rows, key=lambda row: row["rate"])
     ]
     slowest = min(row["rate"] for row in rows)
     if slowest < SLOW_LINK:
-        cure = "Slow for sharding over hosts; hsdp and hpz keep gathers inside of a host."
-        return Check("between hosts", "warn", "; ".join(said[:8]), cure)
-    return Check("between hosts", "ok", "; ".join(said[:8]))
+        cure = "Slow for sharding across hosts. hsdp and hpz gather within a host."
+        return Check("between hosts", "warn", "; ".join(links[:8]), cure)
+    return Check("between hosts", "ok", "; ".join(links[:8]))
 
 
 def check_skew(hosts: Sequence[str], rows: Sequence[dict[str, float]]) -> Check:
@@ -194,6 +201,6 @@ def check_skew(hosts: Sequence[str], rows: Sequence[dict[str, float]]) -> Check:
     most = max(rows, key=lambda row: abs(row["skew"]))
     found = f"at most {format_seconds(abs(most['skew']))}, {hosts[int(most['from'])]} and {hosts[int(most['to'])]}"
     if abs(most["skew"]) > MUCH_SKEW_SECONDS:
-        cure = "Reports may name the wrong rank as the first to fail; run chrony or systemd-timesyncd on all hosts."
+        cure = "Reports may name the wrong rank as the first to fail: run chrony or systemd-timesyncd on all hosts."
         return Check("clock skew", "warn", found, cure)
     return Check("clock skew", "ok", found)

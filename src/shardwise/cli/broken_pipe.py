@@ -9,29 +9,29 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-UNREAD_STATUS = 128 + signal.SIGPIPE
+BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 """The status that a shell shows for a program ended by SIGPIPE, which Python turns into `BrokenPipeError`."""
 
 
 def is_about_output(error: BaseException) -> bool:
-    """Whether `error` came because the reader of our stdout or stderr is gone, and not from another pipe.
+    """Whether the cause of `error` is that the reader of our stdout or stderr is gone, and not another pipe.
 
-    rich turns it into a `SystemExit`, and has then closed stdout itself.
+    rich turns such an error into a `SystemExit`, after closing stdout itself.
     """
     if isinstance(error, SystemExit):
         return isinstance(error.__context__, BrokenPipeError)
-    return isinstance(error, BrokenPipeError) and any(_unread())
+    return isinstance(error, BrokenPipeError) and any(_streams_without_reader())
 
 
-def let_go() -> None:
+def discard_output() -> None:
     """Discard buffered output, because Python would flush it at exit and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in _unread():
+    for stream in _streams_without_reader():
         os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
-def _unread() -> Iterator[TextIO]:
+def _streams_without_reader() -> Iterator[TextIO]:
     for stream in (sys.stdout, sys.stderr):
         poll = select.poll()
         try:

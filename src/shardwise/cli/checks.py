@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cli.meeting import Meeting
+from shardwise.cli.loopback import LoopbackResult
 from shardwise.machine import Memory, TorchFacts
 from shardwise.units import format_bytes, format_seconds
 
@@ -29,7 +29,7 @@ class Check:
 def check_python(version: tuple[int, ...]) -> Check:
     found = ".".join(map(str, version[:3]))
     if version[:2] < MIN_PYTHON:
-        return Check("python", "fail", found, "shardwise needs Python 3.11 or newer; make a new environment.")
+        return Check("python", "fail", found, "shardwise needs Python 3.11 or newer: create a new environment.")
     return Check("python", "ok", found)
 
 
@@ -47,17 +47,17 @@ def check_torch(facts: TorchFacts | str) -> Check:
 def check_cores(num_cores: int, cpu_limit: float | None) -> Check:
     if cpu_limit is None or cpu_limit >= num_cores:
         return Check("cores", "ok", str(num_cores))
-    found = f"{num_cores}, of which the control group leaves {cpu_limit:g}"
+    found = f"{num_cores}, of which the cgroup allows {cpu_limit:g}"
     if cpu_limit < 1:
-        cure = "Ranks will be throttled; raise the container's CPU limit to one core a rank."
+        cure = "Ranks will be throttled: raise the container's CPU limit to at least one core per rank."
         return Check("cores", "warn", found, cure)
-    return Check("cores", "ok", found, f"At most {int(cpu_limit)} ranks with a core each.")
+    return Check("cores", "ok", found, f"Start at most {int(cpu_limit)} ranks, for a core each.")
 
 
 def check_memory(memory: Memory) -> Check:
     found = f"{format_bytes(memory.available_bytes)} available of {format_bytes(memory.total_bytes)}"
     if memory.available_bytes < GIB:
-        cure = "Less than 1 GiB: a rank's own torch takes about 300 MiB. Free memory, or raise the limit."
+        cure = "Less than 1 GiB, and torch takes about 300 MiB per rank: free memory, or raise the limit."
         return Check("memory", "warn", found, cure)
     return Check("memory", "ok", found)
 
@@ -65,11 +65,11 @@ def check_memory(memory: Memory) -> Check:
 def check_shm(total_bytes: int | None, free_bytes: int) -> Check:
     """`total_bytes` is None if there is no /dev/shm."""
     if total_bytes is None:
-        cure = "NCCL and data loader workers pass data through it; on Linux, mount a tmpfs there."
-        return Check("/dev/shm", "warn", "not there", cure)
+        cure = "NCCL and data loader workers need it: on Linux, mount a tmpfs there."
+        return Check("/dev/shm", "warn", "missing", cure)
     found = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
     if free_bytes < GIB:
-        cure = "NCCL and data loader workers may fail; start the container with --shm-size=8g or --ipc=host."
+        cure = "NCCL and data loader workers may fail: start the container with --shm-size=8g or --ipc=host."
         return Check("/dev/shm", "warn", found, cure)
     return Check("/dev/shm", "ok", found)
 
@@ -77,9 +77,9 @@ def check_shm(total_bytes: int | None, free_bytes: int) -> Check:
 def check_shared_memory(obstacle: str) -> Check:
     """Whether ranks of this host can share memory; `obstacle` says why not."""
     if obstacle:
-        cure = "Ranks send each other messages instead, which takes longer. Linux lets processes of one user share it."
+        cure = "Ranks use messages instead, which are slower. See whether a sandbox forbids reading /proc/PID/fd."
         return Check("shared memory", "warn", obstacle, cure)
-    return Check("shared memory", "ok", "one process reads another's")
+    return Check("shared memory", "ok", "processes can share it")
 
 
 def check_allocator(environ: Mapping[str, str], libc: str) -> Check:
@@ -89,24 +89,24 @@ def check_allocator(environ: Mapping[str, str], libc: str) -> Check:
     """
     name = "MALLOC_MMAP_THRESHOLD_"
     if libc != "glibc":
-        return Check("allocator", "ok", f"{libc or 'not glibc'}; {name} has no say here")
+        return Check("allocator", "ok", f"{libc or 'not glibc'}; {name} does not apply")
     value = environ.get(name)
     if value is None:
-        return Check("allocator", "ok", f"{name} is not set", "shardwise launch sets it for CPU ranks.")
+        return Check("allocator", "ok", f"{name} is not set", "`shardwise launch` sets it for CPU ranks.")
     if not value.isdigit():
-        return Check("allocator", "warn", f"{name}={value}", "It must be a number of bytes; unset it.")
+        return Check("allocator", "warn", f"{name}={value}", "It must be a number of bytes: unset it.")
     return Check("allocator", "ok", f"{name}={value}")
 
 
 def check_threads(environ: Mapping[str, str], num_cores: int) -> Check:
     value = environ.get("OMP_NUM_THREADS")
     if value is None:
-        return Check("threads", "ok", "OMP_NUM_THREADS is not set", "shardwise launch sets cores / ranks.")
+        return Check("threads", "ok", "OMP_NUM_THREADS is not set", "`shardwise launch` sets it to cores / ranks.")
     found = f"OMP_NUM_THREADS={value}"
     if not value.isdigit() or int(value) < 1:
-        return Check("threads", "warn", found, "It must be a whole number of at least 1.")
+        return Check("threads", "warn", found, "It must be a whole number, 1 or more: unset it.")
     if int(value) > num_cores:
-        cure = f"More threads than the {num_cores} cores slow each other down; set cores divided by ranks."
+        cure = f"More threads than the {num_cores} cores slow each other down: set it to cores / ranks."
         return Check("threads", "warn", found, cure)
     return Check("threads", "ok", found)
 
@@ -116,7 +116,7 @@ def check_backends(facts: TorchFacts) -> Check:
         return Check("distributed", "fail", "torch.distributed is missing", "Install a torch built with it.")
     found = " and ".join(facts.backends)
     if "gloo" not in facts.backends:
-        return Check("distributed", "warn", found, "Without gloo, ranks on the CPU cannot meet.")
+        return Check("distributed", "warn", found, "Without gloo, CPU ranks cannot communicate.")
     return Check("distributed", "ok", found)
 
 
@@ -124,31 +124,31 @@ def check_gpus(facts: TorchFacts) -> Check:
     if facts.gpu_trouble:
         return Check("gpus", "fail", facts.gpu_trouble, "Check the driver with nvidia-smi or rocm-smi.")
     if not facts.gpus:
-        return Check("gpus", "ok", "none seen; ranks run on the CPU")
+        return Check("gpus", "ok", "none; ranks use the CPU")
     found = "; ".join(
         f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}" for gpu in facts.gpus
     )
     if "nccl" not in facts.backends:
         return Check("gpus", "fail", f"{found}, but no NCCL", "Install a torch built with NCCL (or RCCL).")
     if any(gpu.free_bytes < gpu.total_bytes / 2 for gpu in facts.gpus):
-        return Check("gpus", "warn", found, "Someone else holds their memory; see nvidia-smi.")
+        return Check("gpus", "warn", found, "Other processes use their memory: see nvidia-smi.")
     return Check("gpus", "ok", found)
 
 
-def check_loopback(meeting: Meeting) -> Check:
-    if meeting.is_late:
-        cure = "This machine is busy, or its disk is slow. Give them longer with --timeout SECONDS."
-        return Check("loopback", "warn", meeting.trouble, cure)
-    if meeting.trouble:
-        cure = "Ranks here cannot talk. Try GLOO_SOCKET_IFNAME=lo; see that a firewall lets loopback through."
-        return Check("loopback", "fail", meeting.trouble, cure)
-    return Check("loopback", "ok", f"two processes met and summed in {format_seconds(meeting.seconds)}")
+def check_loopback(result: LoopbackResult) -> Check:
+    if result.is_late:
+        cure = "This machine is busy, or its disk is slow: give more time with --timeout SECONDS."
+        return Check("loopback", "warn", result.trouble, cure)
+    if result.trouble:
+        cure = "Ranks on this machine cannot connect: set GLOO_SOCKET_IFNAME=lo, and let the firewall pass loopback."
+        return Check("loopback", "fail", result.trouble, cure)
+    return Check("loopback", "ok", f"two processes connected and summed in {format_seconds(result.seconds)}")
 
 
 def check_temp(folder: str, writable: bool, free_bytes: int) -> Check:
     if not writable:
-        return Check("temp folder", "fail", f"{folder} cannot be written", "Point TMPDIR at a folder of yours.")
+        return Check("temp folder", "fail", f"{folder} cannot be written", "Set TMPDIR to a folder of yours.")
     found = f"{folder}, {format_bytes(free_bytes)} free"
     if free_bytes < GIB:
-        return Check("temp folder", "warn", found, "Make room, or point TMPDIR at a larger disk.")
+        return Check("temp folder", "warn", found, "Free space, or set TMPDIR to a folder on a larger disk.")
     return Check("temp folder", "ok", found)

@@ -7,7 +7,7 @@ import os
 from rich.console import Console
 
 FILE_WIDTH = 160
-"""Columns for a reader that is not a terminal, unless COLUMNS says otherwise: it should not have to unfold tables."""
+"""Columns if stdout is not a terminal and COLUMNS is not set: wide, so that tables are not folded."""
 
 
 def console_for_output() -> Console:

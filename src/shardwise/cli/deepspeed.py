@@ -56,4 +56,4 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
 
 def _tell(notes: list[str]) -> None:
     for note in notes:
-        print(f"shardwise: of deepspeed's options: {note}", file=sys.stderr)
+        print(f"shardwise: deepspeed option {note}", file=sys.stderr)

@@ -29,7 +29,7 @@ def names_hosts(args: Any) -> bool:
     """Whether the options of `deepspeed` ask for ranks on other hosts: several in the file, or `--force_multi`."""
     if args.hostfile is None or not Path(args.hostfile).is_file():
         return False
-    text = Path(args.hostfile).read_text(encoding="utf-8")
+    text = _read_text(Path(args.hostfile))
     lines = [line for line in text.splitlines() if line.partition("#")[0].strip()]
     if len(lines) < 2 and not args.force_multi:
         return False
@@ -52,10 +52,10 @@ def run_on_hosts(args: Any, job: Job) -> int:
 def words_for_launch(args: Any, variables: Mapping[str, str]) -> list[str]:
     """The equivalent arguments for `shardwise launch`; `variables` are those of a `.deepspeed_env`."""
     if args.num_gpus > 0 and (args.include or args.exclude):
-        raise ConfigError("--num_gpus counts devices, and --include and --exclude name them. Give one or the other.")
+        raise ConfigError("--num_gpus and --include or --exclude both select devices. Use only one of them.")
     launcher = (args.launcher or "").lower()
     if launcher not in _LAUNCHERS:
-        cure = "Take `shardwise launch --where slurm`." if launcher == "slurm" else f"Take {_listed()}."
+        cure = "Use `shardwise launch --where slurm`." if launcher == "slurm" else f"Use one of {_listed()}."
         raise LaunchError(f"deepspeed --launcher {args.launcher} is not supported for the hosts of a file. {cure}")
     words = [*_LAUNCHERS[launcher], "--hostfile", args.hostfile]
     given = {"--include": args.include, "--exclude": args.exclude, "--port": args.master_port}
@@ -78,13 +78,13 @@ def notes_on_hosts(args: Any) -> list[str]:
     launcher = (args.launcher or "").lower()
     notes = []
     if launcher == "pdsh":
-        notes.append("--launcher pdsh: each host has a connection by ssh")
+        notes.append("--launcher pdsh: hosts are reached by ssh")
     if launcher in ("", "pdsh") and args.launcher_args:
-        notes.append(f"--launcher_args {args.launcher_args!r} are pdsh's; with --launcher ssh they are given to ssh")
+        notes.append(f"--launcher_args {args.launcher_args!r} are for pdsh; use --launcher ssh to pass them to ssh")
     if args.no_ssh_check:
-        notes.append("--no_ssh_check: hosts are asked before anything starts")
+        notes.append("--no_ssh_check: hosts are always checked before anything starts")
     if _LAUNCHERS.get(launcher, ["", "mpi"])[1] == "mpi":
-        notes += [f"--{name} is of ssh" for name in ("master_addr", "ssh_port") if getattr(args, name)]
+        notes += [f"--{name} is for ssh" for name in ("master_addr", "ssh_port") if getattr(args, name)]
     return notes
 
 
@@ -100,7 +100,7 @@ def deepspeed_env(environment: Mapping[str, str] | None = None) -> dict[str, str
         file = folder / named
         if not file.is_file():
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(_read_text(file).splitlines(), start=1):
             text = line.strip()
             if not text or text.startswith("#"):
                 continue
@@ -109,6 +109,14 @@ def deepspeed_env(environment: Mapping[str, str] | None = None) -> dict[str, str
                 raise ConfigError(f"{file}, line {number}: write NAME=VALUE.")
             found[name] = value
     return found
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise ConfigError(f"{file} cannot be read: {why}.") from error
 
 
 def _listed() -> str:

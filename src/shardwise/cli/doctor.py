@@ -1,4 +1,4 @@
-"""`shardwise doctor`: checks whether this machine is fit to train on, and says how to fix what is not."""
+"""`shardwise doctor`: checks whether this machine is ready to train, and says how to fix what is not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.cli import checks, host_checks, host_facts
 from shardwise.cli.between_hosts import SSH, Remote, examine_hosts
 from shardwise.cli.checks import Check
 from shardwise.cli.console import console_for_output
-from shardwise.cli.meeting import meet
+from shardwise.cli.loopback import run_loopback
 from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.plan_lint import lint
 from shardwise.errors import ConfigError
@@ -34,29 +34,34 @@ from shardwise.machine import Cgroups, TorchFacts, host_memory, num_cores
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
+EXAMPLES = """examples:
+  shardwise doctor                              this machine
+  shardwise doctor --plan plan.yaml --world 8   also problems of a plan on this machine
+  shardwise doctor --hosts gpu1,gpu2            also other hosts, and the links between them"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--json", action="store_true", help="print JSON instead of a table")
+    option(
         "--timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long two processes may take to start and meet (default: 30)",
+        help="time limit for starting and connecting two processes, or hosts (default: 30)",
     )
-
-    option = parser.add_argument
-    option("--plan", metavar="PLAN", help="also look for what is wrong with this plan here: a preset or a file")
-    option("--world", type=int, metavar="N", help="the ranks that the plan is for (default: one for each GPU, else 2)")
-    option("--hosts", metavar="A,B,...", help="also ask these hosts, and measure what lies between any two")
-    option("--ssh", default=SSH, metavar="COMMAND", help=f"what runs a command on a host (default: {SSH})")
-    option("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: the same as here)")
-    option("--port", type=int, default=0, metavar="P", help="of the first host, where they meet (default: a free one)")
+    option("--plan", metavar="PLAN", help="also check this plan on this machine: a preset or a file")
+    option("--world", type=int, metavar="N", help="number of ranks for --plan (default: one per GPU, else 2)")
+    option("--hosts", metavar="A,B,...", help="also check these hosts, and measure the links between them")
+    option("--ssh", default=SSH, metavar="COMMAND", help=f"how to run a command on a host (default: {SSH})")
+    option("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: this path)")
+    option("--port", type=int, default=0, metavar="P", help="port of the first host for --hosts (default: a free one)")
     option(
         "--folder",
         action="append",
         default=[],
         metavar="DIR",
-        help="also measure the disk under DIR, which every host should have; may be repeated",
+        help="also measure the disk with this folder, which every host must have; repeatable",
     )
 
 
@@ -67,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--hosts {args.hosts} names a host twice; name each once.")
     strange = [host for host in hosts if host.startswith("-")]
     if strange:
-        raise ConfigError(f"--hosts: {strange[0]} is an option, and not a host.")
+        raise ConfigError(f"--hosts: {strange[0]!r} is an option, not a host.")
     shell = _shell(args.ssh) if hosts else ()
     if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port {args.port} is not a port; give one up to 65535, or leave it out.")
-    if not args.timeout > 0:
-        raise ConfigError(f"--timeout {args.timeout:g}: give more than 0 seconds.")
+        raise ConfigError(f"--port is {args.port}; give a number from 1 to 65535, or remove it to use a free one.")
+    if not 0 < args.timeout < 1e6:
+        raise ConfigError(f"--timeout is {args.timeout:g}; give more than 0 seconds, and a finite number.")
     answers = [*examine(args.timeout), *_of_folders([tempfile.gettempdir(), *args.folder])]
     if args.plan is not None:
         answers += _of_plan(args.plan, args.world)
@@ -88,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shell(command: str) -> tuple[str, ...]:
-    """The words of `--ssh`. Raises `ConfigError` if it cannot be run."""
+    """`--ssh` as a list of arguments. Raises `ConfigError` if it cannot be run."""
     try:
         words = tuple(shlex.split(command))
     except ValueError as error:
         raise ConfigError(f"--ssh {command!r} cannot be read: {error}.") from error
     if not words or shutil.which(words[0]) is None:
         name = words[0] if words else command
-        raise ConfigError(f"--ssh: there is no command {name!r} on this machine. Install OpenSSH's client, or name it.")
+        raise ConfigError(f"--ssh: this machine has no command {name!r}. Install an ssh client, or give its path.")
     return words
 
 
@@ -115,7 +120,7 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
         yield checks.check_backends(facts)
         yield checks.check_gpus(facts)
         if "gloo" in facts.backends:
-            yield checks.check_loopback(meet(timeout_seconds))
+            yield checks.check_loopback(run_loopback(timeout_seconds))
         yield host_checks.check_driver(host_facts.driver_version(), facts)
     yield _ask_temp()
     yield from _of_host()
@@ -127,7 +132,7 @@ def _of_host() -> Iterator[Check]:
     networks = [one for one in interfaces() if one.is_ipv4]
     yield host_checks.check_network(networks, host_facts.address_of_own_name(), os.environ)
     yield host_checks.check_mpi(host_facts.mpi_version())
-    yield host_checks.check_clock(host_facts.clock_is_kept())
+    yield host_checks.check_clock(host_facts.clock_is_synchronized())
     yield host_checks.check_versions(host_facts.conflicts(_requirements()))
     yield host_checks.check_leftovers(host_facts.leftovers(Path(tempfile.gettempdir())))
 
@@ -166,7 +171,7 @@ def print_table(answers: list[Check], console: Console) -> None:
         table.add_row(Text(answer.name), mark, Text(answer.found), Text(answer.cure))
     console.print(table)
     num_failed = sum(answer.status == "fail" for answer in answers)
-    console.print(f"\n{num_failed} of {len(answers)} checks failed." if num_failed else "\nFit to train.")
+    console.print(f"\n{num_failed} of {len(answers)} checks failed." if num_failed else "\nReady to train.")
 
 
 def _ask_torch() -> TorchFacts | str:

@@ -1,4 +1,4 @@
-"""`shardwise explain`: what a plan means on a number of ranks, before any of them is started."""
+"""`shardwise explain`: what a plan does on a given number of ranks, without starting any."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from shardwise.calibration import default_path, read_calibration
-from shardwise.cli.explanation import Explanation, Subject, as_json, explain, stand_in
+from shardwise.cli.console import console_for_output
+from shardwise.cli.explanation import Explanation, Subject, as_json, example_units, explain
 from shardwise.cli.print_explanation import print_explained, print_presets
 from shardwise.config import Budget, Plan, load_plan
 from shardwise.errors import ConfigError
@@ -19,61 +18,68 @@ from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
 from shardwise.program import OPTIMIZERS
 
+EXAMPLES = """examples:
+  shardwise explain --list                                           all presets
+  shardwise explain zero3 --world 8                                  a preset on 8 ranks
+  shardwise explain plan.yaml --world 8 --set precision=bf16         a plan file, with one change
+  shardwise explain zero3 --world 8 --model train.py:build --batch train.py:sample_batch"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", nargs="?", metavar="PLAN", help="a preset, or a .yaml, .toml or .json file")
-    parser.add_argument("--world", type=int, metavar="N", help="the number of ranks")
-    parser.add_argument(
+    option = parser.add_argument
+    option("plan", nargs="?", metavar="PLAN", help="a preset, or a .yaml, .toml or .json file")
+    option("--list", action="store_true", help="list all presets")
+    option("--world", type=int, metavar="N", help="number of ranks")
+    option(
         "--per-host",
         type=int,
         metavar="N",
-        help="ranks of each host, to print what leaves one, and what of its memory they share (default: all on one)",
+        help="ranks per host, to show the bytes that leave each host, and what ranks of a host share of its memory "
+        "(default: all on one)",
     )
-    parser.add_argument(
-        "--model", metavar="FILE:CALLABLE", help="what builds the model, without arguments; no memory is used for it"
+    option("--set", action="append", default=[], metavar="a.b=c", help="change one key of the plan; repeatable")
+    option(
+        "--model",
+        metavar="FILE:CALLABLE",
+        help="a callable without arguments that builds the model; it runs on the meta device and needs no memory",
     )
-    parser.add_argument(
+    option(
         "--batch",
         metavar="FILE:CALLABLE",
-        help="what returns what the model is called with, without arguments: a tensor, a tuple of arguments, or a dict "
-        "of keyword arguments; only shapes and dtypes count. A forward and backward are rehearsed on it, and their "
-        "activations counted. What is sent back is the model's output, or its loss, or else the sum of its "
-        "floating-point tensors",
+        help="with --model: a callable that returns a batch (a tensor, a tuple of arguments, or a dict of keyword "
+        "arguments), to count activations too. Forward and backward run on fake tensors, so only shapes and dtypes "
+        "matter. The backward starts at the output, its loss, or the sum of its floating-point tensors",
     )
-    parser.add_argument(
+    option(
         "--expert-load",
         type=float,
         metavar="F",
-        help="with --batch: how many times an even share of the tokens experts get (default: 1.5); where they have a "
-        "capacity, it is as many as all ranks may send",
+        help="with --batch: tokens per expert, as a multiple of an even share (default: 1.5). Experts with a capacity "
+        "are counted with the most tokens that all ranks may send",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", help="change one value of the plan; may be repeated"
+    option(
+        "--optimizer", choices=OPTIMIZERS, help=f"count this optimizer's states: {', '.join(OPTIMIZERS)}", metavar="O"
     )
-    parser.add_argument(
+    option(
         "--optimizer-states",
         type=int,
         default=2,
         metavar="K",
-        help="tensors of a parameter's size that the optimizer keeps (default: 2, as Adam)",
+        help="instead of --optimizer: states per parameter, each of its size (default: 2, like Adam)",
     )
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, help="the optimizer, instead of a number of states", metavar="NAME"
-    )
-    parser.add_argument(
+    option(
         "--calibration",
         type=Path,
         metavar="FILE",
-        help=f"what `shardwise bench disk`, `host` and `links` have measured, for the seconds that tiers take "
-        f"(default: {default_path()})",
+        help=f"results of `shardwise bench disk`, `host` and `links`, to estimate the time of offload (default: "
+        f"{default_path()})",
     )
-    parser.add_argument("--full", action="store_true", help="print all of a long program")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.add_argument("--list", action="store_true", help="print all presets, and where they are known from")
+    option("--full", action="store_true", help="print the whole program, even if it is long")
+    option("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what `args` ask for, and return 0. Raises `ShardwiseError` with the reason if that is impossible."""
+    """Print the explanation and return 0. Raises `ShardwiseError` with the reason if that is impossible."""
     if args.list:
         _list(args)
         return 0
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(explained), indent=2))
     else:
-        print_explained(explained, Console(), full=args.full)
+        print_explained(explained, console_for_output(), full=args.full)
     return 0
 
 
@@ -89,19 +95,19 @@ def _list(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({name: one.known_from for name, one in PRESETS.items()}, indent=2))
     else:
-        print_presets(Console())
+        print_presets(console_for_output())
 
 
 def _explained(args: argparse.Namespace) -> Explanation:
     if args.plan is None:
         raise ConfigError(
-            "Name a plan: a preset such as zero3, or a file. shardwise explain --list prints the presets."
+            "Name a plan: a preset such as zero3, or a file. `shardwise explain --list` lists the presets."
         )
     plan = load_plan(args.plan, args.set)
     known_from = preset(plan.preset).known_from
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"
-        raise ConfigError(f"For how many ranks? Give --world N of at least 1{given}.")
+        raise ConfigError(f"The number of ranks is unknown. Give --world N, at least 1{given}.")
     if args.optimizer_states < 0:
         raise ConfigError(f"--optimizer-states is {args.optimizer_states}; give 0 or more.")
     if args.per_host is not None and (args.per_host < 1 or args.world % args.per_host):
@@ -109,18 +115,20 @@ def _explained(args: argparse.Namespace) -> Explanation:
     mesh = mesh_for(plan, args.world, args.per_host)
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
-        raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
+        raise ConfigError("--batch needs a model. Add --model FILE:CALLABLE.")
     if plan.budget != Budget() and args.model is None:
-        raise ConfigError("budget chooses among the units of a model: give --model FILE:CALLABLE too.")
+        raise ConfigError("The plan has a budget, which needs a model. Add --model FILE:CALLABLE.")
     plan, subject = _subject(args, plan, table, mesh)
     calibration = read_calibration(args.calibration)
     return explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
 
 
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
-    """The given model, or stand-in units without one; and the plan after its budget was applied to that model."""
+    """The given model, or example units without one; and the plan after its budget was applied to that model."""
     if args.model is None:
-        return plan, Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
+        return plan, Subject(
+            example_units(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer
+        )
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     per_host = args.per_host or args.world
@@ -137,7 +145,7 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
         return plan, subject
     given = args.expert_load
     if given is not None and not given >= 1:
-        raise ConfigError(f"--expert-load is {given}; give how many times an even share, at least 1.")
+        raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
     activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh, load)
     counted = replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)

@@ -43,9 +43,9 @@ from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
 
-NUM_STAND_INS = 4
-STAND_IN_SHAPE = (2**10, 2**10)
-STAND_IN_NUMEL = 2**20
+NUM_EXAMPLES = 4
+EXAMPLE_SHAPE = (2**10, 2**10)
+EXAMPLE_NUMEL = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: units of a model or stand-ins, and what is known about the optimizer.
+    """What is trained: the units of a model, or example units, and what is known about the optimizer.
 
-    `sizes` is empty for stand-ins. `batch` is the source of the batch on which `activations` were counted.
+    `sizes` is empty for example units. `batch` is the source of the batch on which `activations` were counted.
     """
 
     units: tuple[UnitSpec, ...]
@@ -116,7 +116,7 @@ class Explanation:
     @property
     def why_restarted(self) -> str:
         """Why an elastic job with this plan restarts from its last checkpoint when a rank is lost; empty if the other
-        ranks go on."""
+        ranks continue."""
         if self.plan.survive == "checkpoint":
             return "the plan says survive: checkpoint"
         return why_no_images(self.mesh, self._flats)
@@ -130,7 +130,8 @@ class Explanation:
 
     @property
     def copies(self) -> CopyBytes | None:
-        """What goes to other hosts behind each step, where the plan says so: hosts have `per_host` ranks, or one."""
+        """What is copied to other hosts during each next step, if the plan says so. Hosts have `per_host` ranks, or
+        one."""
         if self.plan.survive != "buddy" or self.why_restarted:
             return None
         hosts = [rank // max(1, self.per_host) for rank in range(self.mesh.world_size)]
@@ -178,21 +179,21 @@ class Explanation:
 
     @property
     def attention(self) -> str | None:
-        """What sequence parallelism sends beside the program; `None` without it."""
+        """What sequence parallelism sends in addition to the program; `None` without it."""
         mesh = self.mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
         size = mesh.size(SEQUENCE_AXIS)
         ulysses = f"{size - 1}/{size} of a rank's queries, keys, values and outputs, each way"
         ring = f"a rank's keys and values {size - 1} times each way, and their gradients in fp32 {size} times"
-        said = {"ulysses": f"ulysses sends {ulysses}", "ring": f"ring sends {ring}"}
-        kinds = list(said) if self.plan.sequence.attention == "auto" else [self.plan.sequence.attention]
-        lines = ", or ".join(said[kind] for kind in kinds)
-        return f"Attention is not in these figures: along {SEQUENCE_AXIS}, for each layer, {lines}."
+        texts = {"ulysses": f"ulysses sends {ulysses}", "ring": f"ring sends {ring}"}
+        kinds = list(texts) if self.plan.sequence.attention == "auto" else [self.plan.sequence.attention]
+        text = ", or ".join(texts[kind] for kind in kinds)
+        return f"Attention is not included. Along {SEQUENCE_AXIS}, in each layer, {text}."
 
     @property
     def dispatch(self) -> str | None:
-        """What expert parallelism sends beside the program; `None` without it."""
+        """What expert parallelism sends in addition to the program; `None` without it."""
         if not self.mesh.has_experts:
             return None
         size = self.mesh.size(EXPERT_AXIS)
@@ -204,12 +205,12 @@ class Explanation:
         if self.subject.batch is not None:
             counted = (
                 f" Experts are counted with {self.subject.expert_load:g} times an even share of the tokens, or, with a "
-                f"capacity, with as many as all ranks may send."
+                f"capacity, with the most that all ranks may send."
             )
         return (
-            f"Tokens on their way to experts are not in these figures: along {EXPERT_AXIS}, for each token and expert "
-            f"that it chose, {rows}, there and back, in forward and in backward; {size - 1}/{size} of it to other "
-            f"ranks where experts are evenly loaded.{counted}"
+            f"Tokens sent to experts are not included. Along {EXPERT_AXIS}, for each token and each of its experts, "
+            f"{rows}, there and back, in forward and in backward; {size - 1}/{size} of it goes to other ranks if "
+            f"experts are evenly loaded.{counted}"
         )
 
 
@@ -246,28 +247,28 @@ def explain(
     return Explanation(plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host)
 
 
-def said_on_host(flats: Sequence[FlatSpec]) -> str:
-    """A description of the parts of a unit that are on the host, and on a disk."""
+def describe_offload(flats: Sequence[FlatSpec]) -> str:
+    """The parts of a unit that are on the host, and on a disk, in words; empty if there are none."""
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
     on_disk = any(flat.updates_from_disk for flat in flats)
     rests = any(flat.rests_on_disk for flat in flats)
     meant = {buffer: [flat for flat in flats if flat.trainable or buffer == "param"] for buffer in what}
     there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in meant[buffer])]
     there += ["update"] if on_disk else []
-    said = [f"{', '.join(there)} on the host"] if there else []
+    parts = [f"{', '.join(there)} on the host"] if there else []
     below = [word for word, is_there in (("parameters", rests), ("states", on_disk)) if is_there]
-    return ", ".join([*said, f"{' and '.join(below)} on the disk"] if below else said)
+    return ", ".join([*parts, f"{' and '.join(below)} on the disk"] if below else parts)
 
 
-def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
+def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Example units for an explanation without a model."""
     check_offload(plan, mesh)
-    offloaded = Offloaded.of(plan.offload, [UnitNumel(1, 1)] * NUM_STAND_INS)
-    tables = [offloaded.table(index, table) for index in range(NUM_STAND_INS)]
-    numel = padded_numel(pack([("weight", (STAND_IN_NUMEL,))]), mesh.world_size)
-    names = [f"h.{index}" for index in range(NUM_STAND_INS)]
-    update = update_by(optimizer, STAND_IN_SHAPE, is_hidden=True) if optimizer else None
-    updates = (PlacedUpdate(Span(0, STAND_IN_NUMEL), update),) if update else ()
+    offloaded = Offloaded.of(plan.offload, [UnitNumel(1, 1)] * NUM_EXAMPLES)
+    tables = [offloaded.table(index, table) for index in range(NUM_EXAMPLES)]
+    numel = padded_numel(pack([("weight", (EXAMPLE_NUMEL,))]), mesh.world_size)
+    names = [f"h.{index}" for index in range(NUM_EXAMPLES)]
+    update = update_by(optimizer, EXAMPLE_SHAPE, is_hidden=True) if optimizer else None
+    updates = (PlacedUpdate(Span(0, EXAMPLE_NUMEL), update),) if update else ()
     return tuple(
         UnitSpec(name, (FlatSpec(name, numel, 1, own.on(mesh), mesh, True, updates),))
         for name, own in zip(names, tables, strict=True)
@@ -286,7 +287,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": table.wire,
-        "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
+        "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_EXAMPLES} x {EXAMPLE_NUMEL} (no model given)",
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,
         "batch": subject.batch,
@@ -299,7 +300,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
         **({} if explained.tiers is None else {"tiers": explained.tiers.as_json()}),
         **({"budget": subject.budget.splitlines()} if subject.budget else {}),
-        "peak_at": _said_peak(explained.held),
+        "peak_at": _peak_moment(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
         "sent_bytes_by_axis": explained.sent_by_axis,
@@ -319,7 +320,7 @@ def by_kind(footprint: Footprint) -> dict[str, int]:
     return {**footprint.by_kind, "total": footprint.total}
 
 
-def _said_peak(footprint: Footprint) -> str | None:
+def _peak_moment(footprint: Footprint) -> str | None:
     return None if footprint.peak_at is None else str(footprint.peak_at)
 
 

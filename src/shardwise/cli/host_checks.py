@@ -20,90 +20,90 @@ def check_limits(soft: Mapping[str, int], *, has_rdma: bool) -> Check:
     found = ", ".join(f"{name} {'unlimited' if limit == -1 else limit}" for name, limit in soft.items())
     files = soft.get("open files", -1)
     if 0 <= files < FEW_FILES:
-        cure = "Each rank holds sockets to all others, and files; raise it: ulimit -n 65536."
+        cure = "Each rank opens sockets to all others, and files. Raise the limit: ulimit -n 65536."
         return Check("limits", "fail", found, cure)
     if 0 <= files < MANY_FILES:
-        return Check("limits", "warn", found, "Enough for some tens of ranks; raise it for more: ulimit -n 65536.")
+        return Check("limits", "warn", found, "Enough for tens of ranks only. Raise the limit: ulimit -n 65536.")
     if has_rdma and soft.get("locked memory", -1) != -1:
-        return Check("limits", "warn", found, "NCCL over InfiniBand pins memory; allow it: ulimit -l unlimited.")
+        return Check("limits", "warn", found, "NCCL over InfiniBand pins memory. Allow it: ulimit -l unlimited.")
     return Check("limits", "ok", found)
 
 
 def check_network(found: Sequence[Interface], own: str, environ: Mapping[str, str]) -> Check:
     """`own` is the address of this host's name. It matters between hosts; on one, loopback is enough."""
     others = [one for one in found if not one.address.startswith(LOOPBACK)]
-    said = ", ".join(
+    names = ", ".join(
         f"{one.name} {one.address}{f' {one.megabits} Mbit/s' if one.megabits > 0 else ''}" for one in others
     )
     chosen = environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None and chosen not in {one.name for one in found}:
-        cure = f"It is not up, or has no address; choose one of {', '.join(one.name for one in found)}, or unset it."
+        cure = f"It is down, or has no address: use one of {', '.join(one.name for one in found)}, or unset it."
         return Check("network", "fail", f"GLOO_SOCKET_IFNAME={chosen}", cure)
     if not others:
-        return Check("network", "ok", "loopback alone", "Ranks of one host need no more.")
+        return Check("network", "ok", "only loopback", "That is enough for ranks on one host.")
     if chosen is not None:
-        return Check("network", "ok", f"{said}; GLOO_SOCKET_IFNAME={chosen}")
+        return Check("network", "ok", f"{names}; GLOO_SOCKET_IFNAME={chosen}")
     if not own:
-        cure = "gloo looks itself up; add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME."
-        return Check("network", "warn", f"{said}; this host's own name does not resolve", cure)
+        cure = "gloo needs it: add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME."
+        return Check("network", "warn", f"{names}; this host's name does not resolve", cure)
     if own.startswith(LOOPBACK):
-        cure = "Other hosts could not answer to that: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME for several hosts."
-        return Check("network", "ok", f"{said}; this host's own name means {own}", cure)
-    return Check("network", "ok", said)
+        cure = "Other hosts cannot reach that. For several hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+        return Check("network", "ok", f"{names}; this host's name resolves to {own}", cure)
+    return Check("network", "ok", names)
 
 
 def check_driver(version: str, facts: TorchFacts) -> Check:
     """`version` of NVIDIA's driver, empty without one."""
     if not version:
-        return Check("driver", "ok", "none of NVIDIA")
+        return Check("driver", "ok", "no NVIDIA driver")
     found = f"NVIDIA {version}"
     if not facts.gpus and "CUDA" not in facts.build:
-        cure = "torch was built without CUDA and does not see the GPUs; install the build for it: see pytorch.org."
+        cure = "torch was built without CUDA, so it cannot use the GPUs: install a CUDA build from pytorch.org."
         return Check("driver", "warn", f"{found}, but torch is a {facts.build} build", cure)
     if not facts.gpus:
-        cure = "Look at nvidia-smi, at CUDA_VISIBLE_DEVICES, and whether the container was given the devices."
+        cure = "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the container has the devices."
         return Check("driver", "warn", f"{found}, but torch sees no GPU", cure)
     return Check("driver", "ok", found)
 
 
 def check_mpi(version: str) -> Check:
     found = version or "no mpirun"
-    return Check("mpi", "ok", found, "" if version else "Only jobs that mpirun starts need one.")
+    return Check("mpi", "ok", found, "" if version else "Only jobs started by mpirun need it.")
 
 
-def check_clock(is_kept: bool | None) -> Check:
-    if is_kept is None:
-        return Check("clock", "ok", "the kernel does not say whether it is kept")
-    if not is_kept:
-        cure = "Logs of several hosts will not be in order; run chrony or systemd-timesyncd on the host."
-        return Check("clock", "warn", "nothing keeps it with the world's", cure)
-    return Check("clock", "ok", "kept with the world's")
+def check_clock(is_synchronized: bool | None) -> Check:
+    if is_synchronized is None:
+        return Check("clock", "ok", "whether it is synchronized is unknown")
+    if not is_synchronized:
+        cure = "Logs of several hosts may be out of order: run chrony or systemd-timesyncd on this host."
+        return Check("clock", "warn", "not synchronized", cure)
+    return Check("clock", "ok", "synchronized")
 
 
 def check_disk(folder: str, rates: DiskRates | str) -> Check:
     """`rates`, or the reason why the folder could not be written to."""
     name = f"disk {folder}"
     if isinstance(rates, str):
-        return Check(name, "fail", rates, "Make it, mount it, or make it writable for this user.")
+        return Check(name, "fail", rates, "Create or mount it, and make it writable for this user.")
     found = f"writes {format_bytes(rates.write)}/s, reads {format_bytes(rates.read)}/s"
     if min(rates.write, rates.read) < SLOW_DISK:
-        cure = "Checkpoints and tiers on it will be slow; `shardwise bench disk` measures it well."
+        cure = "Checkpoints and offload to it will be slow. `shardwise bench disk` measures it precisely."
         return Check(name, "warn", found, cure)
     return Check(name, "ok", found)
 
 
 def check_versions(wrong: Sequence[str]) -> Check:
     if wrong:
-        cure = "pip install -U shardwise brings what it needs itself; of extras, name them: shardwise[transformers]."
+        cure = "Run pip install -U shardwise, with the extras that you use, such as shardwise[transformers]."
         missing = any("not installed" in one for one in wrong)
         return Check("versions", "fail" if missing else "warn", "; ".join(wrong), cure)
-    return Check("versions", "ok", "what is installed fits")
+    return Check("versions", "ok", "all requirements are met")
 
 
 def check_leftovers(left: Leftovers) -> Check:
     if left.orphans:
         numbers = " ".join(map(str, left.orphans))
-        return Check("leftovers", "warn", f"ranks without a launcher: {numbers}", f"They hold memory: kill {numbers}")
+        return Check("leftovers", "warn", f"ranks without a launcher: {numbers}", f"They use memory: kill {numbers}")
     if left.shared:
         found = f"{len(left.shared)} files of dead processes in /dev/shm, {format_bytes(left.shared_bytes)}"
         cure = f"rm {' '.join(map(str, left.shared[:3]))} ..."

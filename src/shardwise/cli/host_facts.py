@@ -37,12 +37,12 @@ def address_of_own_name() -> str:
 
 def limits() -> dict[str, int]:
     """Soft limits by name; -1 means none."""
-    asked = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC}
-    asked["locked memory"] = resource.RLIMIT_MEMLOCK
-    return {name: resource.getrlimit(limit)[0] for name, limit in asked.items()}
+    numbers = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC}
+    numbers["locked memory"] = resource.RLIMIT_MEMLOCK
+    return {name: resource.getrlimit(limit)[0] for name, limit in numbers.items()}
 
 
-def clock_is_kept() -> bool | None:
+def clock_is_synchronized() -> bool | None:
     """Whether this clock is synchronized; `None` if the kernel does not say."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -123,7 +123,7 @@ def conflicts(requirements: Iterable[str]) -> list[str]:
                 wrong.append(f"{name} is not installed")
             continue
         if not _fits(installed, bounds):
-            wrong.append(f"{name} is {installed}, and {bounds} is needed")
+            wrong.append(f"{name} is {installed}, but {bounds} is needed")
     return wrong
 
 
@@ -193,7 +193,7 @@ def _owner_is_gone(path: Path) -> bool:
 def _orphans() -> Iterable[int]:
     """Ranks of `shardwise launch` without a launcher; none if the kernel ends them with it."""
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "uids"]):
-        told = process.info
-        is_ours = told["uids"] is not None and told["uids"].real == os.getuid()
-        if is_ours and told["ppid"] == 1 and _WORKER in (told["cmdline"] or ()):
-            yield int(told["pid"])
+        info = process.info
+        is_ours = info["uids"] is not None and info["uids"].real == os.getuid()
+        if is_ours and info["ppid"] == 1 and _WORKER in (info["cmdline"] or ()):
+            yield int(info["pid"])

@@ -12,11 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="CKPT",
-        help="a checkpoint or run folder of shardwise, or a folder of Hugging Face, DCP or DeepSpeed",
+        help="a shardwise checkpoint, a folder of them, or a Hugging Face, DCP or DeepSpeed checkpoint",
     )
-    parser.add_argument("--verify", action="store_true", help="read every tensor and compare checksums")
-    parser.add_argument("--full", action="store_true", help="print all of a long list")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("--verify", action="store_true", help="read every tensor and check its checksum")
+    parser.add_argument("--full", action="store_true", help="print the whole list of tensors and files")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,42 +18,67 @@ from shardwise.errors import LaunchError
 from shardwise.integrations.accelerate_config import AccelerateConfig, read_accelerate_config
 from shardwise.launch.job import Elastic, Job, describe
 
+EXAMPLES = """examples:
+  shardwise launch --nproc 2 train.py --lr 1e-3             options after the script are the script's own
+  shardwise launch --nproc 4 --elastic 2:8 train.py         continue when ranks are lost
+  shardwise launch --hosts gpu1:8,gpu2:8 train.py           two hosts, over ssh
+  shardwise launch --where slurm --nodes 2 --nproc 8 train.py
+  shardwise launch --shardwise zero3 finetune.py            an unmodified Trainer or Accelerate script"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `shardwise launch`; those after the script are the script's."""
+    parser.usage = "%(prog)s [options] script [arguments of the script]"
+    _add_options(parser)
+    _add_script_options(parser)
+    _add_elastic_options(parser)
+    launch_places.add_arguments(parser)
+    parser.set_defaults(machines=None)
+    # PARSER is REMAINDER with at least one argument, and keeps a "--" among the script's own
+    parser.add_argument("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("--nproc", "-np", type=int, metavar="N", help="ranks to start on each host (default: a GPU's each, else 1)")
-    option("--port", "--master_port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
-    option("--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (default: 0)")
-    option("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks when some die or come (docs/elastic.md)")
+    option("--nproc", "-np", type=int, metavar="N", help="ranks per host (default: one per GPU, else 1)")
+    option("--port", "--master_port", type=int, metavar="P", help="port of the rendezvous (default: a free one)")
     option(
-        "--retries",
-        metavar="N[:SECONDS]",
-        help="with --elastic: processes started in the place of dead ones, within some time (default: 3:600)",
+        "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (default: 0)"
     )
-    option("--threads", type=int, metavar="N", help="threads for each rank (default: cores / ranks)")
-    option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr there")
+    option("--threads", type=int, metavar="N", help="CPU threads per rank (default: cores / ranks)")
+    option("--bind", choices=("cores", "none"), default="none", help="cores: each rank has its own (default: none)")
+    option("--devices", choices=("all", "one"), default="all", help="GPUs that each rank sees (default: all)")
+    option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr to files in DIR")
     option(
         "--timeout",
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="what ranks get to end by themselves after a signal or a failure (default: 10)",
+        help="grace period: after a signal or a failure, ranks that do not end within it are killed (default: 10)",
     )
+    option("--profile", metavar="FIRST:LAST[:FOLDER]", help="write a profiler trace of these steps, for each rank")
     option("--dry-run", action="store_true", help="print what would be started, and start nothing")
-    option("--profile", metavar="FIRST:LAST[:FOLDER]", help="look closely at these steps: a trace for each rank")
-    option("--shardwise", metavar="PLAN", help="the plan for an unmodified script's Trainer or Accelerator")
-    option("--accelerate-config", type=Path, metavar="FILE", help="a file of `accelerate config`: ranks and plan")
-    option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
-    option("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardwise (docs/deepspeed.md)")
-    option("--as-horovod", action="store_true", help="`import horovod` finds shardwise (docs/horovod.md)")
-    option("--num_gpus", type=int, metavar="N", help="with --as-deepspeed: the same as --nproc")
-    option("--bind", choices=("cores", "none"), default="none", help="each rank on cores of its own (default: none)")
-    option("--devices", choices=("all", "one"), default="all", help="the GPUs that each rank sees (default: all)")
-    launch_places.add_arguments(parser)
-    parser.set_defaults(machines=None)
-    # PARSER is REMAINDER with at least one argument, and keeps a "--" among the script's own
-    option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
+
+
+def _add_script_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument_group("the script").add_argument
+    option("-m", "--module", action="store_true", help="run a module, like `python -m`")
+    option("--shardwise", metavar="PLAN", help="run an unmodified Trainer or Accelerate script with this plan")
+    option("--accelerate-config", type=Path, metavar="FILE", help="ranks and plan from a file of `accelerate config`")
+    option("--as-deepspeed", action="store_true", help="`import deepspeed` imports shardwise (docs/deepspeed.md)")
+    option("--as-horovod", action="store_true", help="`import horovod` imports shardwise (docs/horovod.md)")
+    option("--num_gpus", type=int, metavar="N", help="the same as --nproc")
+
+
+def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument_group("elastic jobs (docs/elastic.md)").add_argument
+    option("--elastic", metavar="MIN:MAX", help="continue with MIN to MAX ranks when ranks are lost or join")
+    option(
+        "--retries",
+        metavar="N[:SECONDS]",
+        help="start at most N replacements of lost ranks within SECONDS (default: 3:600)",
+    )
+    launch_places.add_elastic_arguments(option)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,13 +88,14 @@ def run(args: argparse.Namespace) -> int:
         try:
             return _run(args)
         except KeyboardInterrupt:
-            return 130  # before any rank was started; afterwards the supervisor handles signals
+            return 130  # before any rank was started; afterwards the launcher handles signals itself
 
 
 def _run(args: argparse.Namespace) -> int:
     _read_as_deepspeed(args)
     if args.profile is not None:
-        if not re.fullmatch(r"\d+:\d+(:.+)?", args.profile):
+        steps = re.fullmatch(r"(\d+):(\d+)(:.+)?", args.profile)
+        if steps is None or int(steps[1]) > int(steps[2]):
             raise LaunchError(f"--profile {args.profile}: give the first and the last step, such as 10:12.")
         os.environ["SHARDWISE_PROFILE"] = args.profile
     if args.accelerate_config is not None:
@@ -80,13 +106,13 @@ def _run(args: argparse.Namespace) -> int:
     job = _job(args, nproc=1 if args.nproc is None else args.nproc)
     if args.machines is not None:
         if place != "local":
-            raise LaunchError("num_machines is above 1, and hosts are named too. Leave one of them out.")
+            raise LaunchError("num_machines is above 1, and hosts are named too. Remove one of them.")
         return run_on_one(job, args.machines, args.dry_run)
     if place != "local":
         if job.elastic is not None and place == "mpi":
             raise LaunchError(
-                "--elastic does not work with --where mpi: an MPI job ends with its first dead rank. Leave --where mpi "
-                "out, and name the hosts with --hosts, --hostfile or --host-discovery-script."
+                "--elastic does not work with --where mpi: an MPI job ends with its first dead rank. Remove --where "
+                "mpi, and name the hosts with --hosts, --hostfile or --host-discovery-script."
             )
         return launch_places.run_elsewhere(place, args, job)
     job.check()
@@ -104,26 +130,27 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _read_as_deepspeed(args: argparse.Namespace) -> None:
-    """Accept options that people type after `deepspeed`."""
+    """Accept the deepspeed launcher's name for `--nproc`."""
     if args.num_gpus is not None:
         if args.nproc not in (None, args.num_gpus):
-            raise LaunchError(f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are two counts. Give one of them.")
+            raise LaunchError(
+                f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are the same option with two values. Give one."
+            )
         args.nproc = args.num_gpus
 
 
 def take_config(args: argparse.Namespace, config: AccelerateConfig, where: str) -> None:
-    """Put the contents of a config of Accelerate into the options, which take precedence, and into the ranks'
-    environment.
+    """Apply a config of Accelerate to the options and to the ranks' environment. Options take precedence.
 
-    Settings that have no equivalent are printed.
+    Settings without an equivalent are printed.
     """
     if args.shardwise is not None:
-        config.unsupported.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
+        config.unsupported.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} overrides it")
         config.environment.pop("ACCELERATE_USE_DEEPSPEED", None)
     elif config.names_deepspeed_config:
         args.as_deepspeed = True
     for line in config.unsupported:
-        print(f"shardwise: {where}: not understood: {line}", file=sys.stderr)
+        print(f"shardwise: {where}: ignored: {line}", file=sys.stderr)
     if not config.names_deepspeed_config:
         args.shardwise = args.shardwise or json.dumps(config.plan)
     args.nproc = args.nproc or config.nproc
@@ -154,14 +181,14 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     """The values of `--elastic` and `--retries`."""
     if args.elastic is None:
         if args.retries is not None:
-            raise LaunchError("--retries is of elastic jobs. Give --elastic MIN:MAX too, or --max-restarts instead.")
+            raise LaunchError("--retries is for elastic jobs. Add --elastic MIN:MAX, or use --max-restarts instead.")
         return None
     limits = re.fullmatch(r"(\d+):(\d+)", args.elastic)
     if limits is None:
-        raise LaunchError(f"--elastic {args.elastic}: give the fewest and the most ranks, such as 2:8.")
+        raise LaunchError(f"--elastic {args.elastic}: give the minimum and the maximum number of ranks, such as 2:8.")
     retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
     if retries is None:
-        raise LaunchError(f"--retries {args.retries}: give a number, and perhaps seconds, such as 3:600.")
+        raise LaunchError(f"--retries {args.retries}: give a number, or a number and seconds, such as 3:600.")
     return Elastic(
         int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600), **launch_places.host_limits(args)
     )
@@ -170,9 +197,11 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
 def _run_by(args: argparse.Namespace) -> tuple[str, ...]:
     """The module that runs the script, if it does not run directly, and its arguments."""
     if args.as_deepspeed and args.shardwise is not None:
-        raise LaunchError("--as-deepspeed takes its plan from the DeepSpeed config. Leave out --shardwise.")
+        raise LaunchError("--as-deepspeed takes its plan from the DeepSpeed config. Remove --shardwise.")
     if args.as_horovod and (args.as_deepspeed or args.shardwise is not None):
-        raise LaunchError("--as-horovod replicates the whole model, so there is no plan. Give it alone.")
+        raise LaunchError(
+            "--as-horovod replicates the whole model, so there is no plan. Remove --shardwise and --as-deepspeed."
+        )
     if args.as_horovod:
         return ("shardwise.integrations.horovod",)
     if args.as_deepspeed:

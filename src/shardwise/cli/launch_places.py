@@ -1,4 +1,4 @@
-"""The options of `shardwise launch` about where ranks run, and jobs on other places than this machine."""
+"""The options of `shardwise launch` for where ranks run, and jobs that do not run on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ from shardwise.launch.places.hosts import Host, Share, choose, parse_host_file, 
 from shardwise.launch.places.k8s_run import run_k8s
 
 PLACES = ("local", "ssh", "slurm", "mpi", "k8s", "pods")
-# Where each option applies; elsewhere it is refused.
-_ONLY = {
+# The places where each option applies; elsewhere it is refused.
+_PLACES_OF_OPTION = {
     "hosts": ("ssh", "mpi"),
     "hostfile": ("ssh", "mpi"),
     "include": ("ssh", "mpi"),
@@ -57,44 +58,68 @@ _ONLY = {
     "claim": ("k8s",),
 }
 
-_OF_ELASTIC = ("host_discovery_script", "host_timeout", "cooldown")
+_ELASTIC_OPTIONS = ("host_discovery_script", "host_timeout", "cooldown")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The names are those of DeepSpeed, torchrun and horovodrun, if they have such an option."""
     option = parser.add_argument_group("where ranks run (docs/launching.md)").add_argument
-    option("--where", choices=PLACES, help="default: ssh if hosts are named, else this machine")
-    option("-H", "--hosts", metavar="LIST", help="ssh, mpi: hosts and their ranks: gpu1:4,gpu2:4")
-    option("--hostfile", type=Path, metavar="FILE", help="ssh, mpi: lines `host slots=4`")
-    option("--include", metavar="LIST", help="ssh, mpi: of these only host1@host2:0,1")
-    option("--exclude", metavar="LIST", help="ssh, mpi: all but host1@host2:0,1")
-    option("--nodes", "--num_nodes", "--nnodes", type=int, metavar="N", help="hosts to ask for, or the first N named")
-    option("--env", "-x", action="append", metavar="NAME[=V]", help="a variable that ranks elsewhere get")
-    option("--env-prefix", action="append", metavar="P", help="all variables that begin so, besides NCCL_, HF_ ...")
-    option("--chdir", metavar="DIR", help="ssh, mpi, slurm: where ranks run (default: this path)")
-    option("--python", metavar="PATH", help="ssh, mpi, slurm: the interpreter there (default: this path)")
+    option("--where", choices=PLACES, help="default: ssh if hosts are named, else local")
+    option("-H", "--hosts", metavar="LIST", help="ssh, mpi: hosts and ranks on each, such as gpu1:4,gpu2:4")
+    option("--hostfile", type=Path, metavar="FILE", help="ssh, mpi: the same as lines `gpu1 slots=4`")
+    option("--include", metavar="LIST", help="ssh, mpi: only these hosts or devices, such as host1@host2:0,1")
+    option("--exclude", metavar="LIST", help="ssh, mpi: not these hosts or devices")
+    option(
+        "--nodes", "--num_nodes", "--nnodes", type=int, metavar="N", help="hosts to request, or the first N of the list"
+    )
+    option(
+        "--env", "-x", action="append", metavar="NAME[=V]", help="set or forward a variable on the hosts; repeatable"
+    )
+    option(
+        "--env-prefix", action="append", metavar="P", help="forward variables that begin with P, besides NCCL_, HF_..."
+    )
+    option("--chdir", metavar="DIR", help="ssh, mpi, slurm: working directory of ranks (default: this one)")
+    option("--python", metavar="PATH", help="ssh, mpi, slurm: Python on the hosts (default: this path)")
     option(
         "--launcher-args", "--launcher_args", metavar="ARGS", help="more options for ssh, mpirun, or sbatch and srun"
     )
-    option("--master-addr", "--master_addr", metavar="A", help="ssh: the first host, as the others reach it")
-    option("--ssh-port", "--ssh_port", type=int, metavar="P", help="ssh: the port of sshd")
-    option("--identity", type=Path, metavar="FILE", help="ssh: the key")
-    option("--rsync", action="store_true", help="ssh: copy this directory to --chdir on each host first")
-    option("--host-discovery-script", metavar="CMD", help="ssh, with --elastic: prints `host:slots`, asked each second")
-    option("--host-timeout", type=float, metavar="S", help="ssh, with --elastic: a host silent so long is lost (15)")
-    option("--cooldown", type=float, metavar="S", help="ssh, with --elastic: a faulty host is left alone so long (600)")
-    option("--mpi", choices=mpi.FAMILIES, help="mpi: whose mpirun (default: asked)")
-    option("--name", help="slurm, k8s: the name of the job (default: the script's)")
-    option("--gpus-per-node", type=int, metavar="N", help="slurm, k8s: GPUs to ask for")
-    option("--time", metavar="T", help="slurm: the time limit")
-    option("--save-before-end", type=int, metavar="S", help="slurm: when ranks are told to save (default: 120)")
-    option("--no-requeue", action="store_true", help="slurm: no new start after the time is over")
-    option("--image", help="k8s: what pods run")
-    option("--kind", choices=k8s.KINDS, help="k8s: what to make (default: job)")
-    option("--namespace", help="k8s (default: default)")
-    option("--queue", help="k8s: of Kueue")
-    option("--secret", action="append", metavar="NAME", help="k8s: a secret whose entries become variables")
-    option("--claim", action="append", metavar="NAME:PATH", help="k8s: a volume claim, and where it is mounted")
+    option("--master-addr", "--master_addr", metavar="A", help="ssh: address of the first host, for the other hosts")
+    option("--ssh-port", "--ssh_port", type=int, metavar="P", help="ssh: port of sshd")
+    option("--identity", type=Path, metavar="FILE", help="ssh: private key")
+    option("--rsync", action="store_true", help="ssh: first copy this directory to --chdir on each host")
+    option("--mpi", choices=mpi.FAMILIES, help="mpi: implementation (default: that of mpirun)")
+    option("--name", help="slurm, k8s: name of the job (default: the script's name)")
+    option("--gpus-per-node", type=int, metavar="N", help="slurm, k8s: GPUs to request per host")
+    option("--time", metavar="T", help="slurm: time limit")
+    option(
+        "--save-before-end",
+        type=int,
+        metavar="S",
+        help="slurm: seconds before the time limit at which ranks get SIGTERM, to save (default: 120)",
+    )
+    option("--no-requeue", action="store_true", help="slurm: do not requeue the job at the time limit")
+    option("--image", help="k8s: container image")
+    option("--kind", choices=k8s.KINDS, help="k8s: resource to create (default: job)")
+    option("--namespace", help="k8s: namespace (default: default)")
+    option("--queue", help="k8s: queue of Kueue")
+    option("--secret", action="append", metavar="NAME", help="k8s: secret whose entries become variables; repeatable")
+    option("--claim", action="append", metavar="NAME:PATH", help="k8s: volume claim to mount at PATH; repeatable")
+
+
+def add_elastic_arguments(option: Callable[..., object]) -> None:
+    """Options for the hosts of elastic jobs; `option` is `add_argument` of their group."""
+    option(
+        "--host-discovery-script",
+        metavar="CMD",
+        help="ssh: command that prints the present hosts as lines `host:slots`; it is run every second",
+    )
+    option("--host-timeout", type=float, metavar="S", help="a host that is silent for S seconds is lost (default: 15)")
+    option(
+        "--cooldown",
+        type=float,
+        metavar="S",
+        help="start nothing for S seconds on a host that has failed (default: 600)",
+    )
 
 
 def place_of(args: argparse.Namespace) -> str:
@@ -103,15 +128,15 @@ def place_of(args: argparse.Namespace) -> str:
     place: str = args.where or ("ssh" if names_hosts else "local")
     if place == "local" and args.nodes == 1:
         args.nodes = None  # as people type for DeepSpeed
-    for name, places in _ONLY.items():
+    for name, places in _PLACES_OF_OPTION.items():
         if getattr(args, name) and place not in places:
             option = "--" + name.replace("_", "-")
             if place == "local":
                 raise LaunchError(
-                    f"{option} is about other hosts than this one. Leave it out, or say where they are: --where ssh "
-                    f"--hosts a:8,b:8."
+                    f"{option} has no effect on this machine alone. Remove it, or name the hosts: --where ssh --hosts "
+                    f"a:8,b:8."
                 )
-            raise ConfigError(f"{option} means nothing with --where {place}; it is for {' and '.join(places)}.")
+            raise ConfigError(f"{option} has no effect with --where {place}; it is for {' and '.join(places)}.")
     return place
 
 
@@ -126,9 +151,9 @@ def run_elsewhere(place: str, args: argparse.Namespace, job: Job) -> int:
         return _k8s(args, job, environment)
     if job.elastic is not None:
         return _elastic_on_hosts(place, args, job, environment)
-    if any(getattr(args, name) is not None for name in _OF_ELASTIC):
+    if any(getattr(args, name) is not None for name in _ELASTIC_OPTIONS):
         raise ConfigError(
-            "--host-discovery-script, --host-timeout and --cooldown are for elastic jobs. Give --elastic MIN:MAX too."
+            "--host-discovery-script, --host-timeout and --cooldown are for elastic jobs. Add --elastic MIN:MAX."
         )
     job.check_numbers()
     # By ssh each attempt has its own token, and Kubernetes manifests are readable by others.
@@ -138,12 +163,12 @@ def run_elsewhere(place: str, args: argparse.Namespace, job: Job) -> int:
 
 
 def host_limits(args: argparse.Namespace) -> dict[str, float]:
-    """What an elastic job's hosts are allowed, as `Elastic` takes it. Raises `ConfigError`."""
+    """The limits of an elastic job's hosts, as arguments of `Elastic`. Raises `ConfigError`."""
     given = {"host_timeout_seconds": args.host_timeout, "exclude_seconds": args.cooldown}
     if args.host_timeout is not None and not 1 <= args.host_timeout < 1e6:
-        raise ConfigError(f"--host-timeout is {args.host_timeout:g}: give the seconds of silence, 1 or more.")
+        raise ConfigError(f"--host-timeout is {args.host_timeout:g}: give 1 second or more.")
     if args.cooldown is not None and not 0 <= args.cooldown < 1e9:
-        raise ConfigError(f"--cooldown is {args.cooldown:g}: give seconds, 0 or more.")
+        raise ConfigError(f"--cooldown is {args.cooldown:g}: give 0 seconds or more.")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -153,7 +178,7 @@ def _ssh(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int
 
 
 def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
-    """As many ranks as hosts have slots, and as the job may have."""
+    """Run an elastic job with as many ranks as the hosts have slots, at most the job's maximum."""
     assert job.elastic is not None
     settings, read_hosts, seconds = _settings(args), None, EVERY_SECONDS
     if place == "slurm":
@@ -170,7 +195,7 @@ def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environmen
     num_slots, least = plan.num_ranks, job.elastic.least
     if num_slots < least:
         raise ConfigError(
-            f"--elastic {least}:{job.elastic.most}: {least} ranks are needed, and the hosts have {num_slots} slots."
+            f"--elastic {least}:{job.elastic.most}: {least} ranks are needed, but the hosts have {num_slots} slots."
         )
     plan = replace(plan, job=replace(job, nproc=min(num_slots, job.elastic.most)))
     plan.check()
@@ -182,15 +207,15 @@ def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environmen
 
 
 def _pods(args: argparse.Namespace, job: Job) -> int:
-    """The launcher's own pod, whose ranks are in other ones."""
+    """Run the launcher in its own pod; the ranks are in other pods."""
     if job.elastic is None:
-        raise ConfigError("--where pods is for elastic jobs: pods come and go. Give --elastic MIN:MAX too.")
+        raise ConfigError("--where pods is for elastic jobs, since pods come and go. Add --elastic MIN:MAX.")
     slots = args.nproc or 1
     try:
         address = args.master_addr or socket.gethostbyname(socket.gethostname())
     except OSError as error:
         raise ConfigError(
-            "This host's address is not known. Name the one that pods reach with --master-addr."
+            "The address of this host is unknown. Give one that the pods can reach with --master-addr."
         ) from error
     settings = replace(_settings(args), address=address)
     named = [Host(f"pod-{number}", slots) for number in range(args.nodes or 1)]
@@ -201,7 +226,10 @@ def _pods(args: argparse.Namespace, job: Job) -> int:
     if args.dry_run:
         return _show(plan, args)
     if not os.environ.get(VARIABLE):
-        raise ConfigError(f"{VARIABLE} is not set: pods are let in that have the same value of it. Give both one.")
+        raise ConfigError(
+            f"{VARIABLE} is not set. Set it to the same secret here and in the pods, which prove with it that they "
+            f"belong to this job."
+        )
     from shardwise.launch.elastic.on_pods import run_on_pods  # it needs torch, which takes a second
 
     return run_on_pods(plan, os.environ[VARIABLE])
@@ -228,7 +256,7 @@ def _show(plan: ssh.SshPlan, args: argparse.Namespace) -> int:
 
 def _mpi(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
     if args.nproc is None and not args.hosts and not args.hostfile:
-        raise ConfigError("How many ranks? Give --nproc 4, or hosts with --hosts gpu1:4,gpu2:4.")
+        raise ConfigError("The number of ranks is unknown. Give --nproc 4, or hosts such as --hosts gpu1:4,gpu2:4.")
     plan = mpi.plan_mpi(
         job,
         _shares(args) if args.hosts or args.hostfile else [Share(Host("localhost"), 0, job.nproc)],
@@ -301,18 +329,18 @@ def _shares(args: argparse.Namespace) -> list[Share]:
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:
-    """Those that are to be used, as they are named at this moment. Raises `ConfigError`."""
+    """The hosts to use, from the options, the file or the script as they are now. Raises `ConfigError`."""
     hosts = _named_hosts(args)
     if args.nodes is None:
         return hosts
     if not 1 <= args.nodes <= len(hosts):
-        raise ConfigError(f"--nodes is {args.nodes}, and {len(hosts)} hosts are named.")
+        raise ConfigError(f"--nodes is {args.nodes}, but {len(hosts)} hosts are named.")
     return hosts[: args.nodes]
 
 
 def _named_hosts(args: argparse.Namespace) -> list[Host]:
     if args.host_discovery_script and (args.hosts or args.hostfile):
-        raise ConfigError("--host-discovery-script names the hosts. Leave out --hosts and --hostfile.")
+        raise ConfigError("--host-discovery-script names the hosts. Remove --hosts and --hostfile.")
     if args.hosts and args.hostfile:
         raise ConfigError("--hosts and --hostfile both name the hosts. Give one of them.")
     if args.host_discovery_script:
@@ -324,7 +352,7 @@ def _named_hosts(args: argparse.Namespace) -> list[Host]:
     try:
         text = args.hostfile.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text"
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--hostfile {str(args.hostfile)!r} cannot be read: {why}.") from error
     return choose(parse_host_file(text, str(args.hostfile)), args.include, args.exclude)
 

@@ -1,7 +1,7 @@
-"""`shardwise VERB ...`: imports only the module of the verb, and ends with its status.
+"""`shardwise COMMAND ...`: imports the module of the command, runs it, and returns its exit status.
 
-A verb's module has `add_arguments(parser)` and `run(args) -> int`. Nothing heavy is imported here, so that `shardwise
---help` is fast.
+A command's module has `add_arguments(parser)` and `run(args) -> int`, and may have `EXAMPLES`, the end of its help. No
+large package is imported here, so that `shardwise --help` is fast.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.cli.broken_pipe import UNREAD_STATUS, is_about_output, let_go
+from shardwise.cli.broken_pipe import BROKEN_PIPE_STATUS, discard_output, is_about_output
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.version import __version__
 
-VERBS = {
-    "launch": ("shardwise.cli.launch", "run a training script, one process per rank"),
-    "deepspeed": ("shardwise.cli.deepspeed", "the same with DeepSpeed's own options, for its scripts"),
-    "accelerate": ("shardwise.cli.accelerate", "the same, as it is typed after Accelerate's `accelerate`"),
-    "horovodrun": ("shardwise.cli.horovodrun", "the same, as it is typed after Horovod's horovodrun"),
-    "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
-    "bench": ("shardwise.cli.bench", "measure disks, memory and links; in a checkout, race the peers"),
-    "inspect": ("shardwise.cli.inspect", "print what is in a checkpoint, whoever wrote it"),
-    "convert": ("shardwise.cli.convert", "write a checkpoint in another format, or a DeepSpeed config as a plan"),
-    "top": ("shardwise.cli.top", "show how a run is doing, live: loss, throughput, memory, which rank is slow"),
-    "report": ("shardwise.cli.report", "write a run as one HTML page that needs no network"),
-    "doctor": ("shardwise.cli.doctor", "check this machine, and say how to mend what is wrong"),
+COMMANDS = {
+    "launch": ("shardwise.cli.launch", "run a script, one process per rank: here, over ssh, Slurm, MPI or Kubernetes"),
+    "deepspeed": ("shardwise.cli.deepspeed", "run a DeepSpeed script, with the options of the `deepspeed` launcher"),
+    "accelerate": ("shardwise.cli.accelerate", "run a script, with the options of `accelerate launch`"),
+    "horovodrun": ("shardwise.cli.horovodrun", "run a Horovod script, with the options of `horovodrun`"),
+    "explain": ("shardwise.cli.explain", "show what a plan does: memory per rank, bytes sent, collectives of one step"),
+    "bench": ("shardwise.cli.bench", "measure disks, memory and links of this machine, or run the benchmarks"),
+    "inspect": ("shardwise.cli.inspect", "show what a checkpoint contains: shardwise, Hugging Face, DCP or DeepSpeed"),
+    "convert": ("shardwise.cli.convert", "convert a checkpoint to another format, or a DeepSpeed config to a plan"),
+    "top": ("shardwise.cli.top", "watch a run: loss, throughput, memory, and which rank is slow"),
+    "report": ("shardwise.cli.report", "write a run as one HTML page"),
+    "doctor": ("shardwise.cli.doctor", "check whether this machine is ready to train, and how to fix what is not"),
 }
 
 USAGE_STATUS = 2
@@ -40,13 +40,11 @@ INTERRUPTED_STATUS = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 2 refused, 130 interrupted, else the verb's own.
-
-    141 if the reader of its output is gone.
-    """
+    """Run one command and return its exit status: 0 for success, 2 for an error in the arguments or an unsupported
+    request, 130 after Ctrl-C, 141 if the reader of the output is gone; other values are the command's own."""
     if argv is None:
-        atexit.register(gc.freeze)  # [Note: the last collection] in launch/ending.py
-    _print_any_text()
+        atexit.register(gc.freeze)  # [Note: the last collection] in launch/fast_exit.py
+    _replace_unprintable_characters()
     try:
         status = _status_of(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -54,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         if not is_about_output(error):
             raise
-        let_go()
-        return UNREAD_STATUS
+        discard_output()
+        return BROKEN_PIPE_STATUS
 
 
-def _print_any_text() -> None:
-    """Let a character that the output cannot have be replaced: names of files need not be text, and not every terminal
-    has UTF-8."""
+def _replace_unprintable_characters() -> None:
+    """Make stdout and stderr replace characters that they cannot encode: file names may contain any bytes, and not
+    every terminal uses UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             is_utf8 = stream.encoding.lower().replace("-", "") == "utf8"
@@ -76,10 +74,13 @@ def _status_of(arguments: list[str]) -> int:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
-    except SystemExit as end:  # argparse has printed its help, its version or its message
+    except SystemExit as end:
         if is_about_output(end):
-            return UNREAD_STATUS
-        return end.code if isinstance(end.code, int) else 0
+            return BROKEN_PIPE_STATUS
+        if end.code is None or isinstance(end.code, int):  # argparse has printed its help, its version or its error
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # as Python does: a model's script may call sys.exit("why")
+        return 1
 
 
 def _run(arguments: list[str]) -> int:
@@ -88,12 +89,18 @@ def _run(arguments: list[str]) -> int:
         return USAGE_STATUS
     if arguments[0].startswith("-"):
         _top_parser().parse_args(arguments)
-    verb, *rest = arguments
-    if verb not in VERBS:
-        return _refuse(f"there is no verb {verb!r}. {nearest(verb, VERBS)} See shardwise --help.")
-    module_name, summary = VERBS[verb]
+    command, *rest = arguments
+    if command not in COMMANDS:
+        return _refuse(f"there is no command {command!r}. {nearest(command, COMMANDS)} See shardwise --help.")
+    module_name, summary = COMMANDS[command]
     module = importlib.import_module(module_name)
-    parser = _Parser(prog=f"shardwise {verb}", description=_sentence(summary), allow_abbrev=False)
+    parser = _Parser(
+        prog=f"shardwise {command}",
+        description=_sentence(summary),
+        epilog=getattr(module, "EXAMPLES", None),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(rest))
     return status
@@ -117,15 +124,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _top_parser() -> argparse.ArgumentParser:
-    width = max(map(len, VERBS))
+    width = max(map(len, COMMANDS))
     parser = _Parser(
         prog="shardwise",
-        usage="shardwise [--help] [--version] VERB ...",
-        description="Train PyTorch models that do not fit.",
-        epilog="verbs:\n"
-        + "".join(f"  {verb:<{width}}  {summary}\n" for verb, (_, summary) in VERBS.items())
-        + "\n`shardwise VERB --help` tells what a verb takes.\n"
-        + "SHARDWISE_TRACEBACK=1 in the environment shows where an error arose.",
+        usage="shardwise [--help] [--version] COMMAND ...",
+        description="Train PyTorch models that do not fit on one device.",
+        epilog="commands:\n"
+        + "".join(f"  {command:<{width}}  {summary}\n" for command, (_, summary) in COMMANDS.items())
+        + "\n`shardwise COMMAND --help` shows the options of a command.\n"
+        + "Set SHARDWISE_TRACEBACK=1 to see the traceback of an error.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.activations import treatments_for
 from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
-from shardwise.cli.explanation import UnitSize, said_on_host
+from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
@@ -127,7 +127,7 @@ def activations_of(
         return parts.of_stages(model, batch)
     ledger = Ledger()
     around = parts.around(model, ledger)
-    units = parts.cut(model, ledger)
+    units = parts.split(model, ledger)
     treatments = treatments_for(model, choose_units(model, plan), plan)
     activations = rehearse(
         model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
@@ -156,7 +156,7 @@ class _Parts:
             around, params = self.around(own, ledger), params_by_place(own, layout)[place]
             split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
             parts = sequence_parts(split, self.mesh, layout)
-            units = self.cut(own, ledger, params)
+            units = self.split(own, ledger, params)
             staged = StagedModel(own, layout, place, parts)
             present = set(own.modules())
             for unit in units:
@@ -172,7 +172,7 @@ class _Parts:
             sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
         return rehearsals[largest].together(), sent_bytes
 
-    def cut(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
+    def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it
         sends."""
         plan, mesh = self.plan, self.mesh
@@ -304,4 +304,4 @@ def _needed(build: Callable[..., Any]) -> list[str]:
 def _size(choice: UnitChoice, spec: UnitSpec) -> UnitSize:
     frozen = sum(param.numel() for param in choice.params.values() if not param.requires_grad)
     numel = sum(param.numel() for param in choice.params.values())
-    return UnitSize(choice.name, numel, frozen, said_on_host(spec.flats))
+    return UnitSize(choice.name, numel, frozen, describe_offload(spec.flats))

@@ -1,7 +1,7 @@
-"""One of several hosts, on each of which somebody types the same: its ranks, started by torch's own launcher.
+"""Starts this host's ranks of a job whose command is run on every host, by torchrun.
 
-`accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip A` is typed so. Nothing reaches from one host to
-another before ranks meet, so torchrun, which Accelerate takes too, has all that is needed.
+`accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip A` works this way. No host reaches another one
+before the rendezvous, so torchrun, which Accelerate uses too, has all that is needed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardwise.listening import address_towards
 
 
 def run_on_one(job: Job, machines: Machines, dry_run: bool) -> int:
-    """Become torchrun, with this host's ranks of `job`; in a dry run print what would be started, and return 0.
+    """Replace this process by torchrun with this host's ranks of `job`; in a dry run print the command, and return 0.
 
-    Raises `ConfigError` for what torchrun has not.
+    Raises `ConfigError` for options that torchrun does not have.
     """
     job.check()
     if job.elastic is not None or job.shows_one_device or job.binds_cores:
@@ -56,12 +56,12 @@ def torchrun_command(job: Job, machines: Machines) -> list[str]:
 
 
 def _variables(job: Job, machines: Machines) -> dict[str, str]:
-    """What is not set yet, and ranks under `shardwise launch` have too."""
+    """The variables that `shardwise launch` sets too, unless they are set already."""
     wanted = {"OMP_NUM_THREADS": str(default_threads(job.nproc)), "PYTHONUNBUFFERED": "1"}
     if kind_by_files() is None:
         wanted |= MALLOC_SETTINGS
     interface = interface_of(address_towards(machines.address))
-    if interface:  # else gloo takes that of the host's name, which others may not reach
+    if interface:  # gloo's default is the interface of the host's name, which others may not reach
         wanted["GLOO_SOCKET_IFNAME"] = interface
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset if job.threads is None else unset | {"OMP_NUM_THREADS": str(job.threads)}

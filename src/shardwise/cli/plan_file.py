@@ -19,19 +19,19 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         _write_new(args.out, text)
-        print(f"{args.out}: written. `shardwise explain {args.out} --world {args.world}` says what it means.")
-    if report := reading.report(monitors_by="name a folder as run in the plan, and trackers; engine.log tells them"):
+        print(f"{args.out}: written. `shardwise explain {args.out} --world {args.world}` shows what it does.")
+    if report := reading.report(monitors_by="set run and trackers in the plan, and call engine.log"):
         Console(stderr=True).print(report, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
 def _yaml_of(reading: TranslatedConfig, source: Path, num_ranks: int) -> str:
-    batch = f"{reading.micro_batch} samples a rank and micro-batch, {reading.global_batch} a step on {num_ranks} ranks"
-    lines = [f"# From {source.name}: {batch}."]
+    samples = f"{reading.micro_batch} samples per micro-batch and rank, {reading.global_batch} per step"
+    lines = [f"# From {source.name}: {samples} on {num_ranks} ranks."]
     for what, named in (("optimizer", reading.optimizer), ("scheduler", reading.scheduler)):
         if named is not None:
             values = ", ".join(f"{key}={value!r}" for key, value in named.params.items())
-            lines.append(f"# The script makes the {what}: {named.name}({values}).")
+            lines.append(f"# Create the {what} in the script: {named.name}({values}).")
     return "\n".join(lines) + "\n" + yaml.safe_dump(reading.plan, sort_keys=False)
 
 

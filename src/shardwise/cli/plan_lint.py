@@ -24,7 +24,7 @@ def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> lis
         plan = load_plan(source)
         table_for(plan, mesh_for(plan, world_size))
     except ShardwiseError as error:
-        return [Check("plan", "fail", str(error), "shardwise explain PLAN --world N shows what a plan means.")]
+        return [Check("plan", "fail", str(error), "`shardwise explain PLAN --world N` shows what a plan does.")]
     found = [*_of_ranks(world_size, facts, num_cores), *_of_numbers(plan, facts), *_of_files(plan)]
     found += [*_of_compiling(plan, facts, os.environ)]
     return found or [Check("plan", "ok", f"{source} on {world_size} ranks")]
@@ -32,22 +32,22 @@ def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> lis
 
 def _of_ranks(world_size: int, facts: TorchFacts, num_cores: int) -> Iterator[Check]:
     if facts.gpus and world_size > len(facts.gpus):
-        found = f"{world_size} ranks, and {len(facts.gpus)} GPUs here"
-        yield Check("plan ranks", "warn", found, "On one host the ranks would compute on the CPU; give each a GPU.")
+        found = f"{world_size} ranks, but this machine has {len(facts.gpus)} GPUs"
+        yield Check("plan ranks", "warn", found, "Give each rank a GPU; otherwise all ranks on this host use the CPU.")
     elif not facts.gpus and world_size > num_cores:
-        found = f"{world_size} ranks, and {num_cores} cores here"
-        yield Check("plan ranks", "warn", found, "Ranks of one host would take turns; start at most one for each core.")
+        found = f"{world_size} ranks, but this machine has {num_cores} cores"
+        yield Check("plan ranks", "warn", found, "Ranks would take turns: start at most one per core.")
 
 
 def _of_numbers(plan: Plan, facts: TorchFacts) -> Iterator[Check]:
     if facts.gpus:
         return
     if plan.precision == "fp16":
-        cure = "On a CPU fp16 is slow, and overflows; take bf16 or fp32."
+        cure = "On CPUs fp16 is slow, and it may overflow: use bf16 or fp32."
         yield Check("plan precision", "warn", "fp16 without a GPU", cure)
     flags = _cpu_flags()
     if plan.precision == "bf16" and flags and not any(flag in flags for flag in FAST_BF16):
-        cure = "It halves memory and what is sent, but this processor computes in fp32 faster."
+        cure = "It halves memory and communication, but this processor computes faster in fp32."
         yield Check("plan precision", "warn", "bf16 on a processor without bf16 instructions", cure)
 
 
@@ -57,9 +57,9 @@ def _of_files(plan: Plan) -> Iterator[Check]:
     try:
         trackers.check_trackers(plan.trackers or {}, plan.run)
     except ShardwiseError as error:
-        yield Check("plan trackers", "fail", str(error), "Install it, or leave the tracker out.")
+        yield Check("plan trackers", "fail", str(error), "Install it, or remove the tracker.")
     if plan.profile.steps is not None and plan.profile.folder is None and plan.run is None:
-        yield Check("plan profile", "fail", "steps, but no folder for traces", "Give profile.folder, or run.")
+        yield Check("plan profile", "fail", "profile.steps, but no folder for traces", "Set profile.folder or run.")
     for name, folder in (("run", plan.run), ("profile.folder", plan.profile.folder)):
         if folder is not None and not _can_be_made(Path(folder)):
             yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder of yours.")
@@ -79,13 +79,13 @@ def _of_disk(name: str, folder: Path) -> Iterator[Check]:
         yield Check(f"plan {name}", "fail", str(error), "Name a folder on a disk of this machine.")
         return
     if told is not None:
-        yield Check(f"plan {name}", "warn", told, "A local NVMe is what this is made for.")
+        yield Check(f"plan {name}", "warn", told, "A local NVMe disk is much faster.")
 
 
 def _of_compiling(plan: Plan, facts: TorchFacts, environ: Mapping[str, str]) -> Iterator[Check]:
     compiler = environ.get("CXX", "g++")
     if plan.compile == "inductor" and not facts.gpus and shutil.which(compiler) is None:
-        yield Check("plan compile", "fail", f"inductor needs {compiler}", "Install a C++ compiler, or leave it out.")
+        yield Check("plan compile", "fail", f"inductor needs {compiler}", "Install a C++ compiler, or remove compile.")
 
 
 def _can_be_made(folder: Path) -> bool:

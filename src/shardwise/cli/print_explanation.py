@@ -11,7 +11,14 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind, said_on_host
+from shardwise.cli.explanation import (
+    EXAMPLE_NUMEL,
+    NUM_EXAMPLES,
+    Explanation,
+    UnitSize,
+    by_kind,
+    describe_offload,
+)
 from shardwise.config import Plan, plan_table
 from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
@@ -24,25 +31,31 @@ MAX_RANKS = 8
 MEANINGS = {
     "param": "parameters, between steps",
     "held": "parameters, from forward to backward",
-    "grad": "gradients, waiting for the step",
+    "grad": "gradients, until the step",
     "optim": "optimizer states and master weights",
-    "working": "gathered and travelling, at the peak",
-    "activations": "inputs, what the backward needs and makes",
-    "process": "pages and scratch of kernels: an allowance",
+    "working": "gathered units and messages, at the peak",
+    "activations": "batch, activations and their gradients",
+    "process": "memory outside tensors, estimated",
 }
 ON_HOST = {
     "param": MEANINGS["param"],
     "optim": MEANINGS["optim"],
-    "buffers": "gradients, and what goes to and from the device",
-    "activations": "what forwards save for backwards",
+    "buffers": "gradients, and copies to and from the device",
+    "activations": "saved by forwards for backwards",
 }
 ON_DISK = {
     "param": MEANINGS["param"],
-    "optim": "one file for each flat buffer; read and written once in a step",
+    "optim": "one file per flat buffer, read and written once a step",
     "activations": ON_HOST["activations"],
 }
-AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
-"""The meaning of a kind if all are counted at one moment."""
+AT_THE_PEAK = {"grad": "gradients accumulated by then", "working": "gathered units and messages by then"}
+"""Meanings of kinds if all are counted at one moment."""
+AXIS_NOTES = {
+    "tp": "ranks share samples, and split each layer",
+    "pp": "ranks share samples, and have consecutive parts of the model",
+    SEQUENCE_AXIS: "ranks share samples, and split their tokens",
+    EXPERT_AXIS: "ranks have their own batches and experts",
+}
 
 
 def print_explained(explained: Explanation, console: Console, *, full: bool) -> None:
@@ -63,18 +76,18 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         for line in _pipeline_lines(explained.schedule, explained):
             console.print(Text(f"  {line}"), soft_wrap=True)
     if explained.subject.experts:
-        note = Text(f"They are placed as the table says, but never over {EXPERT_AXIS}.", "dim")
+        note = Text(f"They follow the table above, but are never sharded over {EXPERT_AXIS}.", "dim")
         _section(console, "experts", Text(explained.subject.experts.rstrip()), note)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    besides = [Text(said, "dim") for said in (explained.attention, explained.dispatch) if said]
-    _section(console, "sent per rank and step", Text(_sent(explained)), *besides)
+    not_counted = [Text(note, "dim") for note in (explained.attention, explained.dispatch) if note]
+    _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *not_counted)
     if explained.why_restarted:
-        text = f"An elastic job starts again from its last checkpoint, because {explained.why_restarted}."
+        text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
     if explained.tiers is not None:
-        said = [*explained.tiers.lines, *_hosts(explained.tiers.num_local)]
-        _section(console, "tiers per rank and step", Text("\n".join(said)))
+        lines = [*explained.tiers.lines, *_assumed_hosts(explained.tiers.num_local)]
+        _section(console, "offload per rank and step", Text("\n".join(lines)))
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
@@ -82,19 +95,19 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         console.print(Text(f"  {line}", style), soft_wrap=True)
 
 
-def _hosts(num_local: int) -> list[str]:
-    return ["All ranks are taken to be on one host."] if num_local > 1 else []
+def _assumed_hosts(num_local: int) -> list[str]:
+    return ["These times are for all ranks on one host."] if num_local > 1 else []
 
 
 def _pipeline_lines(schedule: Schedule, explained: Explanation) -> Iterator[str]:
-    """Which rank has what, and the schedule as a grid: a backward is drawn twice as long as a forward."""
+    """Which rank has which modules, and the schedule as a grid; a backward is drawn twice as long as a forward."""
     yield from explained.subject.stages.splitlines()
     yield from picture(schedule).splitlines()
     most = max(most_in_flight(schedule, rank) for rank in range(schedule.num_ranks))
     waiting = f"{timed(schedule).bubble:.0%} of the time is spent waiting"
-    yield f"{waiting}; on no rank do more than {most} forwards wait for their backward"
+    yield f"{waiting}; a rank holds the activations of at most {most} micro-batches"
     if explained.subject.sizes:
-        yield "What follows is of the pipeline rank with most parameters."
+        yield "The following is for the pipeline rank with the most parameters."
 
 
 def print_presets(console: Console) -> None:
@@ -104,12 +117,12 @@ def print_presets(console: Console) -> None:
         places = [_split_over(place) for place in (one.param, one.held, one.grad, one.optim)]
         grid.add_row(Text(name, "cyan"), " x ".join(one.axes), *places)
         sources.add_row(Text(name, "cyan"), one.known_from)
-    _section(console, "what each row is split over", grid)
-    _section(console, "where it is known from", sources)
+    _section(console, "axes over which each preset shards", grid)
+    _section(console, "equivalents", sources)
 
 
 def _split_over(place: Place) -> Text:
-    """Only the axes, because there are many columns and a terminal is narrow."""
+    """Only the axes, because the columns are many and a terminal is narrow."""
     if place.partial:
         return Text(f"partial {'+'.join(place.partial)}", "yellow")
     words = f"{'+'.join(place.shard) or 'copy'}{f', {place.tier}' if place.tier != 'device' else ''}"
@@ -120,7 +133,7 @@ def _section(console: Console, title: str, *below: object) -> None:
     console.print()
     console.print(Text(title, "bold"))
     for one in below:
-        console.print(Padding(one, (0, 0, 0, 2)) if isinstance(one, Grid | Text) else one)
+        console.print(Padding(one, (0, 0, 0, 2), expand=False) if isinstance(one, Grid | Text) else one)
 
 
 def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
@@ -131,35 +144,29 @@ def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
 
 
 def _mesh_grid(explained: Explanation) -> Grid:
-    """The ranks on a line of each axis, and what they share."""
+    """For each axis its size, its first group of ranks, and what the ranks of a group share."""
     mesh = explained.mesh
-    grid = _grid("", "ranks", "first line", "")
+    grid = _grid("", "size", "first group", "")
     for axis in mesh.axes:
         first = mesh.groups(axis)[0]
         line = ", ".join(map(str, first[:MAX_RANKS])) + (", ..." if len(first) > MAX_RANKS else "")
-        said = (
-            "data: batches of their own"
-            if axis not in MODEL_AXES
-            else f"{MODEL_AXES[axis]}: batches and experts of their own"
-            if axis == EXPERT_AXIS
-            else f"{MODEL_AXES[axis]}: one sample, parts of the model"
-        )
-        grid.add_row(Text(axis, "cyan"), str(mesh.size(axis)), line, Text(said, "dim"))
+        name, note = MODEL_AXES.get(axis, "data parallelism"), AXIS_NOTES.get(axis, "ranks have their own batches")
+        grid.add_row(Text(axis, "cyan"), str(mesh.size(axis)), line, Text(f"{name}: {note}", "dim"))
     return grid
 
 
 def _plan_grid(explained: Explanation) -> Grid:
-    """Every value that matters, and where it came from; unchanged rows and wires are left out."""
+    """Every value that matters, and its origin; defaults that do not apply are left out."""
     grid = _grid("", "", "")
     for path, value, origin in plan_table(explained.plan):
-        if origin == "default" and _says_nothing(path, value, explained.plan):
+        if origin == "default" and _is_irrelevant(path, value, explained.plan):
             continue
-        said = "as the preset" if value is None else str(value)
-        grid.add_row(path, Text(said), Text(origin, "dim" if origin == "default" else "yellow"))
+        text = "from the preset" if value is None else str(value)
+        grid.add_row(path, Text(text), Text(origin, "dim" if origin == "default" else "yellow"))
     return grid
 
 
-def _says_nothing(path: str, value: object, plan: Plan) -> bool:
+def _is_irrelevant(path: str, value: object, plan: Plan) -> bool:
     """Whether a default is not worth showing: it changes nothing, or does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
@@ -193,7 +200,7 @@ def _place(place: Place) -> Text:
 def _below_rows(explained: Explanation) -> Text:
     """Facts that the rows do not show."""
     table, mesh = explained.table, explained.mesh
-    text = f"computes in {table.compute}; gradients travel in {table.wire}"
+    text = f"computes in {table.compute}; sends gradients in {table.wire}"
     alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
     if alone:
         text += f"; nothing is split over {' and '.join(alone)}, which has one rank"
@@ -202,11 +209,12 @@ def _below_rows(explained: Explanation) -> Text:
 
 def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
     if not explained.subject.sizes:
-        count = format_count(STAND_IN_NUMEL)
-        yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
+        count = format_count(EXAMPLE_NUMEL)
+        text = f"No model given (--model): {NUM_EXAMPLES} units of {count} parameters each are assumed."
+        yield Text(text, "yellow")
         for unit in explained.subject.units:
-            if said_on_host(unit.flats) and explained.plan.offload.optim > 0:
-                yield Text(f"{unit.name}: {said_on_host(unit.flats)}")
+            if describe_offload(unit.flats) and explained.plan.offload.optim > 0:
+                yield Text(f"{unit.name}: {describe_offload(unit.flats)}")
         return
     grid = _grid("", "parameters", "", right=["parameters"])
     rows = list(_unit_rows(explained.subject.sizes))
@@ -232,7 +240,7 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         notes = [f"each of {len(names)}"] if len(names) > 1 else []
         notes += [f"{format_count(frozen)} frozen"] if frozen else []
-        notes += [said for said in (on_host, activations) if said]
+        notes += [note for note in (on_host, activations) if note]
         yield name, format_count(numel), ", ".join(notes)
 
 
@@ -249,13 +257,13 @@ def _bytes_grid(explained: Explanation) -> Grid:
     for kind, num_bytes in on_host.items():
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     if explained.images is not None:
-        note = f"a copy of what is its own; with what is updated there {format_bytes(explained.images.total)}"
+        note = f"a copy of its shards, to restore it; {format_bytes(explained.images.total)} with states kept there"
         grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
     if explained.copies is not None:
-        note = f"{format_bytes(explained.copies.sent)} to another host, behind each next step"
+        note = f"{format_bytes(explained.copies.sent)} sent to another host, during each next step"
         if explained.copies.sent_once:
-            note += f"; {format_bytes(explained.copies.sent_once)} once, of what is frozen"
-        grid.add_row(Text("copies of others", "cyan"), format_bytes(explained.copies.kept), "", Text(note, "dim"))
+            note += f"; {format_bytes(explained.copies.sent_once)} once, for frozen parameters"
+        grid.add_row(Text("copies for other hosts", "cyan"), format_bytes(explained.copies.kept), "", Text(note, "dim"))
     if explained.held.disk is not None:
         for kind, num_bytes in explained.held.disk.by_kind.items():
             grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))
@@ -265,30 +273,33 @@ def _bytes_grid(explained: Explanation) -> Grid:
 def _bytes_note(explained: Explanation) -> Text:
     num, peak_at = explained.subject.num_states, explained.held.peak_at
     if peak_at is None:
-        lines = ["Activations are the model's own and not in these figures; --batch counts them."]
+        lines = ["Activations are not included; --batch counts them."]
     else:
-        lines = [f"All of it together, at the one moment when that is most: at or just before {str(peak_at)!r}."]
+        lines = [f"The total is the peak of a step, at or just before {str(peak_at)!r}."]
     if explained.subject.optimizer:
-        lines.append(f"With {OPTIMIZERS[explained.subject.optimizer]}. Replicated is ddp.")
+        lines.append(f"Optimizer: {OPTIMIZERS[explained.subject.optimizer]}.")
     else:
         states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
-        lines.append(f"With {states} per parameter (--optimizer-states, or --optimizer). Replicated is ddp.")
+        lines.append(f"Optimizer: {states} per parameter (change it with --optimizer or --optimizer-states).")
+    lines.append("promised: an upper bound under this plan. replicated: the same model under ddp.")
     return Text("\n".join(lines), "dim")
 
 
-def _sent(explained: Explanation) -> str:
-    num, subject = explained.plan.accumulate, explained.subject
-    text = format_bytes(explained.sent_bytes)
-    by_axis = explained.sent_by_axis
-    if len(by_axis) > 1:
-        text += f", {', '.join(f'{format_bytes(sent)} along {axis}' for axis, sent in by_axis.items())}"
-    if "tp" in explained.mesh.model_axes:
-        said = format_bytes(subject.activation_bytes * num) if subject.batch else "besides what --batch would count"
-        text += f", {said} of activations along tp"
-    text = text if num == 1 else f"{text} in {num} micro-batches"
+def _sent_lines(explained: Explanation) -> Iterator[str]:
+    num, subject, by_axis = explained.plan.accumulate, explained.subject, explained.sent_by_axis
+    text = format_bytes(explained.sent_bytes) + (f" in {num} micro-batches" if num > 1 else "")
+    parts = [f"{format_bytes(sent)} along {axis}" for axis, sent in by_axis.items()] if len(by_axis) > 1 else []
+    has_tensor_parallelism = "tp" in explained.mesh.model_axes
+    if has_tensor_parallelism and subject.batch:
+        parts.append(f"{format_bytes(subject.activation_bytes * num)} of activations along tp")
+    yield f"{text}: {', '.join(parts)}" if parts else text
+    if has_tensor_parallelism and not subject.batch:
+        yield "The bytes of activations along tp are not included; --batch counts them."
+    if explained.schedule is not None:
+        yield "Activations and gradients between pipeline stages are not included."
     if explained.per_host:
-        text += f"; {format_bytes(max(explained.sent_by_hosts))} leave each host of {explained.per_host}"
+        yield f"{format_bytes(max(explained.sent_by_hosts))} leave each host of {explained.per_host} ranks"
     copied = explained.copied_bytes
     if any(copied.values()):
-        text += f"; {format_bytes(copied.get('evict', 0))} to the host, {format_bytes(copied.get('fetch', 0))} from it"
-    return text
+        to_host, from_host = (format_bytes(copied.get(verb, 0)) for verb in ("evict", "fetch"))
+        yield f"copied: {to_host} from device to host, {from_host} from host to device"

@@ -19,19 +19,19 @@ def print_inspection(found: Inspection, console: Console, *, full: bool) -> None
     source = found.source
     _line(console, Text.assemble((str(source.path), "bold cyan")))
     _line(console, Text(FORMS[source.form], "dim"))
-    _section(console, "what it is", _facts_grid(found))
+    _section(console, "contents", _facts_grid(found))
     _section(console, "bytes", _pairs((kind, format_bytes(size)) for kind, size in found.bytes_by_kind.items()))
     _print_rows(console, "tensors", _tensor_rows(found), full=full)
     if source.groups:
         _section(
-            console, "optimizer", *(Text(_said_group(number, group)) for number, group in enumerate(source.groups))
+            console, "optimizer", *(Text(_group_text(number, group)) for number, group in enumerate(source.groups))
         )
     if source.user:
-        _section(console, "the script's own", _pairs((key, _short(value)) for key, value in source.user.items()))
+        _section(console, "user state", _pairs((key, _short(value)) for key, value in source.user.items()))
     sizes = zip(source.files, found.bytes_there, strict=True)
     _print_rows(console, "files", [(file.name, _file_size(file.num_bytes, there)) for file, there in sizes], full=full)
     if source.left_out:
-        _section(console, "not in here", *(Text(words) for words in source.left_out))
+        _section(console, "not included", *(Text(words) for words in source.left_out))
     if found.is_verified:
         _section(console, "verified", *_verdict(found))
     elif found.problems:
@@ -45,10 +45,10 @@ def print_conversion(done: Conversion, console: Console, *, is_dry_run: bool) ->
     _print_rows(console, f"{verb} as {done.to} into {done.out}", files, full=False)
     kept = [path.name for path in done.source.kept]
     if kept:
-        _section(console, "along with it", Text(", ".join(kept)))
-    _section(console, "in all", Text(f"{done.num_tensors} tensors, {format_bytes(done.num_bytes)}"))
+        _section(console, "copied along", Text(", ".join(kept)))
+    _section(console, "total", Text(f"{done.num_tensors} tensors, {format_bytes(done.num_bytes)}"))
     if done.notes:
-        _section(console, "to know", *(Text(note) for note in done.notes))
+        _section(console, "notes", *(Text(note) for note in done.notes))
 
 
 def _facts_grid(found: Inspection) -> Grid:
@@ -65,7 +65,7 @@ def _facts_grid(found: Inspection) -> Grid:
 def _count(source: Source) -> str:
     num_buffers = sum(spec.kind == "buffer" for spec in source.specs)
     params = f"{len(source.weights) - num_buffers} tensors"
-    return f"{params}, and {num_buffers} of buffers" if num_buffers else params
+    return f"{params}, and {num_buffers} buffers" if num_buffers else params
 
 
 def _tensor_rows(found: Inspection) -> list[tuple[str, ...]]:
@@ -84,7 +84,7 @@ def _tensor_rows(found: Inspection) -> list[tuple[str, ...]]:
 
 
 def _shape(spec: Spec) -> str:
-    return " x ".join(map(str, spec.shape)) or "a number"
+    return " x ".join(map(str, spec.shape)) or "scalar"
 
 
 def _file_size(num_bytes: int, there: int | None) -> str:
@@ -93,7 +93,7 @@ def _file_size(num_bytes: int, there: int | None) -> str:
         return format_bytes(num_bytes)
     if there is None:
         return f"missing; {format_bytes(num_bytes)} were written"
-    verb = "cut" if there < num_bytes else "changed"
+    verb = "truncated" if there < num_bytes else "changed"
     return f"{verb}: {format_bytes(there)} ({there} bytes) of {format_bytes(num_bytes)} ({num_bytes} bytes)"
 
 
@@ -101,7 +101,7 @@ def _size(specs: Sequence[Spec]) -> str:
     return format_bytes(sum(spec.num_bytes for spec in specs))
 
 
-def _said_group(number: int, group: dict[str, object]) -> str:
+def _group_text(number: int, group: dict[str, object]) -> str:
     params = group.get("params")
     owned = f"{len(params)} parameters, " if isinstance(params, list) else ""
     settings = ", ".join(f"{key} {value}" for key, value in group.items() if key != "params" and value is not None)
@@ -119,8 +119,8 @@ def _short(value: object) -> str:
 
 def _verdict(found: Inspection) -> Iterable[Text]:
     if not found.problems:
-        sums = "and its checksum is right" if found.source.check is not None else "; the format has no checksums"
-        return [Text(f"every tensor could be read {sums}".replace(" ;", ";"), "green")]
+        sums = ", and all checksums match" if found.source.check is not None else "; the format has no checksums"
+        return [Text(f"all tensors could be read{sums}", "green")]
     return [Text(problem, "red") for problem in found.problems]
 
 
@@ -146,7 +146,7 @@ def _section(console: Console, title: str, *below: Grid | Text) -> None:
     console.print()
     _line(console, Text(title, "bold"))
     for one in below:
-        console.print(Padding(one, (0, 0, 0, 2)))
+        console.print(Padding(one, (0, 0, 0, 2), expand=False))
 
 
 def _line(console: Console, text: Text) -> None:

@@ -73,7 +73,7 @@ def _figures(view: RunView) -> Text:
     if rate is not None:
         figures.append(f"{format_count(rate[0]) if rate[0] >= 10 else f'{rate[0]:.2f}'} {rate[1]}/s")
     if view.seconds_per_step:
-        figures.append(f"{format_seconds(view.seconds_per_step)} a step")
+        figures.append(f"{format_seconds(view.seconds_per_step)} per step")
     checked = view.latest("validation")
     if checked is not None and checked.get("loss") is not None:
         figures.append(f"validation {checked['loss']:.4g} at step {checked['step']}")
@@ -81,7 +81,7 @@ def _figures(view: RunView) -> Text:
 
 
 def _ranks(view: RunView, most: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title="ranks, a step", title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold", title="ranks, time per step", title_justify="left")
     for name in ("rank", "computing", "waiting", "between", "process", ""):
         table.add_column(name, justify="left" if not name else "right")
     verdicts = view.verdicts()
@@ -98,7 +98,9 @@ def _ranks(view: RunView, most: int) -> Table:
 
 def _memory(rows: Sequence[tuple[str, str, int, int]]) -> Table:
     """For each tier and kind the rank that holds most, with its promised bytes."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title="memory, the largest rank", title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title="memory of the largest rank", title_justify="left"
+    )
     for name in ("tier", "kind", "promised", "measured"):
         table.add_column(name, justify="right" if name in ("promised", "measured") else "left")
     for tier, kind, promised, measured in rows:

@@ -11,8 +11,8 @@ from shardwise.monitor.run_view import read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of the run, as its plan has it, or its record")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: report.html in RUN)")
+    parser.add_argument("run", metavar="RUN", help="folder of the run (the key `run` of its plan), or its record.jsonl")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`shardwise bench disk|host|links`: measures this machine's tiers, as a table and as a calibration file."""
+"""`shardwise bench disk|host|links`: measures this machine; prints a table and updates the calibration file."""
 
 from __future__ import annotations
 
@@ -148,11 +148,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"shardwise bench {program}", description=_SUMMARIES[program])
     option = parser.add_argument
     if program == "disk":
-        option("folder", help="where the disk tier is to be: any folder on that disk")
-        option("--size", type=_bytes, metavar="BYTES", help="of the file, at most (default: 512MiB)")
-    option("--quick", action="store_true", help="fewer settings and less time: a first idea")
-    option("--json", action="store_true", help="print JSON instead of a table")
-    option("--calibration", type=Path, metavar="FILE", help=f"where to keep it (default: {default_path()})")
+        option("folder", help="any folder on the disk to measure")
+        option("--size", type=_bytes, metavar="BYTES", help="size of the test file, at most (default: 512MiB)")
+    option("--quick", action="store_true", help="measure fewer settings, for a rough result")
+    option("--json", action="store_true", help="print JSON")
+    option("--calibration", type=Path, metavar="FILE", help=f"file to update (default: {default_path()})")
     return parser
 
 
@@ -164,9 +164,9 @@ def _bytes(text: str) -> int:
 
 
 _SUMMARIES = {
-    "disk": "How fast a folder's disk reads and writes, by the size of requests and how many are under way.",
-    "host": "How fast host memory is copied, and AdamW updates what lies there, by threads.",
-    "links": "How fast bytes go between two ranks of this machine, and between it and its first device.",
+    "disk": "Measure how fast a disk reads and writes, by block size and number of requests in flight.",
+    "host": "Measure how fast memory is copied and AdamW updates parameters in it, by number of threads.",
+    "links": "Measure the links between two ranks of this machine, and between host memory and the first GPU.",
 }
 _PROGRAMS = {"disk": _disk, "host": _host, "links": _links}
 _TABLES: dict[str, Callable[[Any], Table]] = {"disk": _disk_table, "host": _host_table, "links": _links_table}

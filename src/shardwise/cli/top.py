@@ -14,12 +14,10 @@ from shardwise.monitor.run_view import RunReader, as_json, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of the run, as its plan has it, or its record")
-    parser.add_argument("--once", action="store_true", help="print once, and end")
-    parser.add_argument("--json", action="store_true", help="print once, as JSON")
-    parser.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="between two looks at the files (default: 1)"
-    )
+    parser.add_argument("run", metavar="RUN", help="folder of the run (the key `run` of its plan), or its record.jsonl")
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON once and exit")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="refresh interval (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:

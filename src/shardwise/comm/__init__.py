@@ -1,6 +1,6 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
-from shardwise.comm.board import last_words
+from shardwise.comm.board import last_status
 from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.data_group import DataGroup
 from shardwise.comm.device_collectives import DeviceCollectives
@@ -45,7 +45,7 @@ __all__ = [
     "Watched",
     "Work",
     "World",
-    "last_words",
+    "last_status",
     "link_between",
     "require_same_batch",
     "sum_small",

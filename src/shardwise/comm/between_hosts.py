@@ -137,7 +137,7 @@ class BetweenHosts(Pairwise):
 
         return exchange(message, group, gather)
 
-    def runs_beside(self, group: Group) -> bool:
+    def overlaps_compute(self, group: Group) -> bool:
         return self._on_hosts(group).num_hosts > 1
 
     def is_on_one_host(self, ranks: Sequence[int]) -> bool:

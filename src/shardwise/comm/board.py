@@ -111,7 +111,7 @@ def _answered(question: Callable[[], Answer]) -> Answer:
         raise BoardError(str(error)) from error
 
 
-def last_words(store: Store, rank: int, prefix: str, seal: Seal | None = None) -> str:
+def last_status(store: Store, rank: int, prefix: str, seal: Seal | None = None) -> str:
     """What a rank that is gone last reported; `""` if it never reported anything."""
     ending = re.compile(rf".*{re.escape(prefix)}/(?:.*/)?{KEY}/(\d{{1,9}})/{_STATUS}/{rank}", re.DOTALL)
     found = {int(match[1]): match[0] for match in map(ending.fullmatch, store.list_keys()) if match}

@@ -93,7 +93,7 @@ class Collectives(Protocol):
         """Every rank's message, by place in the group. Blocks. For small things: checks and agreements."""
         ...
 
-    def runs_beside(self, group: Group) -> bool:
+    def overlaps_compute(self, group: Group) -> bool:
         """Whether what is started over `group` proceeds while this rank computes; otherwise the rank does most of it
         itself, in `wait`. The same on all ranks of the group."""
         ...

@@ -240,7 +240,7 @@ class DeviceCollectives:
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return self._host.exchange(message, group, subject)
 
-    def runs_beside(self, group: Group) -> bool:  # noqa: ARG002
+    def overlaps_compute(self, group: Group) -> bool:  # noqa: ARG002
         return True  # on streams of their own
 
     # -- memory -----------------------------------------------------------------------------------------

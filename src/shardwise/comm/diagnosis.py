@@ -296,13 +296,13 @@ def departure(gone: Status, others: Sequence[Status]) -> Fault:
 def disappearance(rank: int, last: Status | None, why: str, mine: Status, host: GoneHost | None = None) -> Fault:
     """The fault for a rank whose connection broke and that has not reported since; with it all ranks of its `host`, if
     given."""
-    seen = f" Last it said: {last}." if last is not None else " It never said anything."
+    seen = f" Last status: {last}." if last is not None else " It never sent a status."
     who = f"Rank {rank} is"
     if host is not None and len(host.ranks) == 1:
         who = f"Rank {rank}, the only one on {host.name}, is"
     elif host is not None:
         who = f"{_capital(_ranks(host.ranks))}, all that were on {host.name}, are"
-        seen = f" Last one said: {last}." if last is not None else " None ever said anything."
+        seen = f" Last status: {last}." if last is not None else " None ever sent a status."
     its = "their" if who.endswith("are") else "its"
     return _fault(
         "lost",

@@ -62,9 +62,9 @@ class Line:
         return self._collectives.exchange(message, self.group, SUBJECT)
 
     @property
-    def runs_beside(self) -> bool:
+    def overlaps_compute(self) -> bool:
         """Whether what is started here overlaps with computation: on devices, and between hosts."""
-        return self._collectives is not None and self._collectives.runs_beside(self.group)
+        return self._collectives is not None and self._collectives.overlaps_compute(self.group)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' `tensor`, in its dtype."""

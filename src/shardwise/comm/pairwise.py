@@ -167,7 +167,7 @@ class Pairwise:
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
-    def runs_beside(self, group: Group) -> bool:  # noqa: ARG002
+    def overlaps_compute(self, group: Group) -> bool:  # noqa: ARG002
         return False  # ranks of one host, whose processors do the copying and the sums
 
     def prepare(self, mesh: Mesh) -> None:

@@ -56,7 +56,7 @@ class ExpertModule:
     def boxes(self, own: Span, copies: int, place: int) -> dict[nn.Parameter, Box]:
         """The boxes of a rank that has the experts `own`; see `ExpertSplit.boxes`."""
         pairs = zip(self.params, self.shapes, strict=True)
-        return {param: Box.cut(shape, 0, [own], copies, place) for param, shape in pairs}
+        return {param: Box.split(shape, 0, [own], copies, place) for param, shape in pairs}
 
     def carry_out(self, line: Line, deals: Sequence[Span]) -> None:
         """Change the module in place. Its parameters are already parts."""

@@ -39,7 +39,7 @@ def _overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
                 return found
             continue
         dim = tried
-        parts = _cut(group, dim)
+        parts = _split(group, dim)
         if len(parts) > 1:
             waiting += [(part, 0) for part in parts]
         else:
@@ -47,7 +47,7 @@ def _overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
+def _split(boxes: list[Box], dim: int) -> list[list[Box]]:
     """Groups of boxes separated by planes across `dim`."""
     parts: list[list[Box]] = []
     end = -1

@@ -137,7 +137,7 @@ class FirstValues:
     def _settle_alone(self, flat: Flat) -> None:
         def piece(index: int, span: Span) -> Tensor:
             slot, param = flat.slots[index], flat.params[index]
-            if not slot.is_cut:
+            if not slot.is_split:
                 return self._values(slot.name, param, span)
             whole = self._values(slot.name, param, Span(0, param.numel())).view(slot.whole_shape)
             return part_of(whole, slot.box).reshape(-1)[span.start : span.stop]
@@ -145,7 +145,7 @@ class FirstValues:
         flat.settle_pieces(piece)
 
     def _settle_together(self, flat: Flat) -> None:
-        if any(slot.is_cut for slot in flat.slots):
+        if any(slot.is_split for slot in flat.slots):
             flat.settle(_collected(flat, lambda index: self._part_of_first(flat, index)))
             return
 

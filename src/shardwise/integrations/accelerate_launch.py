@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("num_cpu_threads_per_process", type=int, metavar="N", help="threads of each rank")
     option("max_restarts", type=int, metavar="N", help="restarts after a failure")
     option("log_dir", metavar="DIR", help="also write each rank's output to this folder")
-    parser.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument("-m", "--module", action="store_true", help="run a module, like `python -m`")
     parser.add_argument("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 

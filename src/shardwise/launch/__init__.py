@@ -1,7 +1,7 @@
 """Starting ranks: on this machine, or elsewhere (`places/`).
 
-Names are imported when first used: a rank's bootstrap lives in this package and must not pay for
-torch before the script asks for it, and a mistyped option is answered without waiting for torch.
+Names are imported when first used: a rank's entry point is in this package and must not import torch before the script
+does, and errors in options are reported without waiting for torch.
 """
 
 from __future__ import annotations

@@ -138,14 +138,14 @@ class Agent(SimpleElasticAgent):
         """If a rank ends before all have joined the world, tell those that wait; they do not watch each other yet."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
-            self._launcher_store.cancel_meeting(self.attempt, *self._ranks.ended_and_living())
+            self._launcher_store.cancel_rendezvous(self.attempt, *self._ranks.ended_and_living())
 
     def _pass_on(self, received: signal.Signals) -> None:
         # a closed terminal is a request to end; only SIGINT and SIGTERM mean that to a script
         number = signal.SIGTERM if received is signal.SIGHUP else received
         self._say(
             f"{received.name}: passed on to the ranks, which have {self._job.grace_seconds:g} s to end; "
-            "once more kills them."
+            "a second signal kills them."
         )
         self._end(number, hurry=lambda: len(self._signals.received) > 1)
 
@@ -156,7 +156,7 @@ class Agent(SimpleElasticAgent):
         self.num_killed = self._ranks.kill()
         self._ranks.kill_children()
         self.outcomes = [
-            replace(outcome, last_words=self._launcher_store.last_words(outcome.rank, self.attempt))
+            replace(outcome, last_status=self._launcher_store.last_status(outcome.rank, self.attempt))
             for outcome in self._ranks.outcomes()
         ]
         self._echo.close()

@@ -30,11 +30,11 @@ def share_cores(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[list[int
         )
     filled = [node for node in nodes if node]
     if num_ranks % len(filled):
-        return _cut(cores, num_ranks)
+        return _split(cores, num_ranks)
     per_node = num_ranks // len(filled)
     if any(len(node) < per_node for node in filled):
-        return _cut(cores, num_ranks)
-    return [share for node in filled for share in _cut(node, per_node)]
+        return _split(cores, num_ranks)
+    return [share for node in filled for share in _split(node, per_node)]
 
 
 def numa_nodes() -> list[list[int]]:
@@ -95,6 +95,6 @@ def bindings(
     return result
 
 
-def _cut(cores: Sequence[int], num: int) -> list[list[int]]:
+def _split(cores: Sequence[int], num: int) -> list[list[int]]:
     """`cores` in `num` consecutive parts, as equal as possible."""
     return [list(cores[part * len(cores) // num : (part + 1) * len(cores) // num]) for part in range(num)]

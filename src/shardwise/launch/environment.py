@@ -36,7 +36,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankPosition:
     """A process's rank and the number of ranks, on its host and in total."""
 
     rank: int
@@ -58,15 +58,15 @@ def rank_environment(
     error_file: str = "",
 ) -> dict[str, str]:
     """Variables that `rank` of `nproc`, all on one host, gets in addition to the `inherited` environment."""
-    seat = Seat(rank, nproc, rank, nproc)
-    settings = seat_environment(seat, attempt, inherited, threads=threads, on_cpu=on_cpu, error_file=error_file)
+    position = RankPosition(rank, nproc, rank, nproc)
+    settings = environment_at(position, attempt, inherited, threads=threads, on_cpu=on_cpu, error_file=error_file)
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in inherited:
         settings["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at this host's name, where others may reach it
     return settings
 
 
-def seat_environment(
-    seat: Seat,
+def environment_at(
+    position: RankPosition,
     attempt: Attempt,
     inherited: Mapping[str, str],
     *,
@@ -74,21 +74,21 @@ def seat_environment(
     on_cpu: bool = True,
     error_file: str = "",
 ) -> dict[str, str]:
-    """Variables that the rank at `seat` gets in addition to the `inherited` environment.
+    """Variables that the rank at `position` gets in addition to the `inherited` environment.
 
     Names and meanings are those of torchrun. What the user has set is kept: the thread count (unless `threads` is
     given), glibc's thresholds, the buffering of output.
     """
     settings = {
-        "RANK": str(seat.rank),
-        "LOCAL_RANK": str(seat.local_rank),
-        "WORLD_SIZE": str(seat.size),
-        "LOCAL_WORLD_SIZE": str(seat.local_size),
-        "GROUP_RANK": str(seat.host),
-        "GROUP_WORLD_SIZE": str(seat.num_hosts),
+        "RANK": str(position.rank),
+        "LOCAL_RANK": str(position.local_rank),
+        "WORLD_SIZE": str(position.size),
+        "LOCAL_WORLD_SIZE": str(position.local_size),
+        "GROUP_RANK": str(position.host),
+        "GROUP_WORLD_SIZE": str(position.num_hosts),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(seat.rank),
-        "ROLE_WORLD_SIZE": str(seat.size),
+        "ROLE_RANK": str(position.rank),
+        "ROLE_WORLD_SIZE": str(position.size),
         "MASTER_ADDR": attempt.address,
         "MASTER_PORT": str(attempt.port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
@@ -102,7 +102,7 @@ def seat_environment(
     if threads is not None:
         settings["OMP_NUM_THREADS"] = str(threads)
     defaults = {
-        "OMP_NUM_THREADS": str(default_threads(seat.local_size)),
+        "OMP_NUM_THREADS": str(default_threads(position.local_size)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # see [Note: aborts] in comm/nccl.py
         **(MALLOC_SETTINGS if on_cpu else {}),

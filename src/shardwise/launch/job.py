@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.elastic.blame import Policy
+from shardwise.elastic.causes import Policy
 from shardwise.errors import ConfigError, LaunchError, nearest
 from shardwise.launch.cores import bindings, numa_nodes
 from shardwise.launch.environment import Attempt, rank_environment
@@ -33,7 +33,7 @@ class Elastic:
 
     @property
     def policy(self) -> Policy:
-        """How faults are judged."""
+        """How faults are classified."""
         return Policy(seconds=self.retry_seconds)
 
     def check(self, nproc: int) -> None:
@@ -141,10 +141,11 @@ def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]]) -> str:
         for rank in range(job.nproc)
     ]
     common = set.intersection(*(set(environment.items()) for environment in environments))
-    lines = [f"{job.nproc} times: {shlex.join(job.rank_command())}", "every rank:"]
+    ranks = "1 rank runs" if job.nproc == 1 else f"{job.nproc} ranks run"
+    lines = [f"{ranks}: {shlex.join(job.rank_command())}", "environment of all ranks:"]
     lines += [f"  {name}={value}" for name, value in sorted(common)]
     for rank, environment in enumerate(environments):
-        lines.append(f"rank {rank}:")
+        lines.append(f"environment of rank {rank}:")
         lines += [f"  {name}={value}" for name, value in sorted(set(environment.items()) - common)]
     return "\n".join(lines)
 

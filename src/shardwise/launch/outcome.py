@@ -19,8 +19,8 @@ class Outcome:
 
     `exit_code` is negative for a signal, as in `subprocess`. `sent` is the last signal that the launcher had sent
     before the rank ended, `sent_at` when it sent the first. `time` (seconds since the epoch) is when the exception was
-    recorded, or else when the rank was last seen alive: see [Note: who failed first]. `last_words` is the activity that
-    the rank last published. `wanted` is the exit code of a recorded `SystemExit` or `KeyboardInterrupt`, and `blames`
+    recorded, or else when the rank was last seen alive: see [Note: who failed first]. `last_status` is what the rank
+    last published. `wanted` is the exit code of a recorded `SystemExit` or `KeyboardInterrupt`, and `at_fault`
     are the ranks at fault according to the exception.
     """
 
@@ -31,10 +31,10 @@ class Outcome:
     summary: str = ""
     traceback: str = ""
     recorded: bool = False
-    last_words: str = ""
+    last_status: str = ""
     sent_at: float = math.inf
     wanted: int | None = None
-    blames: tuple[int, ...] = ()
+    at_fault: tuple[int, ...] = ()
     batch: str = ""
     """A description of the samples that a rank had when it raised, if known."""
     lost_with: str = ""
@@ -95,9 +95,9 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """The rank that failed by itself before any other, or ended too early without failing; None if there is none."""
     by_rank = {outcome.rank: outcome for outcome in outcomes}
     first = min((one for one in by_rank.values() if one.failed), key=lambda one: one.time, default=None)
-    if first is None or first.rank in first.blames:
+    if first is None or first.rank in first.at_fault:
         return first
-    blamed = [by_rank[rank] for rank in first.blames if rank in by_rank]
+    blamed = [by_rank[rank] for rank in first.at_fault if rank in by_rank]
     guilty = [one for one in blamed if one.failed] or [one for one in blamed if one.ended_early]
     return min(guilty, key=lambda one: one.time, default=first)
 
@@ -126,7 +126,7 @@ def read_outcome(
             recorded=True,
             sent_at=sent_at,
             wanted=int(details["wanted"]) if details.get("wanted") is not None else None,
-            blames=tuple(int(blamed) for blamed in details.get("blames", ())),
+            at_fault=tuple(int(blamed) for blamed in details.get("at_fault", ())),
             batch=str(details.get("batch", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

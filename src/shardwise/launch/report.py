@@ -1,4 +1,4 @@
-"""The launcher's one report about the end of a job, however many ranks there were."""
+"""The launcher's report about the end of a job: one for all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardwise.launch.outcome import Outcome, first_failure
 
 _INTERRUPT = "KeyboardInterrupt"
 _HINTS = {
-    "SIGKILL": " (out of memory? `dmesg` tells whether the kernel did it)",
-    "SIGBUS": " (shared memory full? look at `df /dev/shm`)",
+    "SIGKILL": " (out of memory? `dmesg` shows whether the kernel killed it)",
+    "SIGBUS": " (shared memory full? see `df /dev/shm`)",
     "SIGSEGV": " (a crash in native code)",
-    "SIGABRT": " (native code gave up; its message is above)",
+    "SIGABRT": " (an abort in native code; its message is above)",
     "SIGILL": " (native code built for another processor?)",
 }
 
@@ -26,16 +26,18 @@ def failure_summary(outcomes: list[Outcome], logs: Path | None = None) -> str:
         return "the job did not finish, and no rank reported why."
     code = f", with exit code {first.status}" if first.raised else ""
     if first.ended_early:
-        parts = [f"rank {first.rank} of {len(outcomes)} ended early: its script was over, and the others needed it."]
+        parts = [
+            f"rank {first.rank} of {len(outcomes)} ended early: its script was over, but the others still needed it."
+        ]
     else:
-        parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {manner(first)}."]
-    if first.last_words and not first.raised:
-        parts.append(f"Last it said: {first.last_words}.")
+        parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {describe_failure(first)}."]
+    if first.last_status and not first.raised:
+        parts.append(f"Last status: {first.last_status}.")
     if first.traceback.strip():
         parts.append(first.traceback.strip())
     others = [other for other in outcomes if other is not first]
     if others:
-        parts.append("\n".join(_fates(others)))
+        parts.append("\n".join(_describe_ends(others)))
     if logs is not None:
         parts.append(f"The output of each rank is in {logs}.")
     return "\n\n".join(parts)
@@ -47,7 +49,7 @@ def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int, used:
     first = first_failure(outcomes)
     if first is None:
         return f"the ranks failed; attempt {number} begins."
-    how = "ended early, and the others needed it" if first.ended_early else manner(first)
+    how = "ended early, but the others still needed it" if first.ended_early else describe_failure(first)
     why = f"rank {first.rank} of {len(outcomes)} {how}"
     return f"{why}; restart {number} begins."
 
@@ -59,7 +61,7 @@ def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int
     ended = len(outcomes) - num_killed
     killed = f", {num_killed} had to be killed" if num_killed else ""
     lines = [f"ended by {received.name}; {ended} of {len(outcomes)} ranks ended by themselves{killed}."]
-    lines += _fates([outcome for outcome in outcomes if outcome.failed])
+    lines += _describe_ends([outcome for outcome in outcomes if outcome.failed])
     return "\n".join(lines)
 
 
@@ -93,7 +95,7 @@ def say(text: str) -> None:
         pass  # the terminal is gone; the ranks must still be ended
 
 
-def manner(outcome: Outcome) -> str:
+def describe_failure(outcome: Outcome) -> str:
     """How a rank failed: 'raised ValueError: ... (exit code 1)', 'was killed by SIGKILL (...)'."""
     if outcome.lost_with:
         return f"was lost with its host ({outcome.lost_with})"
@@ -108,29 +110,29 @@ def manner(outcome: Outcome) -> str:
     return f"ended with exit code {outcome.exit_code}"
 
 
-def _fates(outcomes: list[Outcome]) -> list[str]:
+def _describe_ends(outcomes: list[Outcome]) -> list[str]:
     """One line for all ranks that ended in the same way: the peers of a lost rank all raise the same error."""
     ranks: dict[str, list[int]] = {}
     for outcome in outcomes:
-        ranks.setdefault(_fate(outcome), []).append(outcome.rank)
-    return [f"{in_words(of_them, fate)}." for fate, of_them in ranks.items()]
+        ranks.setdefault(_describe_end(outcome), []).append(outcome.rank)
+    return [f"{ranks_in_words(of_them, text)}." for text, of_them in ranks.items()]
 
 
-def in_words(ranks: list[int], fate: str) -> str:
+def ranks_in_words(ranks: list[int], text: str) -> str:
     """Ranks in order, and how they ended: 'rank 3 was ...', 'ranks 0 to 6 were ...', 'ranks 0, 2 were ...'."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]} {fate}"
+        return f"rank {ranks[0]} {text}"
     is_row = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
     names = f"{ranks[0]} to {ranks[-1]}" if is_row else ", ".join(map(str, ranks))
-    return f"ranks {names} " + re.sub(r"^(then )?was ", r"\1were ", fate)
+    return f"ranks {names} " + re.sub(r"^(then )?was ", r"\1were ", text)
 
 
-def _fate(outcome: Outcome) -> str:
+def _describe_end(outcome: Outcome) -> str:
     """How a rank ended that was not the first to fail."""
     if outcome.failed:
-        return f"then {manner(outcome)}"
+        return f"then {describe_failure(outcome)}"
     if outcome.exit_code == 0:
-        return "had finished" if outcome.sent is None else f"ended well after {outcome.sent.name}"
+        return "had finished" if outcome.sent is None else f"ended normally after {outcome.sent.name}"
     if outcome.sent is signal.SIGKILL:
         return "did not end when asked and had to be killed by the launcher"
     if outcome.sent is not None and outcome.obeyed:

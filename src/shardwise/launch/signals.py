@@ -62,7 +62,7 @@ class StopRequest:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         members = sys.modules.get("shardwise.comm.members")  # only where a world was joined
         if number == signal.SIGTERM and members is not None and members.DEPARTURE.ask():
-            return  # the others go on
+            return  # the others continue
         if self.requested:
             raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
         self.signal = signal.SIGTERM if number == signal.SIGUSR1 else signal.Signals(number)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from shardwise.comm import Meeting, last_words
+from shardwise.comm import Meeting, last_status
 from shardwise.job_token import Seal, new_token
 
 
@@ -52,14 +52,14 @@ class LauncherStore(RendezvousHandler):
             self._store.delete_key(key)
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._port))
 
-    def last_words(self, rank: int, attempt: int) -> str:
+    def last_status(self, rank: int, attempt: int) -> str:
         """The activity that `rank` last published; `""` if it never did."""
         try:
-            return last_words(self._store, rank, f"attempt-{attempt}", Seal(self.token, str(attempt)))
+            return last_status(self._store, rank, f"attempt-{attempt}", Seal(self.token, str(attempt)))
         except RuntimeError:
             return ""
 
-    def cancel_meeting(self, attempt: int, ended: list[int], living: list[int]) -> None:
+    def cancel_rendezvous(self, attempt: int, ended: list[int], living: list[int]) -> None:
         """Tell `living` ranks that wait in `World.join` for one that has `ended`."""
         if ended and living:
             Meeting(self._store, str(attempt), seal=Seal(self.token, str(attempt))).cancel_without(ended, living)

@@ -20,14 +20,14 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.launch.ending import end_soon
+from shardwise.launch.fast_exit import skip_last_collection
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
-    end_soon()
+    skip_last_collection()
     _die_with_launcher()
     _bind_to_cores()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -46,7 +46,7 @@ def main() -> None:
         if code:
             _record(error_file, error, "", wanted=code)
             if "SHARDWISE_MEMBER" in os.environ:
-                sys.last_value = error  # as of other exceptions: the others are told that this rank is not through
+                sys.last_value = error  # as for other exceptions: the others learn that this rank failed
         raise
     except BaseException as error:
         if type(error).__name__ == "TurnedAwayError" and getattr(error, "has_asked", False):
@@ -73,8 +73,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _import_before_joining() -> None:
-    """In an elastic job, import what the first optimizer needs, which takes seconds, before `World.join`: from then on
-    the others wait for a rank that joins."""
+    """In an elastic job, import what the first optimizer needs before `World.join`: it takes seconds, and from then on
+    the other ranks wait for this one."""
     if "SHARDWISE_MEMBER" in os.environ:
         importlib.import_module("torch._dynamo")
         importlib.import_module("shardwise.elastic.session")
@@ -128,8 +128,8 @@ def _record(error_file: str, error: BaseException, text: str, wanted: int | None
     now = time.time()
     summary = "".join(traceback.format_exception_only(error)).strip()
     is_fault = type(error).__name__ == "FaultError"  # by name, since importing the class would import torch
-    blames = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
-    details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "blames": blames}
+    at_fault = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
+    details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "at_fault": at_fault}
     if "shardwise.data_ranks" in sys.modules:  # else no loader has provided a batch
         details["batch"] = sys.modules["shardwise.data_ranks"].HANDED_OUT.text()
     draft = Path(f"{error_file}.draft")

@@ -32,8 +32,8 @@ EXPERT_AXIS = "ep"
 SYNONYMS = {"cp": SEQUENCE_AXIS}
 """Other names for model axes, which are refused, and the name to use instead."""
 SAME_PARAMS_AXES = ("tp",)
-"""Model axes along which ranks have the same list of parameters: each holds its part of one that is cut, and a copy of
-any other. Along the others (pipeline stages), each rank has its own list."""
+"""Model axes along which ranks have the same list of parameters: each holds its part of one that is split, and a copy
+of any other. Along the others (pipeline stages), each rank has its own list."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Mesh:
     @property
     def model_axes(self) -> tuple[str, ...]:
         """The other axes, of more than one rank: ranks along them hold parts of one model, or copies of what is not
-        cut."""
+        split."""
         return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
 
     @property

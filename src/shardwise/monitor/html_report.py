@@ -123,7 +123,7 @@ def _faults(view: RunView) -> str:
 
 def _verdict(line: Line) -> str:
     """What the launcher of an elastic job has found out about a fault."""
-    return ": ".join(str(line[name]) for name in ("sort", "evidence") if line.get(name)) or "a fault"
+    return ": ".join(str(line[name]) for name in ("cause", "evidence") if line.get(name)) or "a fault"
 
 
 def _moment(seconds: float) -> str:

@@ -202,7 +202,7 @@ class AdoptedOptimizer:
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Load what `state_of` returns. Tensors of the whole parameter's shape are cut to the piece."""
-        cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
+        cut = {key: _slice_of(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         member = self._member_of[piece.tensor]
         with self._groups[member].listed():
             if isinstance(member, Cooperative):
@@ -224,7 +224,7 @@ class AdoptedOptimizer:
         """The part of a plain optimizer's whole state, or of this rank's own, that `load_state_dict` loads."""
         pieces = dict(self.numbered(member))
         kept = {
-            number: {key: _own(_cut(key, value, pieces[number]), value) for key, value in entry.items()}
+            number: {key: _own(_slice_of(key, value, pieces[number]), value) for key, value in entry.items()}
             for number, entry in state["state"].items()
             if number in pieces and pieces[number].span.numel
         }
@@ -307,7 +307,7 @@ def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
     return optimizer.dense_state(param) if isinstance(optimizer, Cooperative) else dict(optimizer.state[param])
 
 
-def _cut(key: str, value: Any, piece: Piece) -> Any:
+def _slice_of(key: str, value: Any, piece: Piece) -> Any:
     """This rank's elements, copied, of a state with the whole parameter's shape; anything else unchanged, except that
     it is moved to the host if the piece is there."""
     if not isinstance(value, Tensor):
@@ -317,7 +317,7 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
         value = value.to(device)
     if value.dim() == 0 and key in SCALAR_STATES:
         return value
-    if piece.box is not None and piece.box.is_cut and tuple(value.shape) == piece.box.shape:
+    if piece.box is not None and piece.box.is_split and tuple(value.shape) == piece.box.shape:
         part = part_of(value, piece.box).reshape(-1)
         return part[piece.span.start : piece.span.stop].to(device, copy=True)
     if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):

@@ -154,7 +154,7 @@ class RankPeers:
     def _copies(self, piece: Piece) -> int:
         """How many of the ranks whose norms are summed hold the same elements."""
         spec, box = piece.flat.spec, piece.flat.slots[piece.index].box
-        apart = {*spec.table.optim.shard, *spec.cut_axes, *self._mesh.same_params_axes}
+        apart = {*spec.table.optim.shard, *spec.split_axes, *self._mesh.same_params_axes}
         others = (axis for axis in self._norms_axes if axis not in apart)
         return math.prod(map(self._mesh.size, others)) * (1 if box is None else box.copies)
 

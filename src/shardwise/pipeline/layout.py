@@ -144,7 +144,7 @@ def refuse_sums_over_layers(settings: object, what: str) -> None:
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Where to cut `costs` into `num_parts` non-empty runs so that the most expensive run is as cheap as possible."""
+    """Where to split `costs` into `num_parts` non-empty runs so that the most expensive run is as cheap as possible."""
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

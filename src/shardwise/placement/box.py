@@ -39,8 +39,8 @@ class Box:
         return cls(tuple(shape), tuple((Span(0, size),) for size in shape), copies, place)
 
     @classmethod
-    def cut(cls, shape: Sequence[int], dim: int, ranges: Sequence[Span], copies: int = 1, place: int = 0) -> Box:
-        """The part that `ranges` cut out along dimension `dim` alone."""
+    def split(cls, shape: Sequence[int], dim: int, ranges: Sequence[Span], copies: int = 1, place: int = 0) -> Box:
+        """The part that has `ranges` of dimension `dim`, and all of the others."""
         own: list[Ranges] = [(Span(0, size),) for size in shape]
         own[dim] = tuple(ranges)
         return cls(tuple(shape), tuple(own), copies, place)
@@ -56,7 +56,7 @@ class Box:
         return math.prod(self.own_shape)
 
     @cached_property
-    def is_cut(self) -> bool:
+    def is_split(self) -> bool:
         return self.own_shape != self.shape
 
     @property

@@ -18,7 +18,7 @@ ALIGN = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's position in a flat buffer. Where model axes cut or copy it, `shape` is the shape of this rank's
+    """A parameter's position in a flat buffer. Where model axes split or copy it, `shape` is the shape of this rank's
     part, and `box` says which part."""
 
     name: str
@@ -40,9 +40,9 @@ class Slot:
         return self.shape if self.box is None else self.box.shape
 
     @property
-    def is_cut(self) -> bool:
+    def is_split(self) -> bool:
         """Whether ranks along a model axis have different parts of it."""
-        return self.box is not None and self.box.is_cut
+        return self.box is not None and self.box.is_split
 
     @property
     def is_copied(self) -> bool:

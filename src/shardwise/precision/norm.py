@@ -72,7 +72,7 @@ def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Excha
     slots = [slot for flat in flats for slot in flat.slots]
     negligible = 1e-6 * math.hypot(*mine)
     for slot, every in zip(slots, zip(*values, strict=True), strict=True):
-        if slot.is_copied and not slot.is_cut and max(every) - min(every) > _APART * max(every) + negligible:
+        if slot.is_copied and not slot.is_split and max(every) - min(every) > _APART * max(every) + negligible:
             raise ModelError(
                 f"The gradient of {slot.name} has norms from {min(every):.3g} to {max(every):.3g} on ranks that have "
                 f"copies of it. Either they were given different batches, or it works on split tensors: then give "

@@ -334,9 +334,9 @@ def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
 
 
 def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
-    """The axes over which the states of a flat buffer are sharded, or its parameters cut: norms of parameters have to
+    """The axes over which the states of a flat buffer are sharded, or its parameters split: norms of parameters have to
     be summed there."""
-    sharded = {axis for flat in flats if flat.trainable for axis in (*flat.table.optim.shard, *flat.cut_axes)}
+    sharded = {axis for flat in flats if flat.trainable for axis in (*flat.table.optim.shard, *flat.split_axes)}
     sharded |= set(flats[0].mesh.same_params_axes) if flats else set()
     return tuple(axis for axis in flats[0].mesh.axes if axis in sharded) if flats else ()
 

@@ -45,7 +45,7 @@ def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec]) -> str:
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
     if axes:
-        return f"the mesh splits models or samples along {', '.join(axes)}, and ranks that are left fit no such mesh"
+        return f"the mesh splits models or samples along {', '.join(axes)}, and the remaining ranks cannot form it"
     if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):
         return "parameters or states are kept on a disk"
     return ""

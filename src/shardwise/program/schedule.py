@@ -1,6 +1,6 @@
 """Pipeline schedules: which rank computes which stage of which micro-batch, and in which order.
 
-A model is cut into `num_stages` stages over `num_ranks` ranks: stage `s` is on rank `s % num_ranks`. Every micro-batch
+A model is split into `num_stages` stages over `num_ranks` ranks: stage `s` is on rank `s % num_ranks`. A micro-batch
 goes forward through all stages and backward through them again. A schedule gives the order on each rank, not the times:
 a rank starts its next op as soon as the inputs have arrived. `timed` computes when that is.
 

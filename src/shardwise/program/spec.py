@@ -20,8 +20,8 @@ class FlatSpec:
 
     `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1. `updates` gives
     the update of each parameter; it is empty where no optimizer is known. With `keeps_grad_buffer` the memory in which
-    gradients wait for the step is kept from one step to the next. With `runs_beside` collectives along the axes that
-    shard the update overlap with computation.
+    gradients wait for the step is kept from one step to the next. With `overlaps_compute` collectives along the axes
+    that shard the update overlap with computation.
     """
 
     name: str
@@ -32,14 +32,14 @@ class FlatSpec:
     trainable: bool = True
     updates: tuple[PlacedUpdate, ...] = ()
     keeps_grad_buffer: bool = False
-    runs_beside: bool = False
+    overlaps_compute: bool = False
 
     @cached_property
     def layout(self) -> Layout:
         return Layout.of(self.numel, self.table.order, self.mesh)
 
     @cached_property
-    def cut_axes(self) -> Axes:
+    def split_axes(self) -> Axes:
         """The replica axes that the table leaves out. Along them ranks have different parts of these parameters
         (experts), and the tokens were brought to those ranks, so that there are no gradients to sum."""
         replica_axes = self.mesh.replica_axes
@@ -55,7 +55,7 @@ class FlatSpec:
         """Whether the gather of updated parameters may still be in flight when the step returns; the unit's next use
         waits for it."""
         is_gathered = self.trainable and self.resident and bool(self.table.optim.shard)
-        return self.runs_beside and is_gathered and self.table.step == "device"
+        return self.overlaps_compute and is_gathered and self.table.step == "device"
 
     @property
     def master_is_param(self) -> bool:

@@ -70,10 +70,10 @@ class Agreement:
         if slot.box is None:
             return part.view(slot.shape)
         whole = part.view(slot.shape)
-        for axis in flat.spec.cut_axes or flat.spec.mesh.same_params_axes:  # there is one
+        for axis in flat.spec.split_axes or flat.spec.mesh.same_params_axes:  # there is one
             group = self._groups[axis]
             boxes = self._boxes_of(slot, group)
-            if not any(box.is_cut for box in boxes):
+            if not any(box.is_split for box in boxes):
                 return whole
             longest = -(-max(box.numel for box in boxes) // ALIGN) * ALIGN
             parts = part.new_zeros(len(boxes), longest)
@@ -95,4 +95,4 @@ class Agreement:
 
     def _copying(self, flat: Flat, slot: Slot | None) -> tuple[str, ...]:
         """The model axes along which ranks have copies of `slot`."""
-        return flat.spec.mesh.same_params_axes if slot is not None and slot.is_copied and not slot.is_cut else ()
+        return flat.spec.mesh.same_params_axes if slot is not None and slot.is_copied and not slot.is_split else ()

@@ -113,10 +113,10 @@ class Splitter:
             kept = functional.pad(kept, (0, missing), value=False)
             documents = None if documents is None else functional.pad(documents, (0, missing), value=-1)
         layout = Layout(num_tokens + missing, self._line.num_ranks, self._is_zigzag)
-        cut = {name: self._cut(value, layout) for name, value in batch.items()}
+        cut = {name: self._own_part(value, layout) for name, value in batch.items()}
         return cut, Sample(layout, documents, kept, missing)
 
-    def _cut(self, value: Any, layout: Layout) -> Any:
+    def _own_part(self, value: Any, layout: Layout) -> Any:
         is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == layout.num_tokens
         return layout.take(value, self._line.place) if is_by_token else value
 
@@ -202,7 +202,7 @@ def _num_tokens(tensors: Mapping[str, Tensor]) -> int:
         if tensors[name].dim() > 1:
             return tensors[name].shape[1]
     raise ConfigError(
-        "engine.split_sequence found no tensor [batch, tokens, ...] in the batch, such as input_ids, to cut by tokens."
+        "engine.split_sequence found no tensor [batch, tokens, ...] in the batch to split by tokens, such as input_ids."
     )
 
 

@@ -53,14 +53,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def tiles(query_runs: Sequence[Run], key_runs: Sequence[Run], visibility: Visibility) -> Iterator[Tile]:
     """The tiles in which any query sees any key; all tiles of some queries are consecutive."""
-    key_tiles = list(_cut(key_runs))
-    for query_at, queries in _cut(query_runs):
+    key_tiles = list(_split(key_runs))
+    for query_at, queries in _split(query_runs):
         for key_at, keys in key_tiles:
             if not visibility.sees_nothing(queries, keys):
                 yield Tile(query_at, key_at, queries, keys)
 
 
-def _cut(runs: Sequence[Run]) -> Iterator[tuple[slice, Run]]:
+def _split(runs: Sequence[Run]) -> Iterator[tuple[slice, Run]]:
     at = 0
     for run in runs:
         for start in range(run.start, run.stop, TILE):

@@ -73,7 +73,7 @@ class FlatGradients:
         self._wire = torch_dtype(table.wire)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
         self._unweighed = 1.0
-        for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `cut_axes`
+        for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`
             self._unweighed /= spec.mesh.size(axis)
         self.weigh(1.0)
         grad_dtype = torch_dtype(table.grad.dtype)

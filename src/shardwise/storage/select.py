@@ -51,7 +51,7 @@ class UnitChoice:
 
 
 def whole_numel(param: nn.Parameter, boxes: Mapping[nn.Parameter, Box]) -> int:
-    """Elements of the unsplit parameter; `boxes` has its part, if it is cut."""
+    """Elements of the unsplit parameter; `boxes` has its part, if it is split."""
     box = boxes.get(param)
     return param.numel() if box is None else math.prod(box.shape)
 
@@ -59,7 +59,7 @@ def whole_numel(param: nn.Parameter, boxes: Mapping[nn.Parameter, Box]) -> int:
 def choose_units(model: nn.Module, plan: Plan, known: Mapping[nn.Parameter, Box] | None = None) -> list[UnitChoice]:
     """All parameters of `model`, each in exactly one unit, in the order in which the model registers them.
 
-    `known` are the boxes of a model that is already cut: units are chosen by the sizes of whole parameters, so that
+    `known` are the boxes of a model that is already split: units are chosen by the sizes of whole parameters, so that
     they are the same on all ranks. Raises `ConfigError` for units that the model does not have.
     """
 

@@ -37,7 +37,7 @@ class LabelledTable:
 def tables_for(
     model: nn.Module, plan: Plan, mesh: Mesh, known: Mapping[nn.Parameter, Box] | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The table of every parameter, by the sizes of whole ones; `known` are the boxes of a model that is already cut.
+    """The table of every parameter, by the sizes of whole ones; `known` are the boxes of a model that is already split.
     Raises `ConfigError` for a rule that fits no parameter."""
     boxes = known or {}
     owners = owners_of(model)

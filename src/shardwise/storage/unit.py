@@ -20,7 +20,7 @@ from shardwise.storage.tables import LabelledTable
 from shardwise.telemetry import ByteMeter
 
 Named = tuple[str, nn.Parameter]
-RunsBeside = Callable[[str], bool]
+OverlapsCompute = Callable[[str], bool]
 _version = attrgetter("_version")
 
 
@@ -103,15 +103,15 @@ def unit_spec(
     updates: Mapping[nn.Parameter, Update] | None = None,
     *,
     on_cpu: bool = True,
-    runs_beside: RunsBeside | None = None,
+    overlaps_compute: OverlapsCompute | None = None,
 ) -> UnitSpec:
     """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device.
 
     `updates` says how an optimizer updates each parameter, if one is known. `on_cpu`: whether ranks compute on the CPU
-    (`Collectives.is_host`). `runs_beside(axis)`: whether collectives along `axis` overlap with computation
-    (`Collectives.runs_beside`); default: on devices they do.
+    (`Collectives.is_host`). `overlaps_compute(axis)`: whether collectives along `axis` overlap with computation
+    (`Collectives.overlaps_compute`); default: on devices they do.
     """
-    runs_beside = runs_beside or (lambda _: not on_cpu)
+    overlaps_compute = overlaps_compute or (lambda _: not on_cpu)
     flats = []
     for kind, named in _by_kind(choice, rows).items():
         slots = choice.slots(named)
@@ -122,7 +122,7 @@ def unit_spec(
         waits_here = table.grad.tier == "device"
         has_one_dtype = table.wire == table.grad.dtype == table.optim.dtype
         keeps_grad_buffer = on_cpu and kind.trainable and stays_whole and waits_here and has_one_dtype
-        overlaps = all(map(runs_beside, table.optim.shard))
+        overlaps = all(map(overlaps_compute, table.optim.shard))
         flats.append(
             FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, keeps_grad_buffer, overlaps)
         )

@@ -2,8 +2,8 @@
 
 [Note: overlapped sums] In the backward of column modules, the gradient of their input is summed over ranks, and the
 layer before them waits for it. The gradients of their parameters stay on this rank. So where collectives run
-asynchronously (`Line.runs_beside`: on devices, and between hosts), the sum is started first, and waited for after the
-parameter gradients. With `tensor.sequence`, the input is gathered again while the input gradient is computed
+asynchronously (`Line.overlaps_compute`: on devices, and between hosts), the sum is started first, and waited for after
+the parameter gradients. With `tensor.sequence`, the input is gathered again while the input gradient is computed
 (Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`, arXiv:2205.05198, section 4.2.2).
 
 Autograd runs, of all nodes that are ready, the one that was created last. A region is entered through `_WaitForSum`,

@@ -91,7 +91,7 @@ class RegatheredInput:
     def begin(self, own: Tensor, dtype: torch.dtype | None) -> None:
         """Start to gather `own`, if that can overlap the computation before `take`."""
         is_begun = self._whole is not None or self._pending.is_started
-        if self._line.runs_beside and not is_begun and not torch.is_grad_enabled():
+        if self._line.overlaps_compute and not is_begun and not torch.is_grad_enabled():
             self._pending.start(self._line.start_concatenate(_cast(own, dtype), *self._args))
 
     def take(self, own: Tensor, dtype: torch.dtype | None) -> Tensor:

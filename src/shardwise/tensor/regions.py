@@ -112,7 +112,7 @@ class Regions:
     def _columns_to_defer(self, module: nn.Module) -> dict[nn.Module, tuple[Tensor, Tensor | None]]:
         """The columns that share the region of `module`, and whose parameter gradients can be computed after the sum
         has started: the weight of each, and its bias if that is trained."""
-        if not self.line.runs_beside:
+        if not self.line.overlaps_compute:
             return {}
         found: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         for column in self._columns.get(module, ()):
@@ -143,7 +143,7 @@ class Regions:
             if deferred is not None:
                 return deferred.product(tensor, bias, region.part, is_conv1d=is_conv1d, dtype=region.dtype)
         # A column that is not known yet already saves the same tensors as later: a recomputation may find it known.
-        if not (self.line.runs_beside or region.part) or not has_own_backward(weight):
+        if not (self.line.overlaps_compute or region.part) or not has_own_backward(weight):
             return None
         return product(tensor, weight, bias, is_conv1d=is_conv1d, dtype=region.dtype, part=region.part)
 

@@ -198,7 +198,7 @@ def _split_param(split: ModelSplit, target: SplitModule, name: str, dim: int, sh
     if param is None:
         return
     place = split.place % shares.copies
-    box = Box.cut(tuple(param.shape), dim, shares.ranges[split.place], shares.copies, place)
+    box = Box.split(tuple(param.shape), dim, shares.ranges[split.place], shares.copies, place)
     known = split.boxes.setdefault(param, box)
     if known != box:
         raise ModelError(

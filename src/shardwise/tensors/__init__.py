@@ -2,6 +2,6 @@
 
 from shardwise.tensors.owner import Owner
 from shardwise.tensors.structure import Structure
-from shardwise.tensors.uncut import use_uncut_states
+from shardwise.tensors.unsplit import use_unsplit_states
 
-__all__ = ["Owner", "Structure", "use_uncut_states"]
+__all__ = ["Owner", "Structure", "use_unsplit_states"]

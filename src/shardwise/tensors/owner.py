@@ -18,7 +18,7 @@ from shardwise.placement import Slot
 from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.storage import Flat, Unit
 from shardwise.tensors.handles import Resting, Whole
-from shardwise.tensors.uncut import UncutSource
+from shardwise.tensors.unsplit import UnsplitSource
 from shardwise.tensors.use import plainly, use
 
 Tensor = torch.Tensor
@@ -91,11 +91,11 @@ class Owner:
     def home_of(self, param: object) -> ParamHome:
         return self._homes[id(param)]
 
-    def cut_home_of(self, param: object) -> ParamHome | None:
+    def split_home_of(self, param: object) -> ParamHome | None:
         """The home of `param`, if ranks along a model axis have other parts of it."""
         home = self._homes.get(id(param))
         box = home.slot.box if home is not None else None
-        return home if box is not None and (box.is_cut or box.copies == 1) else None
+        return home if box is not None and (box.is_split or box.copies == 1) else None
 
     def revive(self, home: ParamHome) -> None:
         """Give a parameter of a closed engine its own memory, to be overwritten."""
@@ -212,11 +212,11 @@ class ParamHome:
         """The tensor of the unsplit model, of which this rank has `part`."""
         return self._owner.agreement.assembled(self._flat, self.slot, part)
 
-    def uncut(self) -> Whole:
+    def unsplit(self) -> Whole:
         """A tensor that stands for the one of the unsplit model."""
         param = self.param
         like = torch.empty(self.slot.whole_shape, dtype=param.dtype, device="meta")
-        return Whole(UncutSource(self), (), like, param.device)
+        return Whole(UnsplitSource(self), (), like, param.device)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
         return False  # the stored copy may have a wider dtype, so only whole values are written

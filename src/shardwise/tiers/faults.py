@@ -24,7 +24,7 @@ def io_fault(verb: str, path: Path, start: int, stop: int, error: OSError | EOFE
     """`verb` is `reading`, `writing` or `copying`; `start` and `stop` are the bytes of `path` that were requested."""
     what = f"{verb.capitalize()} {format_bytes(stop - start)} at byte {start} of {path} failed"
     if isinstance(error, EOFError):
-        return TierError(f"{what}: {error}. Somebody has cut it, or the disk has lost some of it. {OTHERWISE}")
+        return TierError(f"{what}: {error}. It was truncated, or the disk has lost a part of it. {OTHERWISE}")
     return TierError(f"{what}: {describe_error(error)}. {_CURES.get(error.errno or 0, OTHERWISE)}")
 
 

@@ -222,12 +222,14 @@ class StoreMembership:
             )
             return self._formed >= generation
 
-    def _send_ready(self, fault: str, blames: tuple[int, ...] = (), report: bytes | None = None) -> None:
+    def _send_ready(self, fault: str, at_fault: tuple[int, ...] = (), report: bytes | None = None) -> None:
         with self._changed:
             self._announcements = [
                 one for one in self._announcements if one.generation > self._generation or one.kind != "entering"
             ]
-        message = MemberMessage("ready", self.member, self._generation, self.step, fault, blames, self._timeout_seconds)
+        message = MemberMessage(
+            "ready", self.member, self._generation, self.step, fault, at_fault, self._timeout_seconds
+        )
         self._channel.send(replace(message, lets_in=self._lets_in), report)
 
     def _send(self, kind: str, text: str = "") -> None:

@@ -22,7 +22,7 @@ AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "out
 _MEMBER_MESSAGE = {
     **dict.fromkeys(("kind", "text"), str),
     **dict.fromkeys(("member", "generation", "step", "pid"), int),
-    "blames": [int],
+    "at_fault": [int],
     "patience_seconds": float,
     "lets_in": bool,
 }
@@ -42,7 +42,7 @@ class MemberMessage:
     - `here`: waits to be admitted.
     - `heard`: has read the announcement that `generation` begins or is over (`text`).
     - `opened`: has entered `generation`.
-    - `ready`: has left `generation` and waits for the next. `text` is the fault, if that is the reason; `blames` are
+    - `ready`: has left `generation` and waits for the next. `text` is the fault, if that is the reason; `at_fault` are
       members that it has waited for in vain. Without `lets_in` it is at a point where newcomers cannot join.
     - `leaving`: asks to leave.
     - `needs_all`: if any member is lost, all must restart.
@@ -56,7 +56,7 @@ class MemberMessage:
     generation: int = -1
     step: int = 0
     text: str = ""
-    blames: tuple[int, ...] = ()
+    at_fault: tuple[int, ...] = ()
     patience_seconds: float = 600
     pid: int = 0
     lets_in: bool = True
@@ -68,7 +68,7 @@ class MemberMessage:
     def from_json(cls, text: str | bytes) -> MemberMessage:
         """Raises `ValueError` for anything else."""
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
-        return cls(**{**plain, "blames": tuple(plain["blames"])})
+        return cls(**{**plain, "at_fault": tuple(plain["at_fault"])})
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,8 @@ class Shared:
             return self._pairs.exchange(message, group, subject)
         return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
-    def runs_beside(self, group: Group) -> bool:
-        return not self._is_near(group) and self._pairs.runs_beside(group)
+    def overlaps_compute(self, group: Group) -> bool:
+        return not self._is_near(group) and self._pairs.overlaps_compute(group)
 
     def prepare(self, mesh: Mesh) -> None:
         """Neighbours have met already."""

@@ -38,14 +38,19 @@ class LocalLaunch:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of DeepSpeed's launcher, and the script after them."""
     option = parser.add_argument
-    option("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: N ranks on each host, by ssh if several")
+    option(
+        "-H",
+        "--hostfile",
+        metavar="FILE",
+        help="lines `host slots=N`, for N ranks on each host; several use ssh",
+    )
     option("-i", "--include", default="", metavar="HOST:0,1", help="hosts and devices to use")
     option("-e", "--exclude", default="", metavar="HOST:0,1", help="hosts and devices not to use")
     option("--num_nodes", type=int, default=-1, metavar="N", help="use the first N hosts of the hostfile")
     option("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="ranks to start on each host")
     option("--master_port", type=int, metavar="P", help="port for the rendezvous of ranks (default: a free one)")
     option("--node_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    option("--module", action="store_true", help="run a module, as `python -m` does")
+    option("--module", action="store_true", help="run a module, like `python -m`")
     option("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
     option("--enable_each_rank_log", default="None", metavar="DIR", help="write each rank's output there")
     for name in ("master_addr", "launcher", "launcher_args", "ssh_port", "save_pid", "venv_script", "bind_core_list"):

@@ -69,7 +69,9 @@ def initialize(
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         translated = read_config(source, world_size=joined.size, num_stages=stages)
         require_monitors(translated.monitors)
-        plan = _with_experts(translated, expert_ranks_of(model))
+        plan = dict(_with_experts(translated, expert_ranks_of(model)))
+        if joined.membership is not None:  # batches and loops of these scripts are those of one world size
+            plan["survive"] = "checkpoint"
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)

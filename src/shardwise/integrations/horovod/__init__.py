@@ -1,7 +1,7 @@
 """Horovod's API: `import shardwise.integrations.horovod.torch as hvd`. Horovod itself is not needed.
 
 `torch` has Horovod's complete public API for PyTorch; `numpy`, `jax`, `tensorflow` and `keras` have the same
-collectives for their arrays. docs/horovod.md lists the equivalents.
+collectives for their arrays. `basics` is the part that all of them share. docs/horovod.md lists the equivalents.
 
 [Note: negotiation] Ranks issue named collectives, each rank in its own order. Each rank sends a request to the
 coordinator, a thread of rank 0 (`session.py`, `links.py`). When all ranks have issued a collective, the coordinator

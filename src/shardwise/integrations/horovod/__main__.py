@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from shardwise.integrations.horovod.facade import install
+from shardwise.integrations.horovod.import_hook import install
 from shardwise.integrations.scripts import run_script
 
 

@@ -1,4 +1,4 @@
-"""What people type after `horovodrun`, as what they would type after `shardwise launch`."""
+"""Translates `horovodrun`'s options to those of `shardwise launch`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.integrations.horovod.command_line_hosts import (
-    BY_SSH,
-    NamedHosts,
-    named_hosts,
+    SSH_OPTIONS,
+    Hosts,
+    parse_hosts,
+    ssh_arguments,
     ssh_options,
-    words_for_ssh,
 )
 
-# Option, number of words after it, and the variable that ranks read, of what is a number of ours too.
 _VARIABLES = {
     "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
     "--timeline-filename": "HOROVOD_TIMELINE",
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
 }
-_RANKS_MEET = "ranks of one host meet by themselves"
-_NO_CYCLES = "collectives are carried out when they are ready, not in cycles"
+"""Options whose value ranks read from an environment variable."""
+_ONE_HOST = "it concerns other hosts, and all ranks are on this host"
+_LAUNCHER_TIMEOUTS = "the launcher waits for ranks with its own timeouts"
+_NO_CYCLES = "collectives are executed when they are ready, not in cycles"
 _NOTHING_TO_TUNE = "there is nothing to tune"
-_NO_HIERARCHY = "ranks of one host share memory anyway"
-_WITHOUT_MEANING = {
-    "--gloo": (0, "gloo is what reaches other hosts anyway"),
+_NO_HIERARCHY = "ranks of one host always use shared memory"
+_NO_MPI = "MPI is not used"
+_PYTHON_LOGGING = "shardwise uses Python's logging, with the logger `shardwise`"
+_IGNORED = {
+    "--gloo": (0, "gloo is always used between hosts"),
     "--cycle-time-ms": (1, _NO_CYCLES),
     "--timeline-mark-cycles": (0, _NO_CYCLES),
     "--no-timeline-mark-cycles": (0, _NO_CYCLES),
@@ -46,70 +49,73 @@ _WITHOUT_MEANING = {
     "--autotune-bayes-opt-max-samples": (1, _NOTHING_TO_TUNE),
     "--autotune-gaussian-process-noise": (1, _NOTHING_TO_TUNE),
     "--num-nccl-streams": (1, "NCCL has one stream for gathers and one for reductions"),
-    "--thread-affinity": (1, "threads are not bound"),
-    "--gloo-timeout-seconds": (1, "a rank that is gone is told by its connection"),
-    "--mpi-threads-disable": (0, "no MPI is called"),
-    "--no-mpi-threads-disable": (0, "no MPI is called"),
-    "--start-timeout": (1, _RANKS_MEET),
-    "--ssh-port": (1, _RANKS_MEET),
-    "--ssh-identity-file": (1, _RANKS_MEET),
-    "--network-interfaces": (1, _RANKS_MEET),
-    "--elastic-timeout": (1, _RANKS_MEET),
-    "--tcp": (0, "no MPI is called"),
-    "--binding-args": (1, "no MPI is called"),
+    "--thread-affinity": (1, "threads are not bound to cores"),
+    "--gloo-timeout-seconds": (1, "a lost rank is noticed by its closed connection"),
+    "--mpi-threads-disable": (0, _NO_MPI),
+    "--no-mpi-threads-disable": (0, _NO_MPI),
+    "--start-timeout": (1, _LAUNCHER_TIMEOUTS),
+    "--ssh-port": (1, _ONE_HOST),
+    "--ssh-identity-file": (1, _ONE_HOST),
+    "--network-interfaces": (1, _ONE_HOST),
+    "--elastic-timeout": (1, _LAUNCHER_TIMEOUTS),
+    "--tcp": (0, _NO_MPI),
+    "--binding-args": (1, _NO_MPI),
     "--prefix-output-with-timestamp": (0, "lines are prefixed by their rank"),
-    "--log-level": (1, "shardwise logs by Python's logging, as `shardwise`"),
-    "--log-with-timestamp": (0, "shardwise logs by Python's logging, as `shardwise`"),
-    "--log-without-timestamp": (0, "shardwise logs by Python's logging, as `shardwise`"),
-    "--stall-check": (0, "ranks that never come are reported anyway"),
+    "--log-level": (1, _PYTHON_LOGGING),
+    "--log-with-timestamp": (0, _PYTHON_LOGGING),
+    "--log-without-timestamp": (0, _PYTHON_LOGGING),
+    "--stall-check": (0, "stalled ranks are always reported"),
 }
-_MANY_SECONDS = 10**9
+"""Options without effect: the number of their arguments, and the reason."""
+_RETRY_WINDOW_SECONDS = 10**9
+"""Horovod's `--reset-limit` counts over the whole job."""
 _REFUSED = {
-    "--mpi": (0, "Ranks are started by MPI with `mpirun -np N python train.py`, not from here. Leave --mpi out."),
-    "--mpi-args": (1, "Ranks are started by MPI with `mpirun`, not from here. Leave --mpi-args out."),
-    "--jsrun": (0, "jsrun is not supported. Start the script itself by jsrun, with torchrun's variables set."),
-    "--config-file": (1, "A file of horovodrun's options is not read. Give them on the command line."),
-    "--slots-per-host": (1, "Let the script of --host-discovery-script print `host:slots`, and leave it out."),
+    "--mpi": (0, "MPI is not supported here. To start ranks by MPI, use `mpirun -np N python train.py`."),
+    "--mpi-args": (1, "MPI is not supported here. To start ranks by MPI, use `mpirun`."),
+    "--jsrun": (0, "jsrun is not supported here. Start the script itself by jsrun, with torchrun's variables set."),
+    "--config-file": (1, "A file of options is not supported. Pass them on the command line."),
+    "--slots-per-host": (1, "Let the script of --host-discovery-script print `host:slots` instead."),
 }
+"""Options that are refused: the number of their arguments, and an alternative."""
 
 
 @dataclass
 class LaunchCommand:
-    """What a command line of `horovodrun` comes to."""
+    """A command line of `horovodrun` in shardwise's terms."""
 
     launch: list[str]
-    """Words for `shardwise launch`."""
+    """Arguments for `shardwise launch`."""
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What has no meaning here, and why."""
+    """The options without effect, and why."""
     uses_ssh: bool = False
-    """Whether ranks are on other hosts, which get the environment from here."""
+    """Whether there are ranks on other hosts. They get the environment of this process."""
     num_ranks: int = 0
-    """On all hosts together."""
+    """The number of ranks on all hosts."""
 
 
 def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
-    """Horovod's own options, those without a meaning and those that are refused included."""
+    """Add all options of `horovodrun`, including those that are ignored or refused."""
     option = parser.add_argument
     option("-np", "--num-proc", type=int, metavar="N", help="ranks to start")
-    option("-H", "--hosts", metavar="HOST:N,...", help="where, by ssh: a:4,b:4 (default: this host)")
-    option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same, a host in each line")
-    option("--check-build", action="store_true", help="print what there is, and start nothing")
-    option("--output-filename", metavar="DIR", help="also write each rank's stdout and stderr there")
-    option("--fusion-threshold-mb", type=float, metavar="MB", help="all-reduces that are ready go together, up to this")
-    option("--disable-cache", action="store_true", help="send every message whole")
-    option("--no-stall-check", action="store_true", help="do not report ranks that others wait for")
-    option("--reset-limit", type=int, metavar="N", help="new attempts after a failure; if elastic, new ranks")
-    option("--min-np", "--min-num-proc", type=int, metavar="N", help="elastic: the fewest ranks to go on with")
-    option("--host-discovery-script", metavar="CMD", help="elastic: prints `host:slots`, asked again and again")
+    option("-H", "--hosts", metavar="HOST:N,...", help="hosts and slots: a:4,b:4 (default: this host)")
+    option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="a file of hosts, one per line: a slots=4")
+    option("--check-build", action="store_true", help="print the available frameworks and start nothing")
+    option("--output-filename", metavar="DIR", help="also write each rank's stdout and stderr to this folder")
+    option("--fusion-threshold-mb", type=float, metavar="MB", help="maximum size of fused all-reduces")
+    option("--disable-cache", action="store_true", help="do not cache messages of the negotiation")
+    option("--no-stall-check", action="store_true", help="do not report stalled ranks")
+    option("--reset-limit", type=int, metavar="N", help="restarts after a failure; if elastic, new ranks")
+    option("--min-np", "--min-num-proc", type=int, metavar="N", help="elastic: minimum number of ranks")
+    option("--host-discovery-script", metavar="CMD", help="elastic: prints `host:slots`; run repeatedly")
     option("--blacklist-cooldown-range", type=float, nargs=2, metavar=("MIN", "MAX"), help=argparse.SUPPRESS)
-    option("--max-np", "--max-num-proc", type=int, metavar="N", help="elastic: the most ranks (default: -np)")
-    option("--verbose", action="store_true", help="print what is started")
+    option("--max-np", "--max-num-proc", type=int, metavar="N", help="elastic: maximum number of ranks (default: -np)")
+    option("--verbose", action="store_true", help="print the command line of `shardwise launch`")
     option("-p", dest="ssh_port", help=argparse.SUPPRESS)
     option("-i", dest="ssh_identity_file", help=argparse.SUPPRESS)
     for name in _VARIABLES:
         option(name, metavar="X")
-    for name, (count, _) in {**_WITHOUT_MEANING, **_REFUSED}.items():
+    for name, (count, _) in {**_IGNORED, **_REFUSED}.items():
         if count:
             option(name, nargs=count if count > 1 else None, help=argparse.SUPPRESS)
         else:
@@ -118,73 +124,73 @@ def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_command(args: argparse.Namespace) -> LaunchCommand:
-    """Raises `LaunchError` for what is refused: by name, and before anything is started."""
+    """Translate the command line. Raises `LaunchError` for options that are refused."""
     for name, (_, why) in _REFUSED.items():
-        if _given(args, name):
+        if _value(args, name):
             raise LaunchError(f"{name}: {why}")
-    understood = _start(args, named_hosts(args.hosts, args.hostfile))
-    for name, why in ((name, why) for name, (_, why) in _WITHOUT_MEANING.items() if _given(args, name)):
-        if not (understood.uses_ssh and name in BY_SSH):
-            understood.notes.append(f"{name} has no meaning here: {why}")
+    command = _command_for_hosts(args, parse_hosts(args.hosts, args.hostfile))
+    for name, (_, why) in _IGNORED.items():
+        if _value(args, name) and not (command.uses_ssh and name in SSH_OPTIONS):
+            command.notes.append(f"{name} has no effect: {why}")
     if args.output_filename is not None:
-        understood.launch += ["--log-dir", args.output_filename]
-    understood.launch += _elastic(args, understood)
-    understood.environment = _environment(args)
-    understood.launch += _script(args.command)
-    return understood
+        command.launch += ["--log-dir", args.output_filename]
+    command.launch += _elastic_arguments(args, command)
+    command.environment = _environment(args)
+    command.launch += _script_arguments(args.command)
+    return command
 
 
-def _elastic(args: argparse.Namespace, understood: LaunchCommand) -> list[str]:
-    """Words for ranks that come and go, or for new attempts."""
+def _elastic_arguments(args: argparse.Namespace, command: LaunchCommand) -> list[str]:
+    """Arguments for an elastic job, or for restarts."""
     limit = args.reset_limit
     if args.min_np is None and args.max_np is None and args.host_discovery_script is None:
         return [] if limit is None else ["--max-restarts", str(limit)]
-    least = args.min_np or understood.num_ranks
-    most = args.max_np or max(understood.num_ranks, least)
-    words = ["--elastic", f"{least}:{most}"]
+    min_np = args.min_np or command.num_ranks
+    max_np = args.max_np or max(command.num_ranks, min_np)
+    arguments = ["--elastic", f"{min_np}:{max_np}"]
     if args.blacklist_cooldown_range is not None:
-        if understood.uses_ssh:
-            words += ["--cooldown", f"{args.blacklist_cooldown_range[0]:g}"]
+        if command.uses_ssh:
+            arguments += ["--cooldown", f"{args.blacklist_cooldown_range[0]:g}"]
         else:
-            understood.notes.append("--blacklist-cooldown-range has no meaning here: it is about other hosts")
-    return words if limit is None else [*words, "--retries", f"{limit}:{_MANY_SECONDS}"]
+            command.notes.append("--blacklist-cooldown-range has no effect: it concerns other hosts")
+    return arguments if limit is None else [*arguments, "--retries", f"{limit}:{_RETRY_WINDOW_SECONDS}"]
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
-    given = {variable: str(_given(args, name)) for name, variable in _VARIABLES.items() if _given(args, name)}
+    environment = {variable: str(_value(args, name)) for name, variable in _VARIABLES.items() if _value(args, name)}
     if args.fusion_threshold_mb is not None:
-        given["HOROVOD_FUSION_THRESHOLD"] = str(int(args.fusion_threshold_mb * 2**20))
+        environment["HOROVOD_FUSION_THRESHOLD"] = str(int(args.fusion_threshold_mb * 2**20))
     if args.disable_cache:
-        given["HOROVOD_CACHE_CAPACITY"] = "0"
+        environment["HOROVOD_CACHE_CAPACITY"] = "0"
     if args.no_stall_check:
-        given["HOROVOD_STALL_CHECK_DISABLE"] = "1"
-    return given
+        environment["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+    return environment
 
 
-def _given(args: argparse.Namespace, name: str) -> object:
+def _value(args: argparse.Namespace, name: str) -> object:
     return getattr(args, name.lstrip("-").replace("-", "_"))
 
 
-def _start(args: argparse.Namespace, hosts: NamedHosts | None) -> LaunchCommand:
-    """Words that say how many ranks there are, and on which hosts."""
+def _command_for_hosts(args: argparse.Namespace, hosts: Hosts | None) -> LaunchCommand:
+    """The arguments for the number of ranks and their hosts."""
     if args.host_discovery_script is not None:
         if hosts is not None:
             raise LaunchError("--host-discovery-script names the hosts. Leave out -H and --hostfile.")
-        words = ["--where", "ssh", "--host-discovery-script", args.host_discovery_script, *ssh_options(args)]
-        return LaunchCommand(["--as-horovod", *words], uses_ssh=True, num_ranks=args.num_proc or 1)
+        arguments = ["--where", "ssh", "--host-discovery-script", args.host_discovery_script, *ssh_options(args)]
+        return LaunchCommand(["--as-horovod", *arguments], uses_ssh=True, num_ranks=args.num_proc or 1)
     nproc = args.num_proc if args.num_proc is not None or hosts is None else hosts.num_slots
     if nproc is None:
-        raise LaunchError("Give the number of ranks: -np 2.")
+        raise LaunchError("Pass the number of ranks: -np 2.")
     if hosts is not None and nproc > hosts.num_slots:
-        raise LaunchError(f"-np {nproc} is more than the {hosts.num_slots} slots that the hosts have.")
-    filled = None if hosts is None else hosts.filled(nproc)
-    if filled is None or not filled.is_elsewhere:
+        raise LaunchError(f"-np {nproc} is more than the {hosts.num_slots} slots of the hosts.")
+    used = None if hosts is None else hosts.filled(nproc)
+    if used is None or not used.has_remote:
         return LaunchCommand(["--as-horovod", "--nproc", str(nproc)], num_ranks=nproc)
-    return LaunchCommand(["--as-horovod", *words_for_ssh(filled, args)], uses_ssh=True, num_ranks=nproc)
+    return LaunchCommand(["--as-horovod", *ssh_arguments(used, args)], uses_ssh=True, num_ranks=nproc)
 
 
-def _script(command: list[str]) -> list[str]:
-    """The script without the interpreter, which is that of the launcher."""
+def _script_arguments(command: list[str]) -> list[str]:
+    """The script without the interpreter: the launcher uses its own."""
     words = command[1:] if command[:1] == ["--"] else list(command)
     if words and re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
         words = words[1:]
@@ -193,11 +199,11 @@ def _script(command: list[str]) -> list[str]:
         if words[:1] == ["-m"]:
             return ["--module", *words[1:]]
     if not words or words[0].startswith("-"):
-        raise LaunchError("Give a Python script after the options: shardwise horovodrun -np 2 python train.py.")
+        raise LaunchError("Pass a Python script after the options: shardwise horovodrun -np 2 python train.py.")
     return words
 
 
-BUILD = """shardwise, in the place of Horovod
+BUILD = """shardwise, instead of Horovod
 
 Available frameworks:
     [{torch}] PyTorch

@@ -1,4 +1,4 @@
-"""Hosts that a command line of `horovodrun` names, as words for `shardwise launch`, which reaches them by ssh."""
+"""Translates the hosts on a command line of `horovodrun` to arguments of `shardwise launch --where ssh`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 
-BY_SSH = ("--ssh-port", "--ssh-identity-file", "--network-interfaces")
-"""Options that have a meaning between hosts, and none on one."""
-_HERE = ("localhost", "127.0.0.1", "::1")
-_SPACED = re.compile(r"\s+slots\s*=\s*")
-_OF_ONE_HOST = re.compile(
+SSH_OPTIONS = ("--ssh-port", "--ssh-identity-file", "--network-interfaces")
+"""Options that have an effect only with other hosts."""
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_SLOTS = re.compile(r"\s+slots\s*=\s*")
+_HOST_VARIABLES = re.compile(
     r"HOME|USER|LOGNAME|MAIL|SHELL|SHLVL|PWD|OLDPWD|HOSTNAME|TERM|DISPLAY|TMPDIR|PYTHONPATH|_"
     r"|SHARDWISE_(LAUNCHER_PID|CORES)|(SSH|XDG|DBUS|LC|BASH_FUNC)_.*"
 )
 
 
 @dataclass(frozen=True)
-class NamedHosts:
-    """Names and slots, in the order in which they are filled with ranks."""
+class Hosts:
+    """Hosts and their numbers of slots, in the order in which they are filled with ranks."""
 
     slots: dict[str, int]
 
@@ -33,67 +33,67 @@ class NamedHosts:
         return sum(self.slots.values())
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether any of them is another host than this one."""
-        return any(host not in (*_HERE, socket.gethostname()) for host in self.slots)
+    def has_remote(self) -> bool:
+        """Whether any of them is not this host."""
+        return any(host not in (*_LOCAL_NAMES, socket.gethostname()) for host in self.slots)
 
-    def filled(self, nproc: int) -> NamedHosts:
-        """The hosts that have any of `nproc` ranks, and how many: the first are full, as Horovod fills them."""
-        left, found = nproc, {}
+    def filled(self, nproc: int) -> Hosts:
+        """The hosts and slots that `nproc` ranks use. The first hosts are full, as in Horovod."""
+        remaining, used = nproc, {}
         for host, slots in self.slots.items():
-            if left > 0:
-                found[host] = min(left, slots)
-                left -= slots
-        return NamedHosts(found)
+            if remaining > 0:
+                used[host] = min(remaining, slots)
+                remaining -= slots
+        return Hosts(used)
 
 
-def named_hosts(hosts: str | None, hostfile: Path | None) -> NamedHosts | None:
-    """What `-H a:4,b:4` or the lines `a slots=4` of a file name; `None` if there is neither.
+def parse_hosts(hosts: str | None, hostfile: Path | None) -> Hosts | None:
+    """Parse `-H a:4,b:4`, or a file with lines such as `a slots=4`; `None` if there is neither.
 
-    Raises `LaunchError` for both, for a file that cannot be read, and for what is no host with its slots.
+    Raises `LaunchError` if both are given, if the file cannot be read, and for text that is not a host with slots.
     """
     if hosts is not None and hostfile is not None:
-        raise LaunchError("--hosts and --hostfile both say where. Give one of them.")
-    words: list[str] = []
+        raise LaunchError("--hosts and --hostfile exclude each other. Pass one of them.")
+    items: list[str] = []
     if hosts is not None:
-        words = hosts.split(",")
+        items = hosts.split(",")
     elif hostfile is not None:
         try:
             lines = [line.partition("#")[0].strip() for line in hostfile.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(f"--hostfile cannot be read: {error}.") from error
-        words = [_SPACED.sub(":", line) for line in lines if line]
-    if not words:
+        items = [_SLOTS.sub(":", line) for line in lines if line]
+    if not items:
         return None
     slots: dict[str, int] = {}
-    for word in words:
-        host, _, count = word.strip().rpartition(":") if ":" in word else (word.strip(), "", "1")
+    for item in items:
+        host, _, count = item.strip().rpartition(":") if ":" in item else (item.strip(), "", "1")
         if not count.isdigit() or int(count) < 1:
-            raise LaunchError(f"{word} does not say how many ranks: write {host}:2.")
+            raise LaunchError(f"{item} has no valid number of slots. Write {host}:2.")
         slots[host] = slots.get(host, 0) + int(count)
-    return NamedHosts(slots)
+    return Hosts(slots)
 
 
-def words_for_ssh(hosts: NamedHosts, args: Any) -> list[str]:
-    """`shardwise launch --where ssh` for a rank on every slot of `hosts`, with the options of `BY_SSH` in `args`."""
+def ssh_arguments(hosts: Hosts, args: Any) -> list[str]:
+    """Arguments of `shardwise launch` for a rank on every slot of `hosts`."""
     for host in hosts.slots:
-        if host in _HERE and len(hosts.slots) > 1:
-            raise LaunchError(f"{host} is one of several hosts: write the name by which the others reach it.")
-    named = ",".join(f"{host}:{count}" for host, count in hosts.slots.items())
-    return ["--where", "ssh", "--hosts", named, *ssh_options(args)]
+        if host in _LOCAL_NAMES and len(hosts.slots) > 1:
+            raise LaunchError(f"Other hosts cannot reach {host}. Write this host's name or address.")
+    host_list = ",".join(f"{host}:{count}" for host, count in hosts.slots.items())
+    return ["--where", "ssh", "--hosts", host_list, *ssh_options(args)]
 
 
 def ssh_options(args: Any) -> list[str]:
-    """What the options of `BY_SSH` in `args` say to `shardwise launch`."""
-    words = ["--ssh-port", args.ssh_port] if args.ssh_port else []
-    words += ["--identity", args.ssh_identity_file] if args.ssh_identity_file else []
+    """The values of `SSH_OPTIONS`, as options of `shardwise launch`."""
+    arguments = ["--ssh-port", args.ssh_port] if args.ssh_port else []
+    arguments += ["--identity", args.ssh_identity_file] if args.ssh_identity_file else []
     if args.network_interfaces:
-        words += [f"--env={name}_SOCKET_IFNAME={args.network_interfaces}" for name in ("GLOO", "NCCL")]
-    return words
+        arguments += [f"--env={name}_SOCKET_IFNAME={args.network_interfaces}" for name in ("GLOO", "NCCL")]
+    return arguments
 
 
-def words_for_environment(names: Iterable[str] | None = None) -> list[str]:
-    """Ranks on other hosts get the variables of this process, as Horovod's do, but for those about this host."""
-    known = sorted(os.environ if names is None else names)
-    given = [name for name in known if not _OF_ONE_HOST.fullmatch(name) and re.fullmatch(r"[A-Za-z_]\w*", name)]
-    return [f"--env={name}" for name in given]
+def environment_arguments(names: Iterable[str] | None = None) -> list[str]:
+    """Arguments that pass this process's variables to ranks on other hosts, except those that describe this host."""
+    names = sorted(os.environ if names is None else names)
+    passed = [name for name in names if not _HOST_VARIABLES.fullmatch(name) and re.fullmatch(r"[A-Za-z_]\w*", name)]
+    return [f"--env={name}" for name in passed]

@@ -1,4 +1,4 @@
-"""The session of the calling thread or process."""
+"""The current session: of the calling thread if it has its own, else of the process."""
 
 from __future__ import annotations
 
@@ -8,33 +8,29 @@ import shardwise as sw
 from shardwise.integrations.horovod.session import Session
 
 
-class _Sessions(threading.local):
-    """The session of this thread, where a thread was given a world of its own."""
+class _ThreadLocal(threading.local):
+    session: Session | None = None
+    """Of a thread that called `init(comm=world)`."""
 
-    own: Session | None = None
 
-
-class _Process:
-    """The session of this process, for all threads that have none of their own."""
-
+class _CurrentSession:
     def __init__(self) -> None:
-        self.session: Session | None = None
-        self.world: sw.World | None = None
-        """What `shutdown` leaves for another `init`."""
-        self.own = _Sessions()
-        self.is_registered = False
+        self.of_thread = _ThreadLocal()
+        self.of_process: Session | None = None
+        self.idle_world: sw.World | None = None
+        """The process's world between `shutdown` and the next `init`."""
+        self.has_exit_handler = False
 
-    @property
-    def current(self) -> Session | None:
-        return self.own.own or self.session
+    def get(self) -> Session | None:
+        return self.of_thread.session or self.of_process
 
 
-PROCESS = _Process()
+CURRENT = _CurrentSession()
 
 
 def current_session() -> Session:
     """This rank's session. Raises `ValueError` before `init` and after `shutdown`."""
-    session = PROCESS.current
+    session = CURRENT.get()
     if session is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return session

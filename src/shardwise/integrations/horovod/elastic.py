@@ -1,12 +1,12 @@
-"""State that goes back to its last commit, and a loop that is run again from there.
+"""`hvd.elastic`: state that can be restored to its last commit, and a decorator that runs a training loop again.
 
-[Note: ranks of an elastic job] Under `shardwise launch --elastic MIN:MAX` the world of a session has generations
-(`docs/elastic.md`): the launcher sees who dies, and says so. Whoever waits for the dead raises `HorovodInternalError`,
-and all that live meet in the next generation, where they make a session anew: rank 0, which is one of those that were
-there before, has a new coordinator, to which all connect. One that comes makes its first session then, in `init`, and
-its first message is the one with which the others begin their loop again, `state.sync()`.
+[Note: ranks of an elastic job] Under `shardwise launch --elastic MIN:MAX`, the world of a session has generations
+(`docs/elastic.md`). The launcher notices that a rank has died and tells the others. Ranks that wait for the lost rank
+raise `HorovodInternalError`. All surviving ranks do a rendezvous and open a new session, with a new coordinator on rank
+0, which is always a survivor. A new rank opens its first session at that time, in `init`; its first collective is the
+one with which the others restart their loop: `state.sync()`.
 
-In any other job what is survived is an error that all ranks have raised and none has died of.
+In other jobs, only errors that all ranks raise can be recovered from.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.integrations.horovod import context
+from shardwise.integrations.horovod import basics
 from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 
-_MOST_RETURNS = 3
+_MAX_RETRIES = 3
 _log = logging.getLogger("shardwise")
 
 
 class State:
-    """What a loop would lose: `commit` it every few steps."""
+    """The state of a training loop. `commit` it every few steps."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], None]] = []
         self.num_commits = 0
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Called after a return to the last commit, before the loop is run again: such as for the learning rate."""
+        """Register functions to call before the loop runs again, for example to adjust the learning rate."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -45,10 +45,10 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Nobody calls it here: ranks are asked in `check_host_updates`."""
+        """Not called: `check_host_updates` checks instead."""
 
     def commit(self) -> None:
-        """`save`, begin to count returns anew, and let ranks come and leave. All ranks call."""
+        """`save`, and let ranks join and leave the job. All ranks call. Resets the number of retries."""
         self.save()
         self.num_commits += 1
         membership = current_session().world.membership
@@ -57,24 +57,27 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` if a rank waits to come in, or asks to leave. All ranks call, and all raise.
+        """Raise `HostsUpdatedInterrupt` on all ranks if a rank is waiting to join or leave. All ranks call.
 
-        One small message in an elastic job, and nothing in any other.
+        Sends one small message in an elastic job, and nothing in other jobs.
         """
         session = current_session()
         membership = session.world.membership
         if membership is not None:
-            wanted = torch.tensor([int(membership.changes_wanted())])
-            if int(session.on_tensors("allreduce", "elastic.changes", [wanted], op="Max").wait()):
+            is_wanted = torch.tensor([int(membership.changes_wanted())])
+            if int(session.issue_tensors("allreduce", "elastic.changes", [is_wanted], op="Max").wait()):
                 raise HostsUpdatedInterrupt
 
     def save(self) -> None:
+        """Copy the state, as the one to which `restore` returns."""
         raise NotImplementedError
 
     def restore(self) -> None:
+        """Return to the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
+        """Copy rank 0's state to all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -100,26 +103,25 @@ class ObjectState(State):
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """Rank 0's values on all ranks, kept as by `save`."""
+        """Copy rank 0's values to all ranks, and save them."""
         if self._values:
-            told = self._bcast_object({name: getattr(self, name) for name in self._values}, 0, "elastic.state")
-            for name, value in told.items():
+            values = self._bcast_object({name: getattr(self, name) for name in self._values}, 0, "elastic.state")
+            for name, value in values.items():
                 setattr(self, name, value)
         self.save()
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate `train(state, ...)`: it begins with rank 0's state, and after an error of all ranks with the last
-    commit's.
+    """Decorate `train(state, ...)`: run it with rank 0's state, and run it again after an error of all ranks.
 
-    `HorovodInternalError` takes the state back and runs the function again, up to 3 times without a commit in between.
-    In an elastic job the ranks that live go on, with those that have come. In any other the world is made anew if all
-    ranks can meet again; if not, the error says what to do. See [Note: ranks of an elastic job].
+    After a `HorovodInternalError` the state of the last commit is restored, up to 3 times without a commit in between.
+    In an elastic job the surviving and the new ranks continue. In other jobs all ranks must be able to reconnect.
+    See [Note: ranks of an elastic job].
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        returns = 0
+        retries = 0
         skips_sync = False
         while True:
             commits = state.num_commits
@@ -128,35 +130,32 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
-                returns = returns + 1 if state.num_commits == commits else 1
-                if returns > _MOST_RETURNS:
+                retries = retries + 1 if state.num_commits == commits else 1
+                if retries > _MAX_RETRIES:
                     raise
                 _log.warning("Back to the last commit: %s", error)
-                _form_again(error)
+                _reconnect(error)
                 state.restore()
                 skips_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 skips_sync = interrupt.skip_sync
                 if current_session().world.membership is not None:
-                    context.regroup()
+                    basics.regroup()
                     skips_sync = False
             state.on_reset()
 
     return wrapper
 
 
-def _form_again(error: HorovodInternalError) -> None:
-    """Meet again, if the ranks have lost each other. All of them call, as all have raised."""
+def _reconnect(error: HorovodInternalError) -> None:
+    """Open a new session, in which no collective of the failed loop is in flight. All ranks call."""
     if current_session().world.membership is not None:
-        context.regroup()
+        basics.regroup()
         return
-    if current_session().pending.error is None:
-        return
-    context.shutdown()
     try:
-        context.init()
-    except ShardwiseError as refusal:
+        basics.restart()
+    except ShardwiseError as cause:
         raise HorovodInternalError(
-            f"{error} The ranks could not meet again ({refusal}). Run `shardwise launch --elastic MIN:MAX`, by which "
-            f"ranks go on without those that are lost."
-        ) from refusal
+            f"{error} The ranks could not reconnect ({cause}). With `shardwise launch --elastic MIN:MAX`, surviving "
+            f"ranks continue without lost ones."
+        ) from cause

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.errors import CommError
+from shardwise.errors import CommError, ConfigError
 
 
 class HorovodInternalError(CommError):
@@ -10,6 +10,10 @@ class HorovodInternalError(CommError):
 
     Every rank that has issued the collective raises it, with the same text. A `RuntimeError`, as in Horovod.
     """
+
+
+class ProcessSetError(ConfigError):
+    """`init` was given invalid process sets, or different ones on other ranks. All ranks raise it."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)

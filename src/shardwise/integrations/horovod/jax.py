@@ -1,8 +1,9 @@
 """Horovod's collectives for JAX: `import shardwise.integrations.horovod.jax as hvd`. Horovod itself has none.
 
-They work on arrays, on pytrees of them as one message, and within `jax.jit`, where a call of the host carries them out
-(`jax.experimental.io_callback`): each rank is a process with devices of its own, whose JAX knows nothing of the others.
-Within `jit` ranks trace in the same order, or give names. `allreduce`, `broadcast` and `allgather` have gradients.
+They take arrays, or pytrees as one message, and work within `jax.jit` through a host callback
+(`jax.experimental.io_callback`). Each rank is a process with its own devices; its JAX does not know the other ranks.
+Within `jit`, ranks must trace collectives in the same order, or name them. `allreduce`, `broadcast` and `allgather`
+have gradients.
 """
 
 from __future__ import annotations
@@ -15,97 +16,37 @@ import numpy as np
 import optax
 from jax.experimental import io_callback
 
+from shardwise.integrations.horovod import basics
 from shardwise.integrations.horovod.arrays import to_numpy, to_torch
-from shardwise.integrations.horovod.context import (
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from shardwise.integrations.horovod.basics import *  # noqa: F403
 from shardwise.integrations.horovod.current_session import current_session
-from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.ops import Average, Reduction, no_gradient
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
-from shardwise.integrations.horovod.torch.ops import Adasum, Average, Max, Min, Product, Sum, scaling_of
 
 Array = Any
 Tree = Any
 
 __all__ = [
-    "Adasum",
-    "Average",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
     "average_gradients",
-    "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__
 
 
 class _Call(NamedTuple):
-    """A collective but for its arrays."""
+    """A collective without its arrays. Hashable, as JAX requires of static arguments."""
 
     verb: str
     name: str
     fields: tuple[tuple[str, Any], ...]
+    """Fields of the `Request`."""
 
 
 def allreduce(
@@ -116,27 +57,30 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tree:
-    """Every array of `tree`, reduced over the ranks: all of them in one message. The gradient is reduced likewise."""
-    fields = scaling_of(op, None, prescale_factor, postscale_factor)
-    return _on_tree(_call("allreduce", name, process_set, **fields), tree)
+    """Reduce each array of `tree` over the ranks, all in one message. The gradient is reduced in the same way.
+
+    Only `Average` and `Sum` have gradients.
+    """
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _on_tree(_call("allreduce", name, **reduction.fields()), tree)
 
 
 def broadcast(
     tree: Tree, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tree:
-    """`root_rank`'s arrays. The gradient is the ranks' average on the root and zero elsewhere."""
-    return _on_tree(_call("broadcast", name, process_set, root=root_rank), tree)
+    """Return `root_rank`'s arrays on all ranks. The gradient is the average on the root, zero on the other ranks."""
+    return _on_tree(_call("broadcast", name, root=int(root_rank), process_set=process_set.number()), tree)
 
 
 broadcast_parameters = broadcast
 
 
 def allgather(array: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
-    """Every rank's `array`, along the first axis; within `jit` all must have equally many rows.
+    """Concatenate the ranks' arrays along the first axis. Within `jit`, all must have the same number of rows.
 
-    The gradient is this rank's rows of the ranks' average.
+    The gradient is this rank's rows of the average of the ranks' gradients.
     """
-    return _on_tree(_call("allgather", name, process_set), array)
+    return _on_tree(_call("allgather", name, process_set=process_set.number()), array)
 
 
 def average_gradients(
@@ -150,20 +94,19 @@ def average_gradients(
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
-def DistributedOptimizer(  # noqa: N802 (as Horovod names its own)
+def DistributedOptimizer(  # noqa: N802 (Horovod's style)
     optimizer: optax.GradientTransformation,
     op: int = Average,
     name: str = "gradients",
     process_set: ProcessSet = global_process_set,
 ) -> optax.GradientTransformation:
-    """`optimizer` on gradients that are averaged over the ranks. Two in one program need two names."""
+    """`optimizer` on gradients that are averaged over the ranks. Two optimizers in one program need two names."""
     chained: optax.GradientTransformation = optax.chain(average_gradients(op, name, process_set), optimizer)
     return chained
 
 
-def _call(verb: str, name: str | None, process_set: ProcessSet, **fields: Any) -> _Call:
-    label = current_session().name_for(verb, name).removeprefix(f"{verb}.")
-    return _Call(verb, label, (*sorted(fields.items()), ("process_set", process_set.number())))
+def _call(verb: str, name: str | None, **fields: Any) -> _Call:
+    return _Call(verb, current_session().name_for(verb, name), tuple(sorted(fields.items())))
 
 
 def _on_tree(call: _Call, tree: Tree) -> Tree:
@@ -173,32 +116,47 @@ def _on_tree(call: _Call, tree: Tree) -> Tree:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(call: _Call, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-    return _carried_out(call, leaves)
+    return _execute(call, leaves)
 
 
 def _forward(call: _Call, leaves: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[int, ...]]:
-    return _carried_out(call, leaves), tuple(leaf.shape[0] if leaf.ndim else 0 for leaf in leaves)
+    return _execute(call, leaves), tuple(leaf.shape[0] if leaf.ndim else 0 for leaf in leaves)
 
 
 def _backward(call: _Call, rows: tuple[int, ...], grads: tuple[Array, ...]) -> tuple[tuple[Array, ...]]:
     fields = dict(call.fields)
-    numbered = ("process_set", fields["process_set"])
-    is_reduced = call.verb == "allreduce"
-    scaling = fields if is_reduced else {**scaling_of(Average, None, 1.0, 1.0), "process_set": numbered[1]}
-    reduced = _carried_out(_Call("allreduce", f"{call.name}.grad", tuple(sorted(scaling.items()))), grads)
+    if call.verb == "allreduce":
+        if fields["op"] not in ("Average", "Sum"):
+            raise no_gradient("allreduce", fields["op"])
+        reduction = fields
+    else:
+        reduction = {"op": "Average", "prescale": 1.0, "postscale": 1.0, "process_set": fields["process_set"]}
+    reduced = _execute(_Call("allreduce", f"{call.name}.grad", tuple(sorted(reduction.items()))), grads)
     if call.verb == "broadcast":
-        return (tuple(grad if current_session().rank == fields["root"] else 0 * grad for grad in reduced),)
+        is_root = current_session().rank == fields["root"]
+        return (reduced if is_root else tuple(map(jax.numpy.zeros_like, reduced)),)
     if call.verb == "allgather":
-        ranks = current_session().sets[numbered[1]]
-        place = ranks.index(current_session().rank)
-        return (tuple(grad[place * count : (place + 1) * count] for grad, count in zip(reduced, rows, strict=True)),)
+        starts = _starts(call, rows, grads)
+        return (tuple(grad[start : start + n] for grad, start, n in zip(reduced, starts, rows, strict=True)),)
     return (reduced,)
 
 
 _differentiable.defvjp(_forward, _backward)
 
 
-def _carried_out(call: _Call, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
+def _starts(call: _Call, rows: tuple[int, ...], grads: tuple[Array, ...]) -> list[int]:
+    """The index of this rank's first row in each gathered array."""
+    process_set = dict(call.fields)["process_set"]
+    index = current_session().sets[process_set].index(current_session().rank)
+    if any(isinstance(grad, jax.core.Tracer) for grad in grads):
+        return [index * count for count in rows]  # within `jit`, all ranks have the same number of rows
+    counts = _Call("allgather", f"{call.name}.rows", (("process_set", process_set),))
+    (all_rows,) = _on_host(counts, np.array([rows]))
+    starts: list[int] = all_rows[:index].sum(0).tolist()
+    return starts
+
+
+def _execute(call: _Call, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
     if not leaves:
         return ()
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -213,7 +171,7 @@ def _carried_out(call: _Call, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def _on_host(call: _Call, *leaves: Array) -> tuple[np.ndarray, ...]:
     arrays = [np.asarray(leaf) for leaf in leaves]
-    handle = current_session().on_tensors(
+    handle = current_session().issue_tensors(
         call.verb, call.name, [*map(to_torch, arrays)], is_single=False, **dict(call.fields)
     )
     return tuple(to_numpy(one, array.dtype) for one, array in zip(handle.wait(), arrays, strict=True))

@@ -1,4 +1,4 @@
-"""Horovod's calls for Keras 3, on any of its backends: `import shardwise.integrations.horovod.keras as hvd`.
+"""Horovod's API for Keras 3 on any backend: `import shardwise.integrations.horovod.keras as hvd`.
 
 ```python
 model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)), loss=...)
@@ -15,98 +15,36 @@ import keras
 import numpy as np
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.horovod import callbacks
-from shardwise.integrations.horovod import numpy as by_numpy
-from shardwise.integrations.horovod.context import (
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod import basics, callbacks
+from shardwise.integrations.horovod import numpy as numpy_hvd
+from shardwise.integrations.horovod.basics import *  # noqa: F403
 from shardwise.integrations.horovod.keras_variables import broadcast_variables
+from shardwise.integrations.horovod.ops import Average, handle_average_backwards_compatibility
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
-from shardwise.integrations.horovod.torch.ops import Adasum, Average, Max, Min, Product, Sum
 from shardwise.integrations.horovod.torch.reductions import grouped_allreduce_async
 
 __all__ = [
-    "Adasum",
-    "Average",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
-    "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__
 
 
 class _Distributed:
-    """What `DistributedOptimizer` puts before an optimizer's own `apply`."""
+    """The method that `DistributedOptimizer` adds to the wrapped optimizer's class."""
 
-    _how: dict[str, Any]
+    _options: dict[str, Any]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        return super().apply(_averaged(list(grads), **self._how), trainable_variables)  # type: ignore[misc]
+        return super().apply(_reduced(list(grads), **self._options), trainable_variables)  # type: ignore[misc]
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -118,66 +56,77 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> Any:
     """An optimizer of the same class and options as `optimizer`, on gradients that are averaged over the ranks.
 
-    They travel as one message. A model that is saved with it is loaded with the plain one; `load_model` puts this
-    around it. Raises `ConfigError` for `backward_passes_per_step`.
+    Gradients are sent as one message. Keras saves it as an optimizer of the wrapped class; `load_model` wraps it again.
+    Raises `ConfigError` for `backward_passes_per_step`.
     """
     if backward_passes_per_step != 1:
         raise ConfigError(
-            "backward_passes_per_step is Keras's own here: give the optimizer gradient_accumulation_steps="
-            f"{backward_passes_per_step}."
+            "backward_passes_per_step is not supported. Use Keras's own option of the optimizer: "
+            f"gradient_accumulation_steps={backward_passes_per_step}."
         )
-    plain = type(optimizer)
-    kind: Any = type(plain.__name__, (_Distributed, plain), {"__module__": plain.__module__})
-    made = kind.from_config(optimizer.get_config())
-    made._how = {"op": op, "process_set": process_set, "name": name or "gradients"}
+    optimizer_class = type(optimizer)
+    wrapper_class: Any = type(
+        optimizer_class.__name__, (_Distributed, optimizer_class), {"__module__": optimizer_class.__module__}
+    )
+    wrapper = wrapper_class.from_config(optimizer.get_config())
+    wrapper._options = {"op": op, "process_set": process_set, "name": name or "gradients"}
     if optimizer.built:
-        made.build(optimizer._trainable_variables)
-        for mine, theirs in zip(made.variables, optimizer.variables, strict=True):
-            mine.assign(theirs)
-    return made
+        wrapper.build(optimizer._trainable_variables)
+        for copy, original in zip(wrapper.variables, optimizer.variables, strict=True):
+            copy.assign(original)
+    return wrapper
 
 
-def _averaged(grads: list[Any], op: int, process_set: ProcessSet, name: str) -> list[Any]:
-    """By the framework in which Keras computes; within compiled steps a call of the host does it."""
-    present = [place for place, grad in enumerate(grads) if grad is not None]
-    given = [grads[place] for place in present]
+def _reduced(grads: list[Any], op: int, process_set: ProcessSet, name: str) -> list[Any]:
+    """Reduce gradients of the framework in which Keras computes. `None` stays `None`."""
+    present = [index for index, grad in enumerate(grads) if grad is not None]
+    sources = [grads[index] for index in present]
+    if not sources:
+        return grads
     backend = keras.backend.backend()
     reduced: Sequence[Any]
     if backend == "torch":
-        detached = [grad.detach() for grad in given]
-        reduced = grouped_allreduce_async(detached, name=name, op=op, process_set=process_set).wait()
+        sources = [grad.detach() for grad in sources]
+        reduced = grouped_allreduce_async(sources, name=name, op=op, process_set=process_set).wait()
     elif backend == "jax":
-        from shardwise.integrations.horovod.jax import allreduce as of_jax
+        from shardwise.integrations.horovod.jax import allreduce as jax_allreduce
 
-        reduced = of_jax(given, name, op, process_set=process_set)
+        reduced = jax_allreduce(sources, name, op, process_set=process_set)
     else:
-        from shardwise.integrations.horovod.tensorflow_reductions import grouped_allreduce as of_tensorflow
+        from shardwise.integrations.horovod.tensorflow_reductions import grouped_allreduce as tensorflow_allreduce
 
-        reduced = of_tensorflow(given, name=name, op=op, process_set=process_set)
-    for place, one in zip(present, reduced, strict=True):
-        grads[place] = one
+        reduced = tensorflow_allreduce(sources, name=name, op=op, process_set=process_set)
+    for index, grad in zip(present, reduced, strict=True):
+        grads[index] = grad
     return grads
 
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
-    """`keras.models.load_model`, with `DistributedOptimizer` around the optimizer that was saved."""
+    """`keras.models.load_model`, with the saved optimizer wrapped in `DistributedOptimizer`."""
     model = keras.models.load_model(filepath, custom_objects=custom_objects, **options)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(model.optimizer)
     return model
 
 
-def allreduce(value: Any, name: str | None = None, average: bool | None = None, op: int | None = None) -> np.ndarray:
-    """The average of every rank's `value`, a number or an array; the sum with `average=False`."""
-    chosen = op if op is not None else (Sum if average is False else Average)
-    return by_numpy.allreduce(np.asarray(value), name, chosen)
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+) -> np.ndarray:
+    """Reduce the ranks' values, numbers or arrays; by default, average them."""
+    chosen = handle_average_backwards_compatibility(op, average)
+    return numpy_hvd.allreduce(np.asarray(value), name, chosen, prescale_factor, postscale_factor)
 
 
 def allgather(value: Any, name: str | None = None) -> np.ndarray:
-    """Every rank's `value`, along the first axis."""
-    return by_numpy.allgather(np.asarray(value), name)
+    """Concatenate the ranks' values along the first axis."""
+    return numpy_hvd.allgather(np.asarray(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> np.ndarray:
-    """The `value` of `root_rank`."""
-    return by_numpy.broadcast(np.asarray(value), root_rank, name)
+    """Return `root_rank`'s value on all ranks."""
+    return numpy_hvd.broadcast(np.asarray(value), root_rank, name)

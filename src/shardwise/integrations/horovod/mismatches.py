@@ -6,6 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shardwise.integrations.horovod.messages import Request
 
+_INTEGER_OPS = ("Average", "Sum", "Min", "Max", "Product")
+_OPS_BY_DTYPE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), (*_INTEGER_OPS, "Adasum")),
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8"), _INTEGER_OPS),
+    **dict.fromkeys(("complex64", "complex128"), ("Average", "Sum", "Product")),
+    "bool": ("Sum", "Min", "Max", "Product"),
+}
+"""The reductions of each dtype. A sum of bools is true if any of them is."""
+
 
 def mismatch(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
     """An error text if the ranks' requests under one name do not match, or are invalid; else `""`."""
@@ -13,7 +22,8 @@ def mismatch(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
     same = all(request is first or request == first for request in requests.values())
     if not same:
         for what, value in _ASPECTS:
-            error = _difference(first, what, {rank: value(request) for rank, request in requests.items()})
+            label = "process sets" if what == "root ranks" and first.verb == "remove_set" else what
+            error = _difference(first, label, {rank: value(request) for rank, request in requests.items()})
             if error:
                 return error
         for index in range(len(first.shapes)):
@@ -57,6 +67,8 @@ _ASPECTS: tuple[tuple[str, Callable[[Request], str]], ...] = (
 
 
 def _invalid(first: Request, requests: Mapping[int, Request], ranks: tuple[int, ...]) -> Iterator[str]:
+    if first.verb in ("allreduce", "reducescatter"):
+        yield from _unsupported_reductions(first, ranks)
     if first.verb in ("allgather", "alltoall", "reducescatter") and not all(first.shapes):
         yield f"{call_of(first)} was given a tensor without dimensions. Use tensor.reshape(1)."
     if first.verb == "broadcast" and first.root not in ranks:
@@ -77,12 +89,27 @@ def _invalid(first: Request, requests: Mapping[int, Request], ranks: tuple[int, 
                 )
 
 
+def _unsupported_reductions(first: Request, ranks: tuple[int, ...]) -> Iterator[str]:
+    if first.op == "Adasum" and len(ranks) & (len(ranks) - 1):
+        yield f"{call_of(first)} uses Adasum on {len(ranks)} ranks. Adasum needs a power of two: 1, 2, 4, 8, ..."
+    for dtype in dict.fromkeys(first.dtypes):
+        ops = _OPS_BY_DTYPE.get(dtype, ())
+        if first.op not in ops:
+            cure = f"Use one of {', '.join(ops)}, or cast it" if ops else "Cast it to a supported dtype"
+            yield f"{call_of(first)} cannot reduce {dtype} tensors by {first.op}. {cure}."
+
+
 def call_of(request: Request) -> str:
-    if request.verb == "barrier":
+    return describe(request.verb, request.name)
+
+
+def describe(verb: str, name: str) -> str:
+    """A call as a user knows it, such as `allreduce 'w'`."""
+    if verb == "barrier":
         return "barrier"
-    if request.verb in ("add_set", "remove_set"):
-        return "add_process_set" if request.verb == "add_set" else "remove_process_set"
-    return f"{request.verb} '{request.name.removeprefix(request.verb + '.')}'"
+    if verb in ("add_set", "remove_set"):
+        return "add_process_set" if verb == "add_set" else "remove_process_set"
+    return f"{verb} '{name.removeprefix(verb + '.')}'"
 
 
 def in_words(ranks: object) -> str:

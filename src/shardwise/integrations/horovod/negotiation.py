@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from shardwise.integrations.horovod.messages import Request, Response
-from shardwise.integrations.horovod.mismatches import call_of, in_words, mismatch
+from shardwise.integrations.horovod.mismatches import call_of, describe, in_words, mismatch
 
 STALL_HINT = "Check that all ranks issue the same collectives. A rank without data must call join()."
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "int16": 2, "float16": 2, "bfloat16": 2}
+ITEM_BYTES |= {"complex64": 8, "complex128": 16}
 _FUSED_OPS = ("Sum", "Average", "Min", "Max", "Product")
 _NOT_WITH_JOIN = ("allgather", "broadcast", "alltoall", "reducescatter")
+_TENSOR_VERBS = ("allreduce", *_NOT_WITH_JOIN)
 OnEvent = Callable[[str, str, int], None]
 """Called for the timeline, with a tensor name, an event (`rank`, `end` or the name of what begins), and a rank."""
 
@@ -73,9 +75,10 @@ class Negotiation:
         self._update(request.key)
 
     def leave(self, rank: int, why: str) -> None:
-        """This rank has left: collectives for which others wait for it fail."""
+        """A rank has left. Collectives that need it fail, including complete ones that have not been sent."""
         self._left.setdefault(rank, why)
         self.outstanding = [other for other in self.outstanding if other != rank]
+        self.ready = deque(self._failed_without(rank, why, response) for response in self.ready)
         for key in list(self._table):
             if key in self._table:
                 self._table[key].requests.pop(rank, None)
@@ -87,6 +90,15 @@ class Negotiation:
             error = f"Rank {rank} {why}, so join() cannot end on the others."
             self._respond(Response("join", ("join",), error=error, to=tuple(self._joined)))
             self._joined = []
+
+    def _failed_without(self, rank: int, why: str, response: Response) -> Response:
+        """An error in place of `response` if it needs `rank`, which has left; else `response`."""
+        members = self._ranks_of(response.process_set)
+        if response.error or response.verb not in _TENSOR_VERBS or rank not in members:
+            return response
+        error = f"{describe(response.verb, response.names[0])} was issued by all ranks, but then rank {rank} {why}."
+        others = tuple(other for other in members if other != rank)
+        return Response(response.verb, response.names, response.process_set, error, others)
 
     def acknowledge(self, rank: int) -> None:
         if rank in self.outstanding:
@@ -111,7 +123,7 @@ class Negotiation:
                 warnings.append(found)
         return warnings
 
-    # -- responses --------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------
 
     def members(self, response: Response) -> tuple[int, ...]:
         """The ranks to which `response` is sent."""
@@ -128,10 +140,10 @@ class Negotiation:
         first = self.ready.popleft()
         if not fusion_bytes or not _can_fuse(first):
             return self._started(first)
-        fused, num_bytes, rest = [first], _bytes_of(first), deque[Response]()
+        fused, num_bytes, rest, key = [first], _bytes_of(first), deque[Response](), _fusion_key(first)
         for other in self.ready:
             more = _bytes_of(other)
-            if num_bytes + more <= fusion_bytes and _can_fuse(other) and _fusion_key(other) == _fusion_key(first):
+            if num_bytes + more <= fusion_bytes and _can_fuse(other) and _fusion_key(other) == key:
                 fused.append(other)
                 num_bytes += more
             else:
@@ -156,7 +168,7 @@ class Negotiation:
             self.outstanding.append(members[0])
         return response
 
-    # -- progress ---------------------------------------------------------------------------------------
+    # -- matching ---------------------------------------------------------------------------------------
 
     def _update(self, key: tuple[int, str]) -> None:
         """Respond to a collective if all ranks have issued it, or if it fails."""
@@ -182,10 +194,12 @@ class Negotiation:
             return (
                 f"{call_of(first)} was issued by {in_words(issued.requests)}, but rank {left[0]} {self._left[left[0]]}."
             )
-        if self._joined and (first.verb in _NOT_WITH_JOIN or first.op == "Adasum"):
+        members = self._ranks_of(process_set)
+        without_data = [rank for rank in self._joined if rank in members and rank not in issued.requests]
+        if without_data and (first.verb in _NOT_WITH_JOIN or first.op == "Adasum"):
             what = "Adasum" if first.op == "Adasum" else first.verb
             return (
-                f"{call_of(first)} was issued while {in_words(self._joined)} had joined, but {what} needs data from "
+                f"{call_of(first)} was issued while {in_words(without_data)} had joined, but {what} needs data from "
                 f"every rank. During join(), use only allreduce and barrier."
             )
         return ""
@@ -194,13 +208,11 @@ class Negotiation:
         return self.sets.get(process_set, tuple(range(self.size)))
 
     def _missing(self, process_set: int, issued: _Issued) -> list[int]:
-        wanted = self._ranks_of(process_set)
-        is_about_sets = issued.first.verb in ("add_set", "remove_set")
-        return [
-            rank
-            for rank in (range(self.size) if is_about_sets else wanted)
-            if rank not in issued.requests and rank not in self._joined
-        ]
+        changes_sets = issued.first.verb in ("add_set", "remove_set")
+        required = range(self.size) if changes_sets else self._ranks_of(process_set)
+        return [rank for rank in required if rank not in issued.requests and rank not in self._joined]
+
+    # -- join -------------------------------------------------------------------------------------------
 
     def _join(self, rank: int) -> None:
         if self._left:
@@ -214,6 +226,8 @@ class Negotiation:
         if len(self._joined) == self.size:
             self._respond(Response("join", ("join",), number=self._joined[-1]))
             self._joined = []
+
+    # -- responses that become ready --------------------------------------------------------------------
 
     def _fail(self, key: tuple[int, str], error: str) -> None:
         """Raise `error` on all ranks that have issued the collective."""
@@ -255,6 +269,8 @@ class Negotiation:
             return replace(response, number=number, ranks=first.ranks)
         if first.verb == "remove_set":
             self.sets.pop(first.root, None)
+            for key in [key for key in self._table if key[0] == first.root]:
+                self._update(key)  # fails, since its process set is gone
             return replace(response, number=first.root)
         return response
 

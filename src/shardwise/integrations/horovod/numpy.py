@@ -1,7 +1,7 @@
 """Horovod's collectives for numpy arrays: `import shardwise.integrations.horovod.numpy as hvd`.
 
-As those for torch tensors (`torch/`), without gradients. What is returned is a new array; `allreduce_` and
-`broadcast_` write to the one they were given.
+They are those for torch tensors (`torch/`) without gradients. They return new arrays; `allreduce_` and `broadcast_`
+write to the given array.
 """
 
 from __future__ import annotations
@@ -11,65 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.integrations.horovod import basics
 from shardwise.integrations.horovod.arrays import to_numpy, to_torch
-from shardwise.integrations.horovod.context import (
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from shardwise.integrations.horovod.basics import *  # noqa: F403
 from shardwise.integrations.horovod.current_session import current_session
-from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.ops import Average, Reduction, poll, synchronize
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
-from shardwise.integrations.horovod.torch.ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Op,
-    Product,
-    Sum,
-    poll,
-    scaling_of,
-    synchronize,
-)
 
 Array = np.ndarray
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -78,42 +31,17 @@ __all__ = [
     "allreduce_async",
     "alltoall",
     "alltoall_async",
-    "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_object",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allreduce",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += basics.__all__
 
 
 def allreduce_async(
@@ -124,8 +52,8 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    scaling = scaling_of(op, None, prescale_factor, postscale_factor)
-    return _issue("allreduce", name, array, process_set, **scaling)
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _issue("allreduce", name, array, **reduction.fields())
 
 
 def allreduce(
@@ -136,13 +64,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """The reduction of every rank's `array`."""
+    """Reduce the ranks' arrays; by default, average them."""
     reduced: Array = allreduce_async(array, name, op, prescale_factor, postscale_factor, process_set).wait()
     return reduced
 
 
 def allreduce_(array: Array, name: str | None = None, op: int = Average, **options: Any) -> Array:
-    """The same, into `array`."""
+    """`allreduce`, in place."""
     array[...] = allreduce(array, name, op, **options)
     return array
 
@@ -155,20 +83,20 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """Several arrays, reduced together."""
-    scaling = scaling_of(op, None, prescale_factor, postscale_factor)
-    handle = current_session().on_tensors(
-        "allreduce", name, [*map(to_torch, arrays)], is_single=False, process_set=process_set.number(), **scaling
+    """`allreduce` of several arrays together."""
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    handle = current_session().issue_tensors(
+        "allreduce", name, [*map(to_torch, arrays)], is_single=False, **reduction.fields()
     )
     return [to_numpy(one, array.dtype) for one, array in zip(handle.wait(), arrays, strict=True)]
 
 
 def allgather_async(array: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    return _issue("allgather", name, array, process_set)
+    return _issue("allgather", name, array, process_set=process_set.number())
 
 
 def allgather(array: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
-    """Every rank's `array`, along the first axis, in which ranks may differ."""
+    """Concatenate the ranks' arrays along the first axis, whose size may differ between ranks."""
     gathered: Array = allgather_async(array, name, process_set).wait()
     return gathered
 
@@ -176,19 +104,19 @@ def allgather(array: Array, name: str | None = None, process_set: ProcessSet = g
 def broadcast_async(
     array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    return _issue("broadcast", name, array, process_set, root=root_rank)
+    return _issue("broadcast", name, array, process_set=process_set.number(), root=int(root_rank))
 
 
 def broadcast(
     array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """The `array` of `root_rank`."""
-    sent: Array = broadcast_async(array, root_rank, name, process_set).wait()
-    return sent
+    """Return `root_rank`'s array on all ranks."""
+    received: Array = broadcast_async(array, root_rank, name, process_set).wait()
+    return received
 
 
 def broadcast_(array: Array, root_rank: int, name: str | None = None, **options: Any) -> Array:
-    """The same, into `array`."""
+    """`broadcast`, in place."""
     array[...] = broadcast(array, root_rank, name, **options)
     return array
 
@@ -202,10 +130,10 @@ def alltoall_async(
     counts = None if splits is None else tuple(int(count) for count in splits)
     dtype = array.dtype
 
-    def finish(both: Any) -> Any:
-        return to_numpy(both[0], dtype) if counts is None else (to_numpy(both[0], dtype), both[1].numpy())
+    def finish(pair: Any) -> Any:
+        return to_numpy(pair[0], dtype) if counts is None else (to_numpy(pair[0], dtype), pair[1].numpy())
 
-    return current_session().on_tensors(
+    return current_session().issue_tensors(
         "alltoall", name, [to_torch(array)], finish=finish, splits=counts, process_set=process_set.number()
     )
 
@@ -216,7 +144,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """`splits[i]` rows go to the i-th rank; with `splits`, what came, and how many rows from each rank."""
+    """Send `splits[i]` rows to the i-th rank, and return the received rows.
+
+    With `splits`, also return the number of rows from each rank. Without it, every rank gets the same number of rows.
+    """
     return alltoall_async(array, splits, name, process_set).wait()
 
 
@@ -228,10 +159,8 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    if Op(op) is Adasum:
-        raise ValueError("Adasum is not an op of reducescatter. Take Average, Sum, Min, Max or Product.")
-    scaling = scaling_of(op, None, prescale_factor, postscale_factor)
-    return _issue("reducescatter", name, array, process_set, **scaling)
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _issue("reducescatter", name, array, **reduction.fields())
 
 
 def reducescatter(
@@ -242,19 +171,14 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Array:
-    """This rank's rows of the reduction."""
+    """Reduce the ranks' arrays and return this rank's rows: the first ranks get one more if needed."""
     handle = reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor)
     scattered: Array = handle.wait()
     return scattered
 
 
-def _issue(verb: str, name: str | None, array: Array, process_set: ProcessSet, **fields: Any) -> Handle:
+def _issue(verb: str, name: str | None, array: Array, **fields: Any) -> Handle:
     dtype = array.dtype
-    return current_session().on_tensors(
-        verb,
-        name,
-        [to_torch(array)],
-        finish=lambda one: to_numpy(one, dtype),
-        process_set=process_set.number(),
-        **fields,
+    return current_session().issue_tensors(
+        verb, name, [to_torch(array)], finish=lambda result: to_numpy(result, dtype), **fields
     )

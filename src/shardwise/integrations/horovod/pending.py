@@ -30,6 +30,7 @@ class Handle:
         return self._done.is_set()
 
     def finish(self, result: Any) -> None:
+        """Set the result and wake the threads in `wait`."""
         self._result = result
         self._done.set()
 
@@ -54,7 +55,7 @@ class Handle:
     __call__ = wait  # in Horovod, handles of sparse tensors are called
 
 
-class Marker(Protocol):
+class _Event(Protocol):
     def wait(self) -> None: ...
 
 
@@ -67,22 +68,31 @@ class Entry:
     outs: list[Tensor] | None = None
     is_single: bool = True
     device: torch.device | None = None
-    ready: Marker | None = None
+    ready: _Event | None = None
     """On a device: an event after the kernels that compute `sources`."""
+    is_neutral: bool = False
+    """This rank has joined: `sources` are neutral values, which are not prescaled."""
     extra: Tensor | None = None
     """A second result: all-to-all returns the number of rows from each rank."""
     device_outs: list[Tensor] | None = field(default=None, repr=False)
     """`outs` on the device, while the executor uses copies on the host."""
 
     @classmethod
-    def of(cls, sources: Sequence[Tensor], outs: Sequence[Tensor] | None = None, *, is_single: bool = True) -> Entry:
+    def of(
+        cls,
+        sources: Sequence[Tensor],
+        outs: Sequence[Tensor] | None = None,
+        *,
+        is_single: bool = True,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> Entry:
         device = sources[0].device if sources else None
         ready = None
         if device is not None and device.type != "cpu":
             event = torch.Event(device.type)
             event.record(torch.accelerator.current_stream(device))
             ready = event
-        return cls(Handle(), list(sources), None if outs is None else list(outs), is_single, device, ready)
+        return cls(Handle(finish), list(sources), None if outs is None else list(outs), is_single, device, ready)
 
     def result(self) -> Any:
         assert self.outs is not None

@@ -1,4 +1,4 @@
-"""Sets of ranks with collectives of their own."""
+"""Process sets: groups of ranks with their own collectives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardwise.integrations.horovod.current_session import current_session
 
 
 class ProcessSet:
-    """Some ranks. Of use once `init` or `add_process_set` was given it; `process_set_id` is `None` before."""
+    """A group of ranks, to be passed to `init` or `add_process_set`. Until then `process_set_id` is `None`."""
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         if not isinstance(ranks_or_comm, Sequence | range | set):
-            raise ConfigError("A ProcessSet is made of a list of ranks here, not of an MPI communicator.")
+            raise ConfigError("ProcessSet(...) takes a list of ranks. MPI communicators are not supported.")
         self._ranks = sorted({int(rank) for rank in ranks_or_comm})
         self.process_set_id: int | None = None
 
@@ -26,21 +26,21 @@ class ProcessSet:
         return list(self._ranks)
 
     def number(self) -> int:
-        """Raises `ValueError` for a set that is not there."""
+        """The set's id. Raises `ValueError` if it has none."""
         if self.process_set_id is None:
-            raise ValueError(f"{self} has not been added: give it to hvd.init(process_sets=...) or add_process_set().")
+            raise ValueError(f"{self} has not been added. Pass it to hvd.init(process_sets=...) or add_process_set().")
         return self.process_set_id
 
     def included(self) -> bool:
-        """Whether this rank is in it."""
+        """Whether this rank is in the set."""
         return current_session().rank in current_session().sets[self.number()]
 
     def rank(self) -> int:
-        """This rank's place in it; -1 if it has none."""
+        """This rank's index in the set; -1 if it is not in it."""
         return current_session().sets[self.number()].index(current_session().rank) if self.included() else -1
 
     def size(self) -> int | None:
-        """How many ranks it has."""
+        """The number of ranks in the set."""
         return len(current_session().sets[self.number()])
 
     def __eq__(self, other: object) -> bool:
@@ -55,7 +55,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
 
 
-class _All(ProcessSet):
+class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
         super().__init__([])
         self.process_set_id = 0
@@ -65,11 +65,11 @@ class _All(ProcessSet):
         return list(current_session().sets[0])
 
 
-def start_sets(process_sets: Sequence[ProcessSet]) -> None:
-    """Number the sets that `init` was given."""
+def assign_numbers(process_sets: Sequence[ProcessSet]) -> None:
+    """Set the ids of the sets that were passed to `init`."""
     for number, process_set in enumerate(process_sets, start=1):
         process_set.process_set_id = number
 
 
-global_process_set = _All()
+global_process_set = _GlobalProcessSet()
 """All ranks."""

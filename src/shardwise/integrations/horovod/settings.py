@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,13 +33,16 @@ class Settings:
     def of(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """From the environment. Raises `ConfigError` for a variable that is not a number."""
         env = os.environ if environment is None else environment
-        checks = _number(env, "STALL_CHECK_DISABLE", 0) == 0
+        stall_warning_seconds = _number(env, "STALL_CHECK_TIME_SECONDS", STALL_WARNING_SECONDS)
+        stall_error_seconds = _number(env, "STALL_SHUTDOWN_TIME_SECONDS", STALL_ERROR_SECONDS)
+        if _number(env, "STALL_CHECK_DISABLE", 0):
+            stall_warning_seconds = stall_error_seconds = 0.0
         timeline = env.get("HOROVOD_TIMELINE", "")
         return cls(
             fusion_bytes=int(_number(env, "FUSION_THRESHOLD", FUSION_BYTES)),
             cache_capacity=int(_number(env, "CACHE_CAPACITY", CACHE_CAPACITY)),
-            stall_warning_seconds=_number(env, "STALL_CHECK_TIME_SECONDS", STALL_WARNING_SECONDS) if checks else 0.0,
-            stall_error_seconds=_number(env, "STALL_SHUTDOWN_TIME_SECONDS", STALL_ERROR_SECONDS) if checks else 0.0,
+            stall_warning_seconds=stall_warning_seconds,
+            stall_error_seconds=stall_error_seconds,
             timeline="" if timeline == "DYNAMIC" else timeline,
         )
 
@@ -49,6 +53,6 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
         number = float(text) if text else float(default)
     except ValueError:
         number = -1.0
-    if number < 0:
+    if number < 0 or not math.isfinite(number):
         raise ConfigError(f"HOROVOD_{name}={text} is invalid; it must be a number, 0 or more.")
     return number

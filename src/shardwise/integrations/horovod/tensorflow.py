@@ -1,7 +1,7 @@
 """Horovod's collectives for TensorFlow: `import shardwise.integrations.horovod.tensorflow as hvd`.
 
-They work eagerly and within `tf.function`, where a call of the host carries them out (`tf.numpy_function`). Within it
-ranks trace in the same order, or give names.
+They work eagerly, and within `tf.function` through a host callback (`tf.numpy_function`). There, ranks must trace
+collectives in the same order, or name them.
 """
 
 from __future__ import annotations
@@ -9,114 +9,58 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from shardwise.integrations.horovod import numpy as by_numpy
-from shardwise.integrations.horovod.context import (
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from shardwise.errors import ConfigError
+from shardwise.integrations.horovod import basics
+from shardwise.integrations.horovod import numpy as numpy_hvd
+from shardwise.integrations.horovod.basics import *  # noqa: F403
 from shardwise.integrations.horovod.current_session import current_session
-from shardwise.integrations.horovod.errors import HorovodInternalError
 from shardwise.integrations.horovod.keras import DistributedOptimizer
+from shardwise.integrations.horovod.ops import Average, Reduction
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.tensorflow_reductions import (
     Compression,
+    all_reduce,
     allgather,
     allreduce,
-    call_host,
+    call_on_host,
     grouped_allreduce,
     is_sparse,
 )
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
-from shardwise.integrations.horovod.torch.ops import Adasum, Average, Max, Min, Product, Sum
 
 Tensor = Any
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
     "alltoall",
-    "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allreduce",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The `tensor` of `root_rank`. No gradients go through it."""
-    label = current_session().name_for("broadcast", name).removeprefix("broadcast.")
-    given = tf.convert_to_tensor(tensor)
-    return call_host(
-        lambda array: [by_numpy.broadcast(array, root_rank, label, process_set)], [given], [given.dtype], [given.shape]
-    )[0]
+    """Return `root_rank`'s tensor on all ranks. Has no gradient."""
+    name = current_session().name_for("broadcast", name)
+    source = tf.convert_to_tensor(tensor)
+
+    def on_host(array: Any) -> Any:
+        return [numpy_hvd.broadcast(array, root_rank, name, process_set)]
+
+    return call_on_host(on_host, [source], [source.dtype], [source.shape])[0]
 
 
 def alltoall(
@@ -125,10 +69,13 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """`splits[i]` rows go to the i-th rank. Eagerly alone, and no gradients go through it."""
-    given = tf.convert_to_tensor(tensor)
-    made = by_numpy.alltoall(given.numpy(), None if splits is None else list(splits), name, process_set)
-    return tf.convert_to_tensor(made) if splits is None else tuple(map(tf.convert_to_tensor, made))
+    """Send `splits[i]` rows to the i-th rank, and return the received rows. Only eagerly; has no gradient.
+
+    With `splits`, also return the number of rows from each rank.
+    """
+    array = _eager_array("alltoall", tensor)
+    received = numpy_hvd.alltoall(array, None if splits is None else list(splits), name, process_set)
+    return tf.convert_to_tensor(received) if splits is None else tuple(map(tf.convert_to_tensor, received))
 
 
 def reducescatter(
@@ -139,25 +86,34 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's rows of the reduction. Eagerly alone, and no gradients go through it."""
-    array = tf.convert_to_tensor(tensor).numpy()
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return tf.convert_to_tensor(by_numpy.reducescatter(array, name, op, process_set, **factors))
+    """Reduce the ranks' tensors and return this rank's rows. Only eagerly; has no gradient."""
+    array = _eager_array("reducescatter", tensor)
+    scattered = numpy_hvd.reducescatter(array, name, op, process_set, prescale_factor, postscale_factor)
+    return tf.convert_to_tensor(scattered)
+
+
+def _eager_array(call: str, tensor: Tensor) -> np.ndarray:
+    if not tf.executing_eagerly():
+        raise ConfigError(f"hvd.{call}() works only eagerly. Call it outside of tf.function.")
+    array: np.ndarray = tf.convert_to_tensor(tensor).numpy()
+    return array
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Give all ranks `root_rank`'s values of `variables`, listed in the same order. Eagerly alone."""
-    listed = list(variables)
-    under_way = [
-        by_numpy.broadcast_async(variable.numpy(), root_rank, f"variable.{place}", process_set)
-        for place, variable in enumerate(listed)
+    """Broadcast `root_rank`'s values of `variables`, which all ranks must list in the same order. Only eagerly."""
+    variables = list(variables)
+    handles = [
+        numpy_hvd.broadcast_async(
+            _eager_array("broadcast_variables", variable), root_rank, f"variable.{index}", process_set
+        )
+        for index, variable in enumerate(variables)
     ]
-    for variable, handle in zip(listed, under_way, strict=True):
+    for variable, handle in zip(variables, handles, strict=True):
         variable.assign(handle.wait())
 
 
 class DistributedGradientTape:
-    """A `tf.GradientTape` whose `gradient` is averaged over the ranks."""
+    """Wraps a `tf.GradientTape`: `gradient` averages over the ranks."""
 
     def __init__(
         self,
@@ -168,7 +124,8 @@ class DistributedGradientTape:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._tape = gradtape
-        self._how = {"compression": compression, "op": op, "process_set": process_set}
+        self._compression = compression
+        self._reduction = Reduction.of(op, None, 1.0, 1.0, process_set)
         self._sparse_as_dense = sparse_as_dense
 
     def __enter__(self) -> DistributedGradientTape:
@@ -182,9 +139,9 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
-        """As the tape's own, averaged; what no source reaches is `None` on all ranks, or an error."""
+        """The tape's gradients, averaged. A source that does not affect the target must be so on all ranks: `None`."""
         grads = self._tape.gradient(target, sources, output_gradients, **options)
         flat = tf.nest.flatten(grads, expand_composites=False)
         if self._sparse_as_dense:
             flat = [tf.convert_to_tensor(one) if is_sparse(one) else one for one in flat]
-        return tf.nest.pack_sequence_as(sources, grouped_allreduce(flat, **self._how))
+        return tf.nest.pack_sequence_as(sources, all_reduce(flat, None, self._compression, self._reduction))

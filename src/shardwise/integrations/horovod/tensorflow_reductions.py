@@ -1,4 +1,4 @@
-"""Reductions and gathers of TensorFlow's tensors, eagerly and within graphs, for `tensorflow` and `keras`."""
+"""Reductions and all-gather of TensorFlow tensors, eagerly and within `tf.function`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from shardwise.integrations.horovod import numpy as by_numpy
+from shardwise.integrations.horovod import numpy as numpy_hvd
 from shardwise.integrations.horovod.current_session import current_session
+from shardwise.integrations.horovod.ops import Reduction
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
-from shardwise.integrations.horovod.torch.ops import Op, scaling_of
 
 Tensor = Any
 
 
 class Compression:
-    """For `compression=`: the dtype in which floating-point gradients travel."""
+    """Values for `compression=`: the dtype in which floating-point gradients are sent."""
 
     none = None
     fp16 = tf.float16
@@ -33,10 +33,12 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The reduction of every rank's `tensor`; its gradient is reduced likewise. Of `tf.IndexedSlices`, the slices of
-    all ranks."""
-    options = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return grouped_allreduce([tensor], average, name, compression, op, process_set=process_set, **options)[0]
+    """Reduce the ranks' tensors; by default, average them. The gradient is reduced in the same way.
+
+    `tf.IndexedSlices` are gathered. Only `Average` and `Sum` have gradients.
+    """
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return all_reduce([tensor], name, compression, reduction)[0]
 
 
 def grouped_allreduce(
@@ -49,64 +51,79 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Several tensors, reduced together. What is `None` stays so."""
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    label = current_session().name_for("allreduce", name).removeprefix("allreduce.")
-    found: list[Any] = [
-        _reduced_slices(one, scaling["op"], f"{label}.{place}", process_set) if is_sparse(one) else one
-        for place, one in enumerate(tensors)
+    """`allreduce` of several tensors together. `None` stays `None`."""
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return all_reduce(tensors, name, compression, reduction)
+
+
+def all_reduce(tensors: Sequence[Tensor], name: str | None, compression: Any, reduction: Reduction) -> list[Tensor]:
+    """See `grouped_allreduce`."""
+    name = current_session().name_for("allreduce", name)
+    reduced: list[Any] = [
+        _reduce_slices(one, f"{name}.{index}", reduction) if is_sparse(one) else one
+        for index, one in enumerate(tensors)
     ]
-    dense = [place for place, one in enumerate(tensors) if one is not None and not is_sparse(one)]
+    dense = [index for index, one in enumerate(tensors) if one is not None and not is_sparse(one)]
     if dense:
-        given = [tf.convert_to_tensor(tensors[place]) for place in dense]
-        sent = [tf.cast(one, compression) if compression and one.dtype.is_floating else one for one in given]
-        for place, before, after in zip(dense, given, _reduced(sent, label, scaling, process_set), strict=True):
-            found[place] = tf.cast(after, before.dtype)
-    return found
+        sources = [tf.convert_to_tensor(tensors[index]) for index in dense]
+        sent = [tf.cast(one, compression) if compression and one.dtype.is_floating else one for one in sources]
+        for index, source, result in zip(dense, sources, _reduce_dense(sent, name, reduction), strict=True):
+            reduced[index] = tf.cast(result, source.dtype)
+    return reduced
 
 
 def is_sparse(tensor: Any) -> bool:
     return isinstance(tensor, tf.IndexedSlices)
 
 
-def _reduced_slices(slices: Any, op: str, name: str, process_set: ProcessSet) -> Any:
-    if op not in ("Sum", "Average"):
-        raise ValueError(f"IndexedSlices can be summed or averaged, not reduced by {op}.")
-    values = allgather(slices.values, f"{name}.values", process_set)
-    if op == "Average":
-        values = values / tf.cast(process_set.size(), values.dtype)
-    return tf.IndexedSlices(values, allgather(slices.indices, f"{name}.indices", process_set), slices.dense_shape)
+def _reduce_slices(slices: Any, name: str, reduction: Reduction) -> Any:
+    factor, divisor = reduction.sparse_scaling()
+    values = allgather(slices.values, f"{name}.values", reduction.process_set)
+    if factor != 1:
+        values = values * tf.cast(factor, values.dtype)
+    if divisor != 1:
+        values = values / tf.cast(divisor, values.dtype)
+    indices = allgather(slices.indices, f"{name}.indices", reduction.process_set)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def _reduced(tensors: list[Tensor], name: str, scaling: dict[str, Any], process_set: ProcessSet) -> list[Tensor]:
-    op, factors = Op[scaling["op"]], (scaling["prescale"], scaling["postscale"])
-
+def _reduce_dense(tensors: list[Tensor], name: str, reduction: Reduction) -> list[Tensor]:
     def on_host(*arrays: Any) -> Any:
-        return by_numpy.grouped_allreduce(arrays, name, op, *factors, process_set)
+        return numpy_hvd.grouped_allreduce(
+            arrays, name, reduction.op, reduction.prescale, reduction.postscale, reduction.process_set
+        )
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def reduce(*given: Tensor) -> tuple[list[Tensor], Any]:
-        made = call_host(on_host, list(given), [one.dtype for one in given], [one.shape for one in given])
-        return made, lambda *grads: _reduced(list(grads), f"{name}.grad", scaling, process_set)
+    def reduce(*sources: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*grads: Tensor) -> list[Tensor]:
+            reduction.require_gradient("allreduce")
+            return _reduce_dense(list(grads), f"{name}.grad", reduction)
 
-    made: list[Tensor] = reduce(*tensors)
-    return list(made) if isinstance(made, list | tuple) else [made]
+        shapes = [one.shape for one in sources]
+        return call_on_host(on_host, list(sources), [one.dtype for one in sources], shapes), gradient
+
+    reduced: Any = reduce(*tensors)
+    return list(reduced) if isinstance(reduced, list | tuple) else [reduced]
 
 
-def call_host(function: Any, given: list[Tensor], dtypes: list[Any], shapes: list[Any]) -> list[Tensor]:
-    """`function` of numpy arrays, now or when the graph comes to it."""
+def call_on_host(function: Any, sources: list[Tensor], dtypes: list[Any], shapes: list[Any]) -> list[Tensor]:
+    """Call a function of numpy arrays: now if eager, else when the graph is executed."""
     if tf.executing_eagerly():
-        return [tf.convert_to_tensor(one) for one in function(*(one.numpy() for one in given))]
-    made = tf.numpy_function(function, given, dtypes, stateful=True)
-    listed = list(made) if isinstance(made, list | tuple) else [made]
-    for one, shape in zip(listed, shapes, strict=True):
+        return [tf.convert_to_tensor(one) for one in function(*(one.numpy() for one in sources))]
+    results = tf.numpy_function(function, sources, dtypes, stateful=True)
+    results = list(results) if isinstance(results, list | tuple) else [results]
+    for one, shape in zip(results, shapes, strict=True):
         one.set_shape(shape)
-    return listed
+    return results
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Every rank's `tensor`, along the first axis, in which ranks may differ. No gradients go through it."""
-    label = current_session().name_for("allgather", name).removeprefix("allgather.")
-    given = tf.convert_to_tensor(tensor)
-    shape = tf.TensorShape([None, *given.shape[1:]])
-    return call_host(lambda array: [by_numpy.allgather(array, label, process_set)], [given], [given.dtype], [shape])[0]
+    """Concatenate the ranks' tensors along the first axis, whose size may differ between ranks. Has no gradient."""
+    name = current_session().name_for("allgather", name)
+    source = tf.convert_to_tensor(tensor)
+    shape = tf.TensorShape([None, *source.shape[1:]])
+
+    def on_host(array: Any) -> Any:
+        return [numpy_hvd.allgather(array, name, process_set)]
+
+    return call_on_host(on_host, [source], [source.dtype], [shape])[0]

@@ -1,12 +1,14 @@
-"""What collectives wait for and do, as a trace in Chrome's format: chrome://tracing and Perfetto open it.
+"""The timeline: a trace of all collectives in Chrome's format, for chrome://tracing and Perfetto.
 
-Rank 0 writes. Each tensor has a row. `NEGOTIATE_ALLREDUCE` lasts from the first rank that has issued it to the last,
-with a mark for each, so that who is late shows; then come the parts of carrying it out.
+Rank 0 writes it. Each tensor has a row. `NEGOTIATE_ALLREDUCE` begins when the first rank has issued the tensor and ends
+when the last has; an instant event for each rank shows which ranks are late. The execution follows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -15,9 +17,11 @@ from typing import TextIO
 
 from shardwise.errors import ConfigError
 
+_log = logging.getLogger("shardwise")
+
 
 class Timeline:
-    """Writes nothing until `start`. Called from several threads."""
+    """Writes nothing until `start`. Any thread may call it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -28,12 +32,15 @@ class Timeline:
         self._is_first = True
 
     def start(self, path: str) -> None:
-        """Rank 0 opens the file, in place of one that is being written; others do nothing."""
+        """On rank 0, close any open trace and begin one at `path`; on other ranks do nothing.
+
+        Raises `ConfigError` if the file cannot be opened.
+        """
         self.stop()
         if self._rank != 0:
             return
         try:
-            file = Path(path).open("w")  # noqa: SIM115 (open for as long as it is written)
+            file = Path(path).open("w")  # noqa: SIM115 (stays open until `stop`)
         except OSError as error:
             raise ConfigError(f"The timeline cannot be written: {error}.") from error
         with self._lock:
@@ -44,14 +51,14 @@ class Timeline:
             self._file = file
 
     def stop(self) -> None:
+        """Complete and close the trace."""
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.write("\n]\n")
-                file.close()
+            if self._file is not None:
+                self._append("\n]\n")
+                self._close()
 
     def negotiated(self, name: str, what: str, rank: int) -> None:
-        """From the coordinator: what begins, each `rank` that has issued it, `end`."""
+        """Called by the coordinator: `what` is the name of the phase that begins, `rank`, or `end`."""
         if self._file is None:
             return
         with self._lock:
@@ -64,27 +71,47 @@ class Timeline:
                 self._open.discard(name)
                 self._write(name, {"ph": "E"})
 
-    def executed(self, names: tuple[str, ...], what: str, began: float, ended: float) -> None:
-        """From the thread that carries out: `what`, between two moments of `time.perf_counter()`."""
+    def executed(self, names: tuple[str, ...], what: str, start: float, end: float) -> None:
+        """Called by the executor. `start` and `end` are values of `time.perf_counter()`."""
         if self._file is None:
             return
         with self._lock:
             for name in names:
-                self._write(name, {"ph": "X", "name": what, "dur": round(1e6 * (ended - began))}, began)
+                self._write(name, {"ph": "X", "name": what, "dur": round(1e6 * (end - start))}, start)
 
-    def _write(self, name: str, event: dict[str, object], moment: float | None = None) -> None:
-        if self._file is None:
-            return
+    def _write(self, name: str, event: dict[str, object], seconds: float | None = None) -> None:
         pid = os.getpid()
         row = self._rows.get(name)
         if row is None:
             row = self._rows[name] = len(self._rows) + 1
-            named = {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": name}}
-            self._put(named)
-        now = time.perf_counter() if moment is None else moment
-        self._put({**event, "pid": pid, "tid": row, "ts": round(1e6 * now)})
+            self._write_event({"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": name}})
+        seconds = time.perf_counter() if seconds is None else seconds
+        self._write_event({**event, "pid": pid, "tid": row, "ts": round(1e6 * seconds)})
 
-    def _put(self, event: dict[str, object]) -> None:
-        assert self._file is not None
-        self._file.write(("" if self._is_first else ",\n") + json.dumps(event))
+    def _write_event(self, event: dict[str, object]) -> None:
+        self._append(("" if self._is_first else ",\n") + json.dumps(event))
         self._is_first = False
+
+    def _append(self, text: str) -> None:
+        """Write `text`. A failure, such as a full disk, ends the timeline, but not the job."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(text)
+        except OSError as error:
+            self._give_up(error)
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        _log.warning("The timeline ends here, since it cannot be written: %s.", error)
+        if file is not None:
+            with contextlib.suppress(OSError):  # closing flushes again
+                file.close()

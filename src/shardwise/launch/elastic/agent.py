@@ -10,23 +10,23 @@ import signal
 import time
 from dataclasses import replace
 
-from shardwise.comm import last_words
+from shardwise.comm import last_status
 from shardwise.comm.members import LauncherChannel, generation_prefix, scope_of
-from shardwise.elastic.blame import Judge
+from shardwise.elastic.causes import Classifier
 from shardwise.job_token import Seal, new_token
-from shardwise.launch.elastic.blaming import Blaming, Verdicts
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.draining import Draining
+from shardwise.launch.elastic.ended_ranks import EndedRanks, PendingCause
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.rendezvous import Rendezvous
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
 from shardwise.launch.environment import Attempt
 from shardwise.launch.outcome import Outcome
-from shardwise.launch.report import manner
+from shardwise.launch.report import describe_failure
 
-_BUSY_MILLISECONDS, _AWAITED_MILLISECONDS, _CALM_MILLISECONDS = 1, 10, 50
+_BUSY_MILLISECONDS, _STARTING_MILLISECONDS, _IDLE_MILLISECONDS = 1, 10, 50
 
 
 class ElasticAgent:
@@ -50,8 +50,8 @@ class ElasticAgent:
         """Why the launcher ended processes, by number."""
         self._num_before = context.job.nproc
         """The number of ranks before the last loss."""
-        self._blaming = Blaming(Judge(context.elastic.policy), context.workers.notes)
-        self._verdicts = Verdicts(self._blaming, context.slots, context.elastic.exclude_seconds)
+        self._ended_ranks = EndedRanks(Classifier(context.elastic.policy), context.workers.notes)
+        self._pending_cause = PendingCause(self._ended_ranks, context.slots, context.elastic.exclude_seconds)
         self._begin()
 
     # -- for the supervisor -----------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class ElasticAgent:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the ranks have said that if one is lost, all are to start again."""
+        """Whether the ranks have reported that if one is lost, all must restart."""
         return self._rendezvous.needs_all
 
     def begin_again(self) -> None:
@@ -95,7 +95,7 @@ class ElasticAgent:
     def _begin(self) -> None:
         self.attempt += 1
         elastic = self._context.elastic
-        self._has_blamed = False
+        self._has_reported_cause = False
         self._seal = Seal(self._token, str(self.attempt))
         self._channel = LauncherChannel(self._context.store, str(self.attempt), self._seal)
         self._rendezvous = Rendezvous(
@@ -134,9 +134,9 @@ class ElasticAgent:
 
     def _sleep(self) -> None:
         rendezvous = self._rendezvous
-        wait = _BUSY_MILLISECONDS if rendezvous.is_busy else _AWAITED_MILLISECONDS
-        is_calm = not (rendezvous.is_busy or rendezvous.is_awaited or rendezvous.is_ending)
-        self._workers.wait(_CALM_MILLISECONDS if is_calm else wait)
+        wait = _BUSY_MILLISECONDS if rendezvous.is_busy else _STARTING_MILLISECONDS
+        is_idle = not (rendezvous.is_busy or rendezvous.is_awaited or rendezvous.is_ending)
+        self._workers.wait(_IDLE_MILLISECONDS if is_idle else wait)
 
     def _look(self) -> None:
         """Handle all messages and events since the last call."""
@@ -177,19 +177,19 @@ class ElasticAgent:
             self._slots.left(number)
             self._rendezvous.finished(number, now)
             return
-        text = self._reasons.get(number) or manner(outcome)
+        text = self._reasons.get(number) or describe_failure(outcome)
         is_replaced = was_alive or self._loss_of(number) is not None
         is_replaced = is_replaced and not self._rendezvous.is_ending and not process.is_leaving
         is_replaced = is_replaced and not self._rendezvous.needs_all
         self._slots.died(number, now, is_replaced=is_replaced)
         if was_alive and not was_member and not self._rendezvous.is_ending:
-            self._context.say(f"a process that was to become a rank {text}.")
+            self._context.say(f"a process that was starting as a replacement {text}.")
         self._num_before = len(self._rendezvous.former)
         self._rendezvous.died(number, text, now)
         if (loss := self._loss_of(number)) is not None:
             reason, host = self._reasons.get(number, ""), self._hosts[number]
             step = self._rendezvous.step
-            self._blaming.note(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out)
+            self._ended_ranks.add(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out)
 
     def _host_lost(self, event: HostLost, now: float) -> None:
         """Treat all processes of a lost host as dead at once."""
@@ -197,12 +197,12 @@ class ElasticAgent:
         self._slots.lost(event.host, now)
         numbers = [number for number in event.numbers if number in self._rendezvous.processes]
         if not numbers:
-            self._context.say(f"host {event.host} is gone ({event.why}). No rank was there.")
+            self._context.say(f"host {event.host} is gone ({event.why}). It had no ranks.")
         self._rendezvous.lost(event.host, numbers, event.why, now)
         for number in numbers:
             if (loss := self._loss_of(number)) is not None:
                 outcome = self._workers.outcome(number)
-                self._blaming.note(outcome, loss.rank, self._rendezvous.step, host=event.host)
+                self._ended_ranks.add(outcome, loss.rank, self._rendezvous.step, host=event.host)
 
     def _loss_of(self, number: int) -> Loss | None:
         return next((loss for loss in self._rendezvous.losses if loss.member == number), None)
@@ -215,7 +215,7 @@ class ElasticAgent:
             self._slots.stop()
             for process in processes:
                 if process.is_alive and not process.is_member:
-                    self._end_one(process.number, "was not needed any more")
+                    self._end_one(process.number, "was no longer needed")
         if rendezvous.is_busy and any(process.is_alive and process.is_member for process in processes):
             return
         self._start_due(now)
@@ -230,7 +230,7 @@ class ElasticAgent:
         rendezvous = self._rendezvous
         for announcement in rendezvous.announcements:
             if announcement.kind == "entering":
-                self._judge()
+                self._classify()
                 self._channel.share_reports(announcement.generation, announcement.members, announcement.before)
             self._channel.publish(announcement)
         has_formed = any(announcement.kind == "formed" for announcement in rendezvous.announcements)
@@ -241,18 +241,18 @@ class ElasticAgent:
         if has_formed:
             self._report_change()
 
-    def _judge(self) -> None:
-        """Judge the losses before the next generation is entered, so that its members know of a batch to skip, and
+    def _classify(self) -> None:
+        """Classify the losses before the next generation is entered, so that its members know of a batch to skip, and
         nothing is started on an excluded host."""
-        self._verdicts.judge(self._num_before, self._rendezvous.step, time.monotonic())
+        self._pending_cause.classify(self._num_before, self._rendezvous.step, time.monotonic())
 
     def _report_change(self) -> None:
         """Print one report, once it is known which ranks continue; then delete keys of former generations."""
         rendezvous, now = self._rendezvous, time.monotonic()
         if rendezvous.generation:
-            self._judge()
-            verdict = self._verdicts.take()
-            words = {loss.member: self._last_words(loss.rank, loss.generation) for loss in rendezvous.losses}
+            self._classify()
+            cause = self._pending_cause.take()
+            words = {loss.member: self._last_status(loss.rank, loss.generation) for loss in rendezvous.losses}
             waiting = sum(process.is_alive and not process.is_member for process in rendezvous.processes.values())
             change = Change(
                 tuple(rendezvous.losses),
@@ -265,24 +265,24 @@ class ElasticAgent:
                 self._slots.num_coming(now) + waiting,
                 self._slots.budget.in_words(),
                 rendezvous.least,
-                self._verdicts.excluded(verdict),
+                self._pending_cause.excluded(cause),
                 can_come=self._slots.can_come(now),
             )
-            if text := change_report(change, verdict):
+            if text := change_report(change, cause):
                 self._context.say(text)
-            if verdict is not None and verdict.action == "stop":
+            if cause is not None and cause.action == "stop":
                 self.is_final = True
-                rendezvous.stop(str(verdict))
+                rendezvous.stop(str(cause))
         rendezvous.losses.clear()
         rendezvous.num_left = 0
         for generation in range(self._num_forgotten, rendezvous.generation):
             self._channel.forget(generation)
         self._num_forgotten = rendezvous.generation
 
-    def _last_words(self, rank: int, generation: int) -> str:
+    def _last_status(self, rank: int, generation: int) -> str:
         try:
             prefix, seal = generation_prefix(str(self.attempt), generation), self._seal.within(scope_of(generation))
-            return last_words(self._context.store, rank, prefix, seal)
+            return last_status(self._context.store, rank, prefix, seal)
         except RuntimeError:
             return ""
 
@@ -294,7 +294,7 @@ class ElasticAgent:
         passed_on = signal.SIGTERM if number is signal.SIGHUP else number
         if signals:
             self._context.say(
-                f"{number.name}: passed on to the ranks, which have {grace:g} s to end; once more kills them."
+                f"{number.name}: passed on to the ranks, which have {grace:g} s to end; a second signal kills them."
             )
         already = len(signals)
         self._workers.end_job()
@@ -311,14 +311,14 @@ class ElasticAgent:
         self.outcomes = []
         for rank, number in enumerate(numbers):
             outcome = replace(self._workers.outcome(number), rank=rank)
-            words = self._last_words(rank, rendezvous.generation)
-            self.outcomes.append(replace(outcome, last_words=words))
-        if rendezvous.state == "lost" and not self.is_final and not self._has_blamed:
-            self._has_blamed = True
-            verdict = self._blaming.conclude_all(self.outcomes, rendezvous.step)
-            if verdict is not None:
-                self._context.say(f"blame: {verdict.sort}: {verdict.evidence}")
-                self.is_final = verdict.action == "stop"
+            words = self._last_status(rank, rendezvous.generation)
+            self.outcomes.append(replace(outcome, last_status=words))
+        if rendezvous.state == "lost" and not self.is_final and not self._has_reported_cause:
+            self._has_reported_cause = True
+            cause = self._ended_ranks.classify_all(self.outcomes, rendezvous.step)
+            if cause is not None:
+                self._context.say(f"cause: {cause.kind}: {cause.evidence}")
+                self.is_final = cause.action == "stop"
         for number in rendezvous.processes:
             self._context.folder.add_tracebacks(self.attempt, [self._workers.outcome(number)])
         self._workers.close()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.elastic.blame import Blame
+from shardwise.elastic.causes import Cause
 from shardwise.launch.elastic.processes import Loss
-from shardwise.launch.report import in_words
+from shardwise.launch.report import ranks_in_words
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Change:
     """What changed from one generation to the next."""
 
     losses: tuple[Loss, ...]
-    last_words: Mapping[int, str]
+    last_status: Mapping[int, str]
     """By lost member: the activity that it last published; `""` if it never did."""
     num_left: int
     """Ranks that left because they had asked to."""
@@ -36,38 +36,38 @@ class Change:
     """Whether processes will be started as soon as a host has free slots."""
 
 
-def change_report(change: Change, verdict: Blame | None = None) -> str:
+def change_report(change: Change, cause: Cause | None = None) -> str:
     """Which ranks were lost, how, and during which activity; how many continue, after which step."""
     lines = []
     for (host, text), ranks in _by_text(change.losses).items():
-        whole = f"host {host} is gone: {in_words(ranks, '').strip()} ({text})"
-        lines.append(f"{whole if host else in_words(ranks, text)}.")
-    lines += [f"Last said: {words}." for words in filter(None, change.last_words.values())]
-    if verdict is not None:
-        lines.append(f"Blame: {verdict} {change.excluded}".rstrip())
-        if verdict.action == "stop":
+        whole = f"host {host} is gone: {ranks_in_words(ranks, '').strip()} ({text})"
+        lines.append(f"{whole if host else ranks_in_words(ranks, text)}.")
+    lines += [f"Last status: {words}." for words in filter(None, change.last_status.values())]
+    if cause is not None:
+        lines.append(f"Cause: {cause} {change.excluded}".rstrip())
+        if cause.action == "stop":
             return " ".join(lines)
     if change.num_left:
-        lines.append(f"{_ranks(change.num_left)} left, as asked.")
+        lines.append(f"{_ranks(change.num_left)} left on request.")
     if change.num_new:
-        lines.append(f"{_ranks(change.num_new)} came.")
+        lines.append(f"{_ranks(change.num_new)} joined.")
     if not lines:
-        lines.append("the ranks have met anew.")
+        lines.append("the ranks have formed a new group.")
     after = f", {change.seconds:.2f} s later" if change.losses else ""
     s = "s" if change.size == 1 else ""
     if change.size < change.least:
         comma = "," if after else ""
-        wait = f"wait{s} after step {change.step}{after}{comma} for others: the job needs {change.least} (--elastic)"
+        wait = f"wait{s} after step {change.step}{after}{comma} for more: the job needs {change.least} (--elastic)"
         lines.append(f"{_ranks(change.size)} {wait}.")
     else:
-        lines.append(f"{_ranks(change.size)} {'goes' if s else 'go'} on after step {change.step}{after}.")
+        lines.append(f"{_ranks(change.size)} {'continues' if s else 'continue'} after step {change.step}{after}.")
     if change.losses and change.num_starting:
-        what = "A process starts" if change.num_starting == 1 else f"{change.num_starting} processes start"
-        lines.append(f"{what} in the place of the dead (retries: {change.budget}).")
+        what = "1 replacement starts" if change.num_starting == 1 else f"{change.num_starting} replacements start"
+        lines.append(f"{what} (retries: {change.budget}).")
     elif change.losses and change.can_come:
-        lines.append("Processes start in the place of the dead as soon as a host has room for them.")
+        lines.append("Replacements start as soon as a host has free slots.")
     elif change.losses:
-        lines.append(f"Nobody takes the place of the dead (retries: {change.budget}).")
+        lines.append(f"No replacement starts (retries: {change.budget}).")
     return " ".join(lines)
 
 

@@ -35,12 +35,12 @@ class Draining:
         what = "."
         if members and event.is_urgent and not can_go:
             self._context.signals.received.append(signal.SIGTERM)
-            what = "; the job needs its ranks, and so all are told to end."
+            what = "; the job needs its ranks, so all ranks are told to end."
         elif members:
             self._waiting.append(members)
             are_many = len(members) != 1
             there = f"{len(members)} ranks there leave after their" if are_many else "1 rank there leaves after its"
-            what = f": {there} step{'' if can_go else ', when others have come whom the job needs'}."
+            what = f": {there} step{'' if can_go else ', as soon as the job has enough others'}."
         self._context.say(f"host {event.host} {event.why}{what}")
 
     def go_on(self) -> None:

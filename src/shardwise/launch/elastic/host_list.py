@@ -71,7 +71,7 @@ class HostList:
             except ConfigError as error:
                 if str(error) != self._complaint:
                     self._complaint = str(error)
-                    self._say(f"{self._complaint} The hosts stay as they were.")
+                    self._say(f"{self._complaint} The list of hosts is unchanged.")
                 continue
             self._complaint = ""
             if seen == self._seen and seen != self._known:

@@ -18,7 +18,8 @@ from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
-from shardwise.launch.elastic.remote import RemoteHost, RemoteWorkers
+from shardwise.launch.elastic.remote import RemoteWorkers
+from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise import run_attempts
 from shardwise.launch.folder import Folder

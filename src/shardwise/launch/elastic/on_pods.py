@@ -1,7 +1,7 @@
-"""Runs an elastic job in pods that call this process, from the first call to the last word.
+"""Runs an elastic job in pods, which connect to this process.
 
-The store is here: ranks meet in this pod, and no pod with ranks is special. When this one is lost, all ranks end; pods
-call again, and the next launcher starts the script anew.
+The store is in this pod, so no pod with ranks is special. If this pod is lost, all ranks end; the pods connect again,
+and the next launcher starts the script anew.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise import run_attempts
 from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
 from shardwise.launch.folder import Folder
-from shardwise.launch.hosts.door import Door
 from shardwise.launch.hosts.logs import Logs
+from shardwise.launch.hosts.pod_server import PodServer
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.port import listen
 from shardwise.launch.report import report_stop, say
 from shardwise.launch.signals import SignalLog
 
 _FEWER_SECONDS = 60.0
-"""Pods get so long to come once there are enough to begin."""
+"""How long to wait for more pods once there are enough to begin."""
 _TELL_SECONDS = 60.0
 _LOOK_MILLISECONDS = 100
 
 
 def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECONDS) -> int:
-    """Run the ranks of `plan` in the pods that call and have the `token`. The status is that of `supervise_elastic`.
+    """Run the ranks of `plan` in the pods that connect with the `token`. The status is that of `supervise_elastic`.
 
-    Raises `LaunchError` for a port that is taken. To be called from the main thread.
+    Raises `LaunchError` for a port that is taken. Call it from the main thread.
     """
     job, elastic, address = plan.job, plan.job.elastic, plan.settings.address
     assert elastic is not None
@@ -44,27 +44,27 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         store = TCPStore(
             address, plan.port + 1, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        door = Door(listen(plan.port, address), token, say)
-        stack.callback(door.close)
-        workers = PodWorkers(plan, door, (address, plan.port + 1), Logs(folder, job.log_dir is not None), say)
+        server = PodServer(listen(plan.port, address), token, say)
+        stack.callback(server.close)
+        workers = PodWorkers(plan, server, (address, plan.port + 1), Logs(folder, job.log_dir is not None), say)
         stack.callback(workers.disconnect)
         budget = Budget(elastic.retries, elastic.retry_seconds)
         slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
-        say(f"pods are awaited at {address}, port {plan.port}: {plan.describe_need()}.")
+        say(f"waiting for pods at {address}, port {plan.port}: {plan.describe_need()}.")
         _gather(plan, workers, slots, signals, fewer_seconds)
         if signals.received:
             return report_stop([], 0, signals.received[0], None)
         run_id = f"{os.getpid()}-{int(time.time())}"
-        meeting = (address, plan.port + 1)
-        context = Context(job, elastic, store, *meeting, run_id, folder, workers, slots, signals, say, token)
+        location = (address, plan.port + 1)
+        context = Context(job, elastic, store, *location, run_id, folder, workers, slots, signals, say, token)
         status = run_attempts(context)
         if not signals.received:  # else this pod may be evicted, and the next launcher needs the others
-            workers.end_well_or_not(status)
+            workers.end_pods(status)
         return status
 
 
 def _gather(plan: PodsPlan, workers: PodWorkers, slots: Slots, signals: SignalLog, fewer_seconds: float) -> None:
-    """Wait for as many pods as were asked for, or, after a while, for as many as the job needs."""
+    """Wait for the requested pods, or, after a while, for as many as the job needs."""
     assert plan.job.elastic is not None
     least, wanted = plan.job.elastic.least, plan.job.nproc
     enough_at, tell_at, pause = float("inf"), time.monotonic() + _TELL_SECONDS, _TELL_SECONDS
@@ -88,4 +88,4 @@ def _gather(plan: PodsPlan, workers: PodWorkers, slots: Slots, signals: SignalLo
             return
         if now > tell_at:
             tell_at, pause = now + 2 * pause, 2 * pause
-            say(f"{num_slots} of {plan.describe_need()}. The others are awaited.")
+            say(f"{num_slots} of {plan.describe_need()}. Waiting for the others.")

@@ -23,7 +23,7 @@ class Process:
     """Whether it is a member of the generation announced last."""
     is_leaving: bool = False
     is_dying_since: float | None = None
-    """Since when it has raised without having ended; until its end it may still write to files that outlive it."""
+    """When it raised, if it has not ended yet; until then it may still write to files that outlive it."""
     is_done: bool = False
     """Whether its script has ended, even if the process has not."""
     heard: tuple[int, str] = (-1, "")

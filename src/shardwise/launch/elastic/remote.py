@@ -7,101 +7,32 @@ either. The launcher tries to reconnect, after growing pauses; a host that answe
 from __future__ import annotations
 
 import queue
-import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict
 
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.host_list import HostList
 from shardwise.launch.elastic.notes import Notes
+from shardwise.launch.elastic.remote_host import HostChecks, RemoteHost
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
 from shardwise.launch.environment import Attempt
 from shardwise.launch.hosts.connection import Arrivals, Connection
-from shardwise.launch.hosts.gather import ANSWER_SECONDS, RSYNC_SECONDS, job_as_message, next_arrival
+from shardwise.launch.hosts.gather import next_arrival
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.members import BEATS
-from shardwise.launch.hosts.problems import connection_problem, contradictions
 from shardwise.launch.hosts.run import close_all, devices_of
 from shardwise.launch.hosts.wire import Message, outcome_from
 from shardwise.launch.outcome import Outcome
-from shardwise.launch.places.hosts import Host, Share, shares
+from shardwise.launch.places.hosts import Host, shares
 from shardwise.launch.places.ssh import SshPlan
-from shardwise.version import __version__
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_LONGEST_PAUSE_SECONDS = 30.0
 _ASK_SECONDS = 0.1
 _KILL_SECONDS, _CLOSE_SECONDS, _TELL_SECONDS = 5.0, 2.0, 5.0
-State = Literal["asked", "ready", "leaving", "lost"]
-
-
-@dataclass(eq=False)
-class RemoteHost:
-    """One host of the host list."""
-
-    share: Share
-    connection: Connection | None = None
-    state: State = "lost"
-    facts: Message = field(default_factory=dict)
-    ahead_seconds: float = 0.0
-    """By how much its clock is ahead of ours."""
-    asked_at: float = 0.0
-    """When it was asked for facts, as wall-clock time."""
-    deadline: float = 0.0
-    """When it must have answered."""
-    try_at: float = 0.0
-    pause_seconds: float = _FIRST_PAUSE_SECONDS
-    complaint: str = ""
-    """Why it could not be used, as last reported."""
-    is_listed: bool = True
-    is_copied: bool = False
-    """Whether it has the copy of this machine's directory that `--rsync` makes."""
-    numbers: set[int] = field(default_factory=set)
-    """The processes started over the present connection."""
-
-    @property
-    def name(self) -> str:
-        return self.share.host.name
-
-    def connect(self, plan: SshPlan, arrivals: Arrivals, now: float) -> None:
-        """Open a connection, and ask for facts."""
-        command, copies = plan.connection(self.share), plan.settings.copies and not self.is_copied
-        if copies:
-            first = f"{shlex.join(plan.copy(self.share))} </dev/null >&2"
-            command = ["sh", "-c", f"{first} && exec {shlex.join(command)}"]
-        self.numbers = set()
-        connection = Connection(self.share, command, arrivals, self.numbers)
-        self.ask(connection, plan, now + (RSYNC_SECONDS if copies else 0))
-
-    def ask(self, connection: Connection, plan: SshPlan, now: float) -> None:
-        """Over a new connection, whether it can be used."""
-        self.connection = connection
-        self.state, self.asked_at = "asked", time.time()
-        self.deadline = now + plan.settings.connect_seconds + ANSWER_SECONDS
-        directory = plan.settings.directory
-        self.connection.send("look", directory=directory, job=job_as_message(plan, self.connection))
-
-    def why_given_up(self, now: float, silence_seconds: float, python: str) -> str:
-        """Why the host is given up; empty if it is not."""
-        assert self.connection is not None
-        if self.state == "asked":
-            return str(connection_problem(None, self.connection.complaints, python)) if now > self.deadline else ""
-        is_silent = now - self.connection.heard > silence_seconds
-        return f"nothing was heard of it for {silence_seconds:g} s" if is_silent else ""
-
-    def why_closed(self, python: str) -> str:
-        """Why the connection has ended."""
-        assert self.connection is not None
-        if self.state == "asked":
-            return str(connection_problem(self.connection.status, self.connection.complaints, python))
-        last = self.connection.complaints.strip().rpartition("\n")[2].rstrip(".")
-        return (
-            f"the connection is lost: {last or f'{self.connection.command} ended with status {self.connection.status}'}"
-        )
 
 
 class RemoteWorkers:
@@ -112,7 +43,7 @@ class RemoteWorkers:
         plan: SshPlan,
         hosts: Sequence[RemoteHost],
         arrivals: Arrivals,
-        meeting: tuple[str, int],
+        store: tuple[str, int],
         logs: Logs,
         say: Callable[[str], None],
         host_list: HostList | None = None,
@@ -123,10 +54,10 @@ class RemoteWorkers:
         """With `--rsync`, what was sent at the start."""
         self.says_skip = False
         """Whether a rank has reported that its plan skips bad batches."""
-        self._plan, self._meeting, self._logs, self._say = plan, meeting, logs, say
+        self._plan, self._logs, self._say = plan, logs, say
         self._silence_seconds = plan.job.elastic.host_timeout_seconds
         self._hosts = {host.name: host for host in hosts}
-        self._first_facts = hosts[0].facts if hosts else {}
+        self._checks = HostChecks(store, self._silence_seconds, hosts[0].facts if hosts else {})
         self._host_list = host_list
         self._arrivals = arrivals
         self._pending: list[tuple[Connection, Message]] = []
@@ -147,7 +78,7 @@ class RemoteWorkers:
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
         host = self._hosts.get(slot.host)
         if host is None or host.connection is None:  # it was lost, and the event is not handled yet
-            outcome = self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="it was gone before")
+            outcome = self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="before it started")
             self._events.append(Ended(number, outcome))
             return
         if attempt.number != self._attempt or not self._num_started:
@@ -174,7 +105,7 @@ class RemoteWorkers:
     def events(self) -> list[Event]:
         self._take_all()
         now = time.monotonic()
-        self._keep_in_touch(now)
+        self._send_heartbeats(now)
         for host in list(self._hosts.values()):
             self._check(host, now)
         if self._host_list is not None and (hosts := self._host_list.change()) is not None:
@@ -185,7 +116,7 @@ class RemoteWorkers:
     def outcome(self, number: int) -> Outcome:
         if number in self._outcomes:
             return self._outcomes[number]
-        return Outcome(number, 1, None, time.time(), lost_with="it did not say what became of it")
+        return Outcome(number, 1, None, time.time(), lost_with="its host did not report how it ended")
 
     def is_stopped(self, number: int, pid: int) -> bool:
         """As its host has last reported; it is asked periodically."""
@@ -213,7 +144,7 @@ class RemoteWorkers:
         while self._living and time.monotonic() < deadline and not hurry():
             self.wait(50)
             self._take_all()
-            self._keep_in_touch(time.monotonic())
+            self._send_heartbeats(time.monotonic())
             for host in list(self._hosts.values()):
                 if host.state != "lost":
                     self._listen_for(host, time.monotonic())
@@ -225,7 +156,7 @@ class RemoteWorkers:
             self.wait_for_end(_KILL_SECONDS, lambda: False)
         for left in list(self._living):
             del self._living[left]
-            self._outcomes[left] = Outcome(left, 1, None, time.time(), lost_with="its host did not say that it ended")
+            self._outcomes[left] = Outcome(left, 1, None, time.time(), lost_with="its host did not report its end")
         return number
 
     def leave(self, host: str) -> None:
@@ -256,7 +187,7 @@ class RemoteWorkers:
         close_all([host.connection for host in self._hosts.values() if host.connection is not None])
         self._hosts.clear()
 
-    # -- for what ranks are to know ---------------------------------------------------------------------
+    # -- notes for ranks ---------------------------------------------------------------------------------
 
     def tell_and_wait(self, do: str, **details: object) -> None:
         """Send an order to all connected hosts, and wait until they have confirmed with `left_out`, or time is up."""
@@ -273,7 +204,7 @@ class RemoteWorkers:
         if host is not None and host.connection is not None:
             host.connection.send(do, **details)
 
-    # -- what hosts say ---------------------------------------------------------------------------------
+    # -- messages from hosts -----------------------------------------------------------------------------
 
     def _take_all(self) -> None:
         arrivals, self._pending = self._pending, []
@@ -301,36 +232,22 @@ class RemoteWorkers:
             case "signal":
                 if host.state == "ready":
                     host.state = "leaving"
-                    self._events.append(HostLeaves(host.name, "is asked to end (SIGTERM)", is_urgent=True))
+                    self._events.append(HostLeaves(host.name, "received SIGTERM", is_urgent=True))
             case "problem":
                 self._lose(host, str(message["text"]))
             case "lost":
                 self._lose(host, host.why_closed(self._plan.job.python))
             case "facts" | "members" | "reached" if host.state == "asked":
-                self._greet(host, message)
+                self._check_answer(host, message)
 
-    def _greet(self, host: RemoteHost, message: Message) -> None:
-        """Handle the answers of a host that is being checked."""
-        assert host.connection is not None
-        address, port = self._meeting
-        problem = str(message["problem"])
-        if message["said"] == "facts":
-            host.ahead_seconds = float(message["time"]) - (host.asked_at + time.time()) / 2
-            self._first_facts = self._first_facts or message
-            versions = {"the first host": self._first_facts, host.name: message}
-            problem = problem or contradictions(versions, __version__).get(host.name, "")
-            host.connection.send("members", silence_seconds=self._silence_seconds)
-        elif message["said"] == "members":
-            host.connection.send("reach", address=address, port=port)
-        elif problem:
-            problem = f"it cannot reach this machine at {address}, port {port} ({problem})"
-        else:
-            host.state, host.pause_seconds, host.complaint = "ready", _FIRST_PAUSE_SECONDS, ""
-            host.is_copied = True
-            self._events.append(HostReady(host.name, host.share.num_ranks))
+    def _check_answer(self, host: RemoteHost, message: Message) -> None:
+        """Handle an answer of a host that is being checked."""
+        problem = self._checks.take(host, message)
         if problem:
             host.is_copied = False  # what is missing there may be what was copied, if the host begins anew
             self._lose(host, problem)
+        elif host.state == "ready":
+            self._events.append(HostReady(host.name, host.share.num_ranks))
 
     # -- hosts that come and go -------------------------------------------------------------------------
 
@@ -379,9 +296,9 @@ class RemoteWorkers:
             host.is_listed = False
             if host.state == "ready":
                 host.state = "leaving"
-                self._events.append(HostLeaves(name, "is not in the list any more"))
+                self._events.append(HostLeaves(name, "is no longer in the list of hosts"))
             elif host.state != "leaving":
-                self._lose(host, "it is not in the list any more") if host.connection is not None else None
+                self._lose(host, "it is no longer in the list of hosts") if host.connection is not None else None
                 self._hosts.pop(name, None)
         for name, share in listed.items():
             known = self._hosts.setdefault(name, RemoteHost(share))
@@ -392,10 +309,10 @@ class RemoteWorkers:
             if share.num_ranks > before:
                 self._events.append(HostReady(name, share.num_ranks))
             else:
-                why = f"has {share.num_ranks} slots now, and had {before}"
+                why = f"has {share.num_ranks} slots now, instead of {before}"
                 self._events.append(HostLeaves(name, why, share.num_ranks))
 
-    def _keep_in_touch(self, now: float) -> None:
+    def _send_heartbeats(self, now: float) -> None:
         if now > self._alive_at:
             self._alive_at = now + self._silence_seconds / BEATS
             for host in self._hosts.values():

@@ -21,7 +21,7 @@ from typing import Literal
 
 from shardwise.comm.members import Announcement, MemberMessage
 from shardwise.launch.elastic.processes import Loss, Process
-from shardwise.launch.report import in_words
+from shardwise.launch.report import ranks_in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
 STOPPED_SECONDS = 0.5
@@ -30,7 +30,7 @@ DYING_SECONDS = 2
 """How long a member that has raised may take to end."""
 SILENT_SECONDS = 30
 """How long a running member may not answer."""
-_MAX_VAIN = 5
+_MAX_NOT_FORMED = 5
 
 
 @dataclass
@@ -67,9 +67,9 @@ class Rendezvous:
     """Members of the generation announced last that were not in the one before it."""
     why_lost: str = ""
     needs_all: bool = False
-    """Whether members have said that if one is lost, all are to start again."""
+    """Whether members have reported that if one is lost, all must restart."""
     _since: float = 0.0
-    _num_vain: int = 0
+    _num_not_formed: int = 0
     _wanted: int = -1
 
     # -- what happens -----------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ class Rendezvous:
         """A process has ended or raised; `text` describes how."""
         if self._was_needed(number, text, now):
             rank = self.members.index(number)
-            self._break_off((number,), f"Rank {rank} of {len(self.members)} is gone: it {text}.", now)
+            self._end_generation((number,), f"Rank {rank} of {len(self.members)} is gone: it {text}.", now)
         self._decide(now)
 
     def lost(self, host: str, numbers: Iterable[int], text: str, now: float) -> None:
         """A host is lost with all its processes; `text` describes how that is known."""
         gone = [number for number in numbers if self._was_needed(number, text, now, host)]
         if gone:
-            ranks = in_words(sorted(self.members.index(number) for number in gone), "")
-            self._break_off(gone, f"Host {host} is gone: {ranks.strip()} ({text}).", now)
+            ranks = ranks_in_words(sorted(self.members.index(number) for number in gone), "")
+            self._end_generation(gone, f"Host {host} is gone: {ranks.strip()} ({text}).", now)
         self._decide(now)
 
     def reconsider(self, now: float) -> None:
@@ -122,7 +122,7 @@ class Rendezvous:
             self._publish(Announcement("bye", self.generation, (message.member,)))
         if not process.is_alive:  # considered dead, but it has come back
             if message.kind in ("here", "ready"):
-                self._turn_away((message.member,), _HELD_FOR_DEAD)
+                self._turn_away((message.member,), _TAKEN_FOR_LOST)
             return
         process.patience_seconds = message.patience_seconds
         match message.kind:
@@ -167,7 +167,7 @@ class Rendezvous:
             elif process.heard != expected and seconds > SILENT_SECONDS:
                 self._give_up(process, f"did not answer for {SILENT_SECONDS} s")
             elif seconds > process.patience_seconds + SILENT_SECONDS:
-                self._give_up(process, f"did not come to the others for {seconds:.0f} s")
+                self._give_up(process, f"did not rejoin the others for {seconds:.0f} s")
 
     def stop(self, why: str) -> None:
         """End the job."""
@@ -215,19 +215,19 @@ class Rendezvous:
         self.step = max(self.step, message.step)
         if not message.text:
             return
-        for number in message.blames:
+        for number in message.at_fault:
             if (blamed := self.processes.get(number)) is not None and blamed.is_alive and number != message.member:
                 self._give_up(blamed, f"kept the others waiting for more than {message.patience_seconds:g} s")
-        self._break_off((), message.text, now)
+        self._end_generation((), message.text, now)
 
     def _give_up(self, process: Process, text: str) -> None:
         self.kills.append((process.number, text))
 
-    def _break_off(self, lost: Iterable[int], text: str, now: float) -> None:
+    def _end_generation(self, lost: Iterable[int], text: str, now: float) -> None:
         """Declare the generation over: members waiting in it wake up and get ready for the next."""
         if self.state in ("entering", "formed"):
             gone = tuple(lost)
-            self._num_vain += self.state == "entering" and not gone
+            self._num_not_formed += self.state == "entering" and not gone
             self.state, self._since = "gathering", now
             self._publish(Announcement("over", self.generation, gone, text=text))
 
@@ -241,7 +241,7 @@ class Rendezvous:
 
     def _form(self) -> None:
         if all(process.opened >= self.generation for process in self._living()) and self._living():
-            self.state, self._num_vain = "formed", 0
+            self.state, self._num_not_formed = "formed", 0
             self.formed, self.former = self.generation, self.members
             self._call_for_changes()  # before "formed", so that members know it when they enter
             self._publish(Announcement("formed", self.generation))
@@ -274,7 +274,7 @@ class Rendezvous:
         """Announce the next generation, if all are ready for it."""
         if self._must_wait():
             return
-        self._let_go([process for process in self._living() if process.is_leaving])
+        self._dismiss([process for process in self._living() if process.is_leaving])
         staying = self._living()
         lets_in = all(process.ready is None or process.ready.lets_in for process in staying)
         others = [process for process in self._others() if process.waits][: max(0, self.most - len(staying))]
@@ -283,7 +283,7 @@ class Rendezvous:
         if self.former and not staying:
             if not self.is_ending:
                 self._end("No rank is left that has the state of the training.")
-        elif self._num_vain > _MAX_VAIN:
+        elif self._num_not_formed > _MAX_NOT_FORMED:
             self._end("The ranks could not form a new generation, though none of them died.")
         elif len(staying) + len(coming) >= self.least or (can_come and not lets_in):
             self._enter([process.number for process in (*staying, *coming)], now)
@@ -291,12 +291,14 @@ class Rendezvous:
             left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
             self._end(f"{left}, and the job needs {self.least} (--elastic).")
 
-    def _let_go(self, leaving: list[Process]) -> None:
+    def _dismiss(self, leaving: list[Process]) -> None:
         """Dismiss members that have asked to leave."""
         for process in leaving:
             process.is_alive = False
             self.num_left += 1
-        self._turn_away([process.number for process in leaving], "This rank has asked to leave, and the others go on.")
+        self._turn_away(
+            [process.number for process in leaving], "This rank has asked to leave, and the others continue."
+        )
 
     def _end(self, why: str) -> None:
         self.state, self.why_lost = "lost", why
@@ -328,7 +330,7 @@ class Rendezvous:
         self.announcements.append(announcement)
 
 
-_HELD_FOR_DEAD = (
-    "The others have held this rank for dead and go on without it. It can come back only as a new process, which the "
+_TAKEN_FOR_LOST = (
+    "The others took this rank for lost and continue without it. It can return only as a new process, which the "
     "launcher starts by itself."
 )

@@ -49,7 +49,7 @@ class Slots:
         self._leaving: set[int] = set()
         """Processes that are about to leave; their replacements may be started before they have left."""
         self._permitted: list[tuple[float, Slot | None]] = []
-        self._hopes_until = 0.0
+        self._waits_until = 0.0
 
     # -- what happens -----------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Slots:
         room = min(self._most, self.num_usable(now)) - self._num_staying() - len(self._permitted)
         self._permitted += [(now, None)] * min(num_slots, max(0, room))
         if is_new:
-            return f"host {host} comes, with {num_slots} slot{s}."
+            return f"host {host} joins, with {num_slots} slot{s}."
         excluded = f", and is excluded for another {known.excluded_until - now:.0f} s"
         return f"host {host} answers, with {num_slots} slot{s}{excluded if known.excluded_until > now else ''}."
 
@@ -72,7 +72,7 @@ class Slots:
             del self._taken[number]
         self._permitted += [(now, None)] * len(gone)
         self.hosts[host].is_ready = False
-        self._hopes_until = now + self._patience_seconds
+        self._waits_until = now + self._patience_seconds
 
     def leaves(self, host: str, now: float, num_slots: int = 0) -> list[int]:
         """A host loses all but `num_slots` of its slots. Returns the processes that must leave.
@@ -85,7 +85,7 @@ class Slots:
         spare = sum(self._is_free(slot, now) for slot in self._all())
         self._permitted += [(now, None)] * min(len(leaving), spare)
         self._leaving.update(leaving)
-        self._hopes_until = now + self._patience_seconds
+        self._waits_until = now + self._patience_seconds
         return leaving
 
     def exclude(self, host: str, until: float) -> None:
@@ -93,7 +93,7 @@ class Slots:
         if host in self.hosts:
             self.hosts[host].excluded_until = until
         if not self._can_add and not any(not known.is_ready and known.num_slots for known in self._others(host)):
-            self._hopes_until = 0.0
+            self._waits_until = 0.0
 
     def started(self, number: int, slot: Slot) -> None:
         """A process was started in a slot."""
@@ -147,7 +147,7 @@ class Slots:
 
     def can_come(self, now: float) -> bool:
         """Whether a process will be started, or the job still waits for a host."""
-        return self.num_coming(now) > 0 or now < self._hopes_until
+        return self.num_coming(now) > 0 or now < self._waits_until
 
     def num_usable(self, now: float) -> int:
         """Slots on hosts that answer and are not excluded, taken or not."""

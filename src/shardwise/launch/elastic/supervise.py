@@ -74,8 +74,8 @@ def _run(agent: ElasticAgent, context: Context) -> int:
 
 
 def _may_start_all_again(budget: Budget, context: Context) -> bool:
-    """Whether `--retries` allow it; returns when it is time. [Note: jobs that need all] Ranks that cannot go on without
-    one of them have said so, and whoever starts them with `--elastic` wants the job to outlive a rank."""
+    """Whether `--retries` allows a restart of all ranks; returns when it is due. [Note: jobs that need all] These ranks
+    have reported that they cannot continue without one of them, and with `--elastic` a job has to outlive a rank."""
     moment = budget.ask("all", time.monotonic())
     while moment is not None and time.monotonic() < moment and not context.signals.received:
         time.sleep(_LOOK_SECONDS)

@@ -1,5 +1,5 @@
 """`python -m shardwise.launch.hosts [members]`: the agent that ssh starts on a host, with `members` for elastic jobs;
-with `dial HOST:PORT`, what a pod runs."""
+with `connect HOST:PORT` in a pod, which connects to the launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.launch.elastic.images import Images
 from shardwise.launch.folder import Folder
 from shardwise.launch.hosts.agent import HostAgent
 from shardwise.launch.hosts.members import MemberAgent
-from shardwise.launch.hosts.pod import DIAL
+from shardwise.launch.hosts.pod import CONNECT
 from shardwise.launch.hosts.pod import main as serve_in_pod
 from shardwise.launch.hosts.wire import Inbox, Outbox
 from shardwise.launch.places.ssh import MEMBERS
@@ -19,7 +19,7 @@ from shardwise.launch.signals import SignalLog
 
 def main() -> None:
     """Serve the launcher, over stdin and stdout, or over a connection that a pod opens."""
-    if sys.argv[1:2] == [DIAL]:
+    if sys.argv[1:2] == [CONNECT]:
         sys.exit(serve_in_pod(sys.argv[2:]))
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps a library's output out of the messages

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LaunchError
 from shardwise.launch.cores import bindings, numa_nodes
 from shardwise.launch.echo import Echo
-from shardwise.launch.environment import Attempt, Seat, seat_environment
+from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.folder import Folder
 from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.server import HostServer
@@ -58,10 +58,10 @@ class HostAgent(HostServer):
             self._store.next_rendezvous()
         self._say(said="prepared")
 
-    def _do_start(self, first_rank: int, seat: Message, attempt: Message, environment: dict[str, str]) -> None:
+    def _do_start(self, first_rank: int, position: Message, attempt: Message, environment: dict[str, str]) -> None:
         self._ranks, self._first_rank, self._deadline, self._num_killed = Ranks(), first_rank, None, 0
         self._reported = {"failed": False, "ended": []}
-        inherited = os.environ | self._network(int(seat["num_hosts"])) | environment
+        inherited = os.environ | self._network(int(position["num_hosts"])) | environment
         kind = facts.kind_by_files()
         bound = bindings(
             self._job.nproc,
@@ -71,9 +71,9 @@ class HostAgent(HostServer):
         )
         files = [self._files(int(attempt["number"]), local) for local in range(self._job.nproc)]
         for local, paths in enumerate(files):
-            rank_seat = Seat(first_rank + local, local_rank=local, local_size=self._job.nproc, **seat)
-            own = seat_environment(
-                rank_seat,
+            rank = RankPosition(first_rank + local, local_rank=local, local_size=self._job.nproc, **position)
+            own = environment_at(
+                rank,
                 Attempt(**attempt),
                 inherited,
                 threads=self._job.threads,
@@ -92,13 +92,13 @@ class HostAgent(HostServer):
     def _do_kill(self) -> None:
         self._deadline = time.monotonic()
 
-    def _do_meeting(self, attempt: int, ended: list[int], living: list[int]) -> None:
+    def _do_cancel_rendezvous(self, attempt: int, ended: list[int], living: list[int]) -> None:
         if self._store is not None:
-            self._store.cancel_meeting(attempt, ended, living)
+            self._store.cancel_rendezvous(attempt, ended, living)
 
-    def _do_words(self, attempt: int, ranks: list[int]) -> None:
-        last = {} if self._store is None else {rank: self._store.last_words(rank, attempt) for rank in ranks}
-        self._say(said="words", words=[[rank, words] for rank, words in last.items()])
+    def _do_last_status(self, attempt: int, ranks: list[int]) -> None:
+        last = {} if self._store is None else {rank: self._store.last_status(rank, attempt) for rank in ranks}
+        self._say(said="last_status", statuses=[[rank, status] for rank, status in last.items()])
 
     def _watch(self) -> None:
         """Poll the ranks, and report changes."""

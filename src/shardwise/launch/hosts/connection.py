@@ -58,6 +58,7 @@ class Connection:
         self.command = command[0]
         """The program that carries the messages: `ssh` or `srun`."""
         self.is_lost = False
+        """Whether its last message was seen, while the launcher waited for answers of hosts."""
         self._arrivals = arrivals
         self._complaints: deque[str] = deque(maxlen=_NUM_STDERR_LINES)
         self._has_answered = False

@@ -39,29 +39,36 @@ class Answers:
     def collect(
         self, hosts: Iterable[Connection], said: str, seconds: float, python: str
     ) -> tuple[dict[Connection, Message], dict[str, str]]:
-        """The `said` message of each host, and by name the reason why others sent none."""
+        """The `said` message of each host, and by name the reason why others sent none.
+
+        A host that is lost meanwhile is marked so, even if it has answered or is not asked.
+        """
         waiting, answers, problems = set(hosts), {}, {}
+        for host in [host for host in waiting if host.is_lost]:
+            problems[host.name] = str(connection_problem(host.status, host.complaints, python))
+            waiting.discard(host)
         deadline = time.monotonic() + seconds
         while waiting and time.monotonic() < deadline:
             if self._is_stopped():
                 raise Stopped
             arrival = next_arrival(self._arrivals, 0.1)
-            if arrival is None or arrival[0] not in waiting:
+            if arrival is None:
                 continue
             host, message = arrival
+            host.is_lost = host.is_lost or message["said"] == "lost"
+            if host not in waiting:
+                continue
             if message["said"] == said:
                 answers[host] = message
             elif message["said"] == "lost":
-                host.is_lost = True
                 problems[host.name] = str(connection_problem(host.status, host.complaints, python))
             elif message["said"] == "problem":
                 problems[host.name] = str(message["text"])
             else:
                 continue
             waiting.discard(host)
-        return answers, problems | {
-            host.name: str(connection_problem(None, host.complaints, python)) for host in waiting
-        }  # fmt: skip
+        silent = {host.name: str(connection_problem(None, host.complaints, python)) for host in waiting}
+        return answers, problems | silent
 
 
 def next_arrival(arrivals: Arrivals, seconds: float) -> tuple[Connection, Message] | None:
@@ -112,9 +119,9 @@ def what_is_sent() -> str:
     try:
         listed = _listed()
     except FileNotFoundError:
-        return "what would be sent is not known: there is no rsync on this machine"
+        return "the files to send are unknown: this machine has no rsync"
     except subprocess.TimeoutExpired:
-        return f"what would be sent is more than can be listed in {_LIST_SECONDS} s"
+        return f"the files to send are unknown: listing them takes more than {_LIST_SECONDS} s"
     lines = [line.split(maxsplit=4) for line in listed.splitlines() if not line.startswith("d")]
     files = {words[4]: int(words[1]) for words in lines if len(words) == 5 and words[1].isdigit()}
     largest = sorted(files, key=lambda name: (-files[name], name))[:_NUM_SHOWN]
@@ -171,9 +178,9 @@ def have_a_port(hosts: list[Connection], plan: SshPlan, answers: Answers) -> tup
     return address, port
 
 
-def require_reach(hosts: list[Connection], first: str, meeting: tuple[str, int], python: str, answers: Answers) -> None:
+def require_reach(hosts: list[Connection], first: str, store: tuple[str, int], python: str, answers: Answers) -> None:
     """Check that `hosts` reach `first` at an address and port. Raises `LaunchError` that names all that do not."""
-    address, port = meeting
+    address, port = store
     for host in hosts:
         host.send("reach", address=address, port=port)
     reached, problems = answers.collect(hosts, "reached", ANSWER_SECONDS, python)

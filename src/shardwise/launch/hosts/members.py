@@ -15,7 +15,7 @@ from shardwise.launch.cores import bindings, numa_nodes
 from shardwise.launch.echo import Echo
 from shardwise.launch.elastic.images import Images
 from shardwise.launch.elastic.notes import FolderNotes, OomKills
-from shardwise.launch.environment import Attempt, Seat, seat_environment
+from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.folder import Folder
 from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.server import HostServer
@@ -64,9 +64,9 @@ class MemberAgent(HostServer):
         files = self._files(int(attempt["number"]), number)
         inherited = os.environ | self._network(2) | environment
         kind = facts.kind_by_files()
-        seat = Seat(rank, size, local_rank=local, local_size=max(self._job.nproc, local + 1))
-        own = seat_environment(
-            seat,
+        position = RankPosition(rank, size, local_rank=local, local_size=max(self._job.nproc, local + 1))
+        own = environment_at(
+            position,
             self._attempt(attempt),
             inherited,
             threads=self._job.threads,

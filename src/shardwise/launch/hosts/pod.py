@@ -1,7 +1,7 @@
-"""In a pod: finds the launcher of an elastic job, runs the ranks that it asks for, and finds it again when it is lost.
+"""In a pod: connects to the launcher of an elastic job, runs its ranks, and connects again when the launcher is lost.
 
-The pod ends with 0 when the job has ended well, with `JOB_FAILED` when it has ended otherwise, or when there is no
-launcher for too long, and with 143 when the pod itself was asked to end.
+The exit status is 0 if the job has succeeded, `JOB_FAILED` if it has failed or the launcher cannot be reached for too
+long, and 143 if the pod itself got SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardwise.launch.elastic.images import Images
 from shardwise.launch.environment import Attempt
 from shardwise.launch.folder import Folder
 from shardwise.launch.hosts.members import MemberAgent
-from shardwise.launch.hosts.sealed_lines import Meeting, SealedInbox, SealedSink, introduce
+from shardwise.launch.hosts.sealed_lines import SealedConnection, SealedInbox, SealedSink, connect_to_launcher
 from shardwise.launch.hosts.wire import Message, Outbox
 from shardwise.launch.report import say
 from shardwise.launch.signals import SignalLog
 
 JOB_FAILED = 3
 NAME = "SHARDWISE_POD"
-DIAL = "dial"
-"""What tells the process in a pod that it opens the connection."""
-_DIAL_SECONDS = 900.0
+CONNECT = "connect"
+"""The argument with which the process in a pod opens the connection."""
+_RETRY_SECONDS = 900.0
 _CONNECT_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 5.0
 
@@ -38,7 +38,7 @@ class PodAgent(MemberAgent):
     """One pod's processes, for one connection."""
 
     status: int | None = None
-    """With which the whole job has ended, if it has."""
+    """The exit status of the whole job, if it has ended."""
 
     def _attempt(self, said: Message) -> Attempt:
         return replace(super()._attempt(said), token=os.environ[VARIABLE])
@@ -47,7 +47,7 @@ class PodAgent(MemberAgent):
         self.status, self._is_done = status, True
 
 
-def serve(where: str, env: Mapping[str, str], dial_seconds: float = _DIAL_SECONDS) -> int:
+def serve(where: str, env: Mapping[str, str], retry_seconds: float = _RETRY_SECONDS) -> int:
     """Take part in the job whose launcher is at `where` (`host:port`); returns the exit status of the pod.
 
     Raises `ConfigError`.
@@ -55,32 +55,34 @@ def serve(where: str, env: Mapping[str, str], dial_seconds: float = _DIAL_SECOND
     host, colon, port = where.rpartition(":")
     token, name = env.get(VARIABLE, ""), env.get(NAME) or socket.gethostname()
     if not colon or not port.isdigit():
-        raise ConfigError(f"{where!r} is not where a launcher is; write host:port.")
+        raise ConfigError(f"{where!r} is not an address of a launcher; write host:port.")
     if not token:
-        raise ConfigError(f"{VARIABLE} is not set: the launcher lets in only who has the token of the job.")
+        raise ConfigError(f"{VARIABLE} is not set. The launcher accepts only pods that have the token of the job.")
     with SignalLog() as signals, Folder(None) as folder:
-        while (meeting := _dial((host, int(port)), name, token, signals, dial_seconds)) is not None:
-            inbox = SealedInbox(meeting.connection, meeting.to_host)
-            with meeting.connection, Images() as images:
+        while (sealed := _connect((host, int(port)), name, token, signals, retry_seconds)) is not None:
+            inbox = SealedInbox(sealed.connection, sealed.to_host)
+            with sealed.connection, Images() as images:
                 agent = PodAgent(
-                    inbox, Outbox(SealedSink(meeting.connection, meeting.to_launcher)), folder, images, signals
+                    inbox, Outbox(SealedSink(sealed.connection, sealed.to_launcher)), folder, images, signals
                 )
                 agent.run()
             if agent.status is not None:
                 return JOB_FAILED if agent.status else 0
             if not signals.received:
-                say(f"{name} has lost the launcher, and looks for it again.")
+                say(f"{name} has lost the launcher and is trying to reach it again.")
         return 128 + signals.received[0] if signals.received else JOB_FAILED
 
 
-def _dial(where: tuple[str, int], name: str, token: str, signals: SignalLog, dial_seconds: float) -> Meeting | None:
-    """A connection to the launcher; None if the pod was asked to end, or nobody came to answer."""
-    deadline, pause, complaint = time.monotonic() + dial_seconds, _FIRST_PAUSE_SECONDS, ""
+def _connect(
+    where: tuple[str, int], name: str, token: str, signals: SignalLog, seconds: float
+) -> SealedConnection | None:
+    """A connection to the launcher; None if the pod was asked to end, or none could be made."""
+    deadline, pause, complaint = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS, ""
     while not signals.received and time.monotonic() < deadline:
         try:
             connection = socket.create_connection(where, timeout=_CONNECT_SECONDS)
             try:
-                return introduce(connection, name, token, _CONNECT_SECONDS)
+                return connect_to_launcher(connection, name, token, _CONNECT_SECONDS)
             except BaseException:
                 connection.close()
                 raise
@@ -88,11 +90,11 @@ def _dial(where: tuple[str, int], name: str, token: str, signals: SignalLog, dia
             text = str(error)
         if text != complaint:
             complaint = text
-            say(f"{name} does not reach the launcher at {where[0]}, port {where[1]} ({text}). It tries again.")
+            say(f"{name} cannot reach the launcher at {where[0]}, port {where[1]} ({text}). It retries.")
         _sleep(pause, signals)
         pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause)
     if not signals.received:
-        say(f"{name} has not found the launcher at {where[0]}, port {where[1]}, for {dial_seconds:g} s. It gives up.")
+        say(f"{name} has not reached the launcher at {where[0]}, port {where[1]}, for {seconds:g} s. It gives up.")
     return None
 
 
@@ -103,9 +105,9 @@ def _sleep(seconds: float, signals: SignalLog) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The rest of the command line after `dial`."""
+    """The rest of the command line after `connect`."""
     if len(arguments) != 1:
-        sys.stderr.write(f"python -m shardwise.launch.hosts {DIAL} HOST:PORT\n")
+        sys.stderr.write(f"python -m shardwise.launch.hosts {CONNECT} HOST:PORT\n")
         return 2
     with contextlib.suppress(BrokenPipeError):
         try:

@@ -117,13 +117,16 @@ class _HostsJob:
             host.send(
                 "start",
                 first_rank=host.share.first_rank,
-                seat={"size": self._plan.num_ranks, "host": index, "num_hosts": len(self._hosts)},
+                position={"size": self._plan.num_ranks, "host": index, "num_hosts": len(self._hosts)},
                 attempt=asdict(attempt),
                 environment={**self._plan.environment, **devices_of(host)},
             )
 
     def _follow(self) -> None:
         """Handle messages until every host has reported the end of its ranks, or is lost."""
+        for host in self._hosts:
+            if host.is_lost:  # while the first host prepared
+                self._lose_connection(host)
         alive_at = look_at = 0.0
         while len(self._outcomes) + len(self._lost) < len(self._hosts):
             arrival = next_arrival(self._arrivals, 0.05)
@@ -147,7 +150,7 @@ class _HostsJob:
         elif said == "failed":
             self._end(signal.SIGTERM)
         elif said == "signal":
-            say(f"{host.name}: it is asked to end (SIGTERM); passed on to all ranks.")
+            say(f"{host.name}: received SIGTERM; passed on to all ranks.")
             self._signals.received.append(signal.SIGTERM)
         elif said == "over":
             self._outcomes[host] = [outcome_from(one, self._ahead[host]) for one in message["outcomes"]]
@@ -158,12 +161,13 @@ class _HostsJob:
             say(f"{host.name}: {message['text']}.")
             self._lose(host)
         elif said == "lost":
-            grace = ALIVE_SECONDS * LOST_AFTER
-            why = host.complaints.strip().rpartition("\n")[2] or f"ssh ended with status {host.status}"
-            say(
-                f"{host.name}: the connection is lost ({why.rstrip('.')}). Its ranks end within a minute and {grace} s."
-            )
-            self._lose(host)
+            self._lose_connection(host)
+
+    def _lose_connection(self, host: Connection) -> None:
+        grace = ALIVE_SECONDS * LOST_AFTER
+        why = host.complaints.strip().rpartition("\n")[2] or f"ssh ended with status {host.status}"
+        say(f"{host.name}: the connection is lost ({why.rstrip('.')}). Its ranks end within a minute and {grace} s.")
+        self._lose(host)
 
     def _lose(self, host: Connection) -> None:
         if host not in self._outcomes and host not in self._lost:
@@ -181,7 +185,8 @@ class _HostsJob:
             if self._passed_on == 0:
                 first = signal.SIGTERM if received[0] is signal.SIGHUP else received[0]
                 grace = f"{self._plan.job.grace_seconds:g} s"
-                say(f"{received[0].name}: passed on to the ranks, which have {grace} to end; once more kills them.")
+                name = received[0].name
+                say(f"{name}: passed on to the ranks, which have {grace} to end; a second signal kills them.")
                 self._end(first)
             else:
                 self._send_all("kill")
@@ -192,16 +197,16 @@ class _HostsJob:
         ended = sorted(rank for ranks in self._ended.values() for rank in ranks)
         living = [rank for rank in range(self._plan.num_ranks) if rank not in ended]
         if living:
-            self._hosts[0].send("meeting", attempt=self._number, ended=ended, living=living)
+            self._hosts[0].send("cancel_rendezvous", attempt=self._number, ended=ended, living=living)
 
     def _all_outcomes(self) -> list[Outcome]:
         outcomes = [outcome for host in self._hosts for outcome in self._outcomes.get(host, [])]
         first = self._hosts[0]
         if not self._is_ending or first in self._lost:
             return outcomes
-        first.send("words", attempt=self._number, ranks=[outcome.rank for outcome in outcomes])
-        words = _last_words(self._arrivals, first)
-        return [replace(outcome, last_words=words.get(outcome.rank, "")) for outcome in outcomes]
+        first.send("last_status", attempt=self._number, ranks=[outcome.rank for outcome in outcomes])
+        statuses = _last_status(self._arrivals, first)
+        return [replace(outcome, last_status=statuses.get(outcome.rank, "")) for outcome in outcomes]
 
     def _report(self, outcomes: list[Outcome]) -> int:
         logs = self._folder.place(self._number)
@@ -218,13 +223,13 @@ class _HostsJob:
             host.send(do, **details)
 
 
-def _last_words(arrivals: Arrivals, host: Connection) -> dict[int, str]:
-    """The last published activity of each rank, from the first host; empty if it does not answer soon."""
+def _last_status(arrivals: Arrivals, host: Connection) -> dict[int, str]:
+    """The last published status of each rank, from the first host; empty if it does not answer soon."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     while time.monotonic() < deadline:
         arrival = next_arrival(arrivals, 0.1)
-        if arrival is not None and arrival[0] is host and arrival[1]["said"] in ("words", "lost"):
-            return {int(rank): str(words) for rank, words in arrival[1].get("words", ())}
+        if arrival is not None and arrival[0] is host and arrival[1]["said"] in ("last_status", "lost"):
+            return {int(rank): str(status) for rank, status in arrival[1].get("statuses", ())}
     return {}
 
 

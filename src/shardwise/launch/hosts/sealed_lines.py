@@ -1,9 +1,10 @@
-"""Lines between two ends that share the token of a job, over a network that others may write to.
+"""Authenticated lines between two ends that share the token of a job.
 
-[Note: connections that hosts open] A host that opens the connection is not known from ssh, so both ends show that they
-have the token. The launcher sends a random number; the host answers with its name and a random number of its own, under
-a code that depends on the first. Both numbers, and the position of a line, are part of the code of each line after
-that: none can be forged, repeated, left out or moved. They can be read; what is secret does not belong in them.
+[Note: connections that hosts open] If a host opens the connection, ssh does not authenticate it, so both ends prove
+that they have the token. The launcher sends a random number; the host answers with its name and a random number of its
+own, and a code (an HMAC) over them that depends on the first number. The code of each later line depends on both
+numbers and the line's position: no line can be forged, repeated, left out or moved. Lines are not encrypted, so they
+must not contain secrets.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from shardwise.launch.hosts.wire import Inbox
 
 _CODE_BYTES = 32
 _CODE_CHARS = 2 * _CODE_BYTES
-_GREETING = b"shardwise "
-_MAX_GREETING_BYTES = 1024
+_HELLO = b"shardwise "
+_MAX_HELLO_BYTES = 1024
 _NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,252})")
 _NUMBER = re.compile(r"[0-9a-f]{32}")
 
@@ -49,18 +50,18 @@ class SealedLines:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A connection whose ends know each other."""
+class SealedConnection:
+    """A connection whose ends have shown each other that they have the token."""
 
     connection: socket.socket
     name: str
-    """The host's."""
+    """The name of the host."""
     to_host: SealedLines
     to_launcher: SealedLines
 
     @classmethod
-    def of(cls, connection: socket.socket, name: str, token: str, numbers: str) -> Meeting:
-        """After both `numbers` were exchanged: from now on either end may take as long as it needs."""
+    def of(cls, connection: socket.socket, name: str, token: str, numbers: str) -> SealedConnection:
+        """After both `numbers` were exchanged. From now on there is no timeout."""
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -68,39 +69,39 @@ class Meeting:
         return cls(connection, name, SealedLines(seal, "to host"), SealedLines(seal, "to launcher"))
 
 
-def greet(connection: socket.socket, token: str, seconds: float) -> Meeting:
+def accept_host(connection: socket.socket, token: str, seconds: float) -> SealedConnection:
     """The launcher's side. Raises `OSError`, or `ForgedError` for a host that does not have the token."""
     deadline = time.monotonic() + seconds
     first = secrets.token_hex(16)
     connection.settimeout(seconds)
-    connection.sendall(_GREETING + first.encode() + b"\n")
-    said = _opened(Seal(token, first), "hello", _line(connection, deadline))
+    connection.sendall(_HELLO + first.encode() + b"\n")
+    line = _opened(Seal(token, first), "hello", _line(connection, deadline))
     try:
-        hello: dict[str, Any] = plain_data.read(said, dict, max_bytes=_MAX_GREETING_BYTES)
+        hello: dict[str, Any] = plain_data.read(line, dict, max_bytes=_MAX_HELLO_BYTES)
     except ValueError as error:
         raise ForgedError("its first line is not one of a host") from error
     name, second = hello.get("name"), hello.get("number")
     if not (isinstance(name, str) and isinstance(second, str) and _NAME.fullmatch(name) and _NUMBER.fullmatch(second)):
         raise ForgedError("its first line is not one of a host")
-    return Meeting.of(connection, name, token, first + second)
+    return SealedConnection.of(connection, name, token, first + second)
 
 
-def introduce(connection: socket.socket, name: str, token: str, seconds: float) -> Meeting:
+def connect_to_launcher(connection: socket.socket, name: str, token: str, seconds: float) -> SealedConnection:
     """A host's side. Raises `OSError`, or `ForgedError` if no launcher is there."""
     deadline = time.monotonic() + seconds
     connection.settimeout(seconds)
     line = _line(connection, deadline)
-    first = line.removeprefix(_GREETING).decode(errors="replace")
-    if not line.startswith(_GREETING) or not _NUMBER.fullmatch(first):
+    first = line.removeprefix(_HELLO).decode(errors="replace")
+    if not line.startswith(_HELLO) or not _NUMBER.fullmatch(first):
         raise ForgedError("what listens there is not the launcher of a job")
     second = secrets.token_hex(16)
     hello = json.dumps({"name": name, "number": second}).encode()
     connection.sendall(_closed(Seal(token, first), "hello", hello) + b"\n")
-    return Meeting.of(connection, name, token, first + second)
+    return SealedConnection.of(connection, name, token, first + second)
 
 
 class SealedSink:
-    """Where one end writes its messages."""
+    """Writes the messages of one end."""
 
     def __init__(self, connection: socket.socket, lines: SealedLines) -> None:
         self._socket, self._lines = connection, lines
@@ -118,7 +119,7 @@ class SealedSink:
 
 
 class SealedSource:
-    """What comes over a connection, line by line, to its end; a forged line is its end."""
+    """The lines that arrive over a connection; a forged line ends them."""
 
     def __init__(self, connection: socket.socket, lines: SealedLines) -> None:
         self._file, self._lines = connection.makefile("rb"), lines
@@ -134,7 +135,7 @@ class SealedSource:
 
 
 class SealedInbox(Inbox):
-    """Orders that the launcher has sealed; a forged one closes it."""
+    """The orders of the launcher; a forged one closes the inbox."""
 
     def __init__(self, connection: socket.socket, lines: SealedLines) -> None:
         super().__init__(connection.fileno())
@@ -170,7 +171,7 @@ def _line(connection: socket.socket, deadline: float) -> bytes:
         if not byte:
             raise ConnectionResetError("the other end has closed the connection")
         line += byte
-        if len(line) > _MAX_GREETING_BYTES:
+        if len(line) > _MAX_HELLO_BYTES:
             raise ForgedError("its first line is too long")
         if time.monotonic() > deadline:
             raise TimeoutError("the other end is too slow")

@@ -30,11 +30,11 @@ _NUMBER, _SECONDS = OneOf(None, int), OneOf(None, float)
 _OUTCOME = {
     **dict.fromkeys(("rank", "exit_code"), int),
     **dict.fromkeys(("sent", "wanted"), _NUMBER),
-    **dict.fromkeys(("summary", "traceback", "last_words", "batch", "lost_with"), str),
+    **dict.fromkeys(("summary", "traceback", "last_status", "batch", "lost_with"), str),
     "time": float,
     "sent_at": _SECONDS,
     "recorded": bool,
-    "blames": [int],
+    "at_fault": [int],
 }
 _JOB = {
     "command": [str],
@@ -59,14 +59,14 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "prepare": {"run_id": str, "token": str},
     "start": {
         "first_rank": int,
-        "seat": {"size": int, "host": int, "num_hosts": int},
+        "position": {"size": int, "host": int, "num_hosts": int},
         "attempt": _ATTEMPT,
         "environment": {str: str},
     },
     "end": {"number": int},
     "kill": {},
-    "meeting": {"attempt": int, "ended": [int], "living": [int]},
-    "words": {"attempt": int, "ranks": [int]},
+    "cancel_rendezvous": {"attempt": int, "ended": [int], "living": [int]},
+    "last_status": {"attempt": int, "ranks": [int]},
     "bye": {},
     "over": {"status": int},
     "members": {"silence_seconds": float},
@@ -82,7 +82,7 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "leave_out": {"steps": [int]},
     "record": {"line": {str: OneOf(None, bool, int, float, str, [int], [str])}},
 }
-"""What a host is told to `do`."""
+"""Orders to a host, by their key `do`."""
 REPORTS: dict[str, dict[str, Shape]] = {
     "facts": {**dict.fromkeys(("python", "shardwise", "torch", "problem"), str), "time": float},
     "listening": {"address": str, "port": int},
@@ -93,7 +93,7 @@ REPORTS: dict[str, dict[str, Shape]] = {
     "failed": {},
     "signal": {"number": int},
     "over": {"outcomes": [_OUTCOME], "killed": int},
-    "words": {"words": [(int, str)]},
+    "last_status": {"statuses": [(int, str)]},
     "output": {"rank": int, "is_error": bool, "text": str},
     "members": {"address": str, "launcher": str, "problem": str},
     "member": {"outcome": _OUTCOME, "ran_out": bool, "skips": bool},
@@ -134,8 +134,8 @@ def report(line: bytes) -> Message | None:
 
 
 def is_about(message: Message, ranks: Container[int]) -> bool:
-    """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. Excepted are the
-    last words of ranks, which come from the store."""
+    """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. The last
+    status of ranks is exempt, because it comes from the store."""
     named = [message[key] for key in ("rank", "number") if key in message and message["said"] != "signal"]
     outcomes = [*message.get("outcomes", ()), *([message["outcome"]] if "outcome" in message else ())]
     named = [*named, *message.get("ranks", ()), *(outcome["rank"] for outcome in outcomes)]
@@ -169,7 +169,7 @@ def outcome_from(message: Message, ahead_seconds: float) -> Outcome:
         sent=None if message["sent"] is None else _signal(message["sent"]),
         sent_at=math.inf if message["sent_at"] is None else message["sent_at"] - ahead_seconds,
         time=outcome.time - ahead_seconds,
-        blames=tuple(outcome.blames),
+        at_fault=tuple(outcome.at_fault),
     )
 
 

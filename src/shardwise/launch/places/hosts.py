@@ -70,7 +70,7 @@ def parse_host_file(text: str, name: str) -> list[Host]:
 def choose(hosts: Sequence[Host], include: str | None = None, exclude: str | None = None) -> list[Host]:
     """What DeepSpeed's `--include host1@host2:0,1` and `--exclude` leave of `hosts`, in their order."""
     if include and exclude:
-        raise ConfigError("--include and --exclude are two ways to say the same. Give one of them.")
+        raise ConfigError("--include and --exclude cannot be combined. Give one of them.")
     if not include and not exclude:
         return list(hosts)
     option = "--include" if include else "--exclude"
@@ -91,7 +91,7 @@ def shares(hosts: Iterable[Host], nproc: int | None = None) -> list[Share]:
         number = len(host.devices) or nproc or host.slots
         if number is None:
             raise ConfigError(
-                f"Nothing says how many ranks are to run on {host.name}. Write {host.name}:4 or `{host.name} slots=4`, "
+                f"The number of ranks on {host.name} is unknown. Write {host.name}:4 or `{host.name} slots=4`, "
                 f"or give --nproc for all hosts."
             )
         if nproc is not None and host.slots is not None and nproc > host.slots:
@@ -119,7 +119,7 @@ def _expand_one(part: str) -> list[str]:
     for numbers in ranges.split(","):
         low, dash, high = numbers.partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
-            raise ConfigError(f"The host list {part!r} has {numbers!r} where numbers should be.")
+            raise ConfigError(f"The host list {part!r} has {numbers!r} instead of numbers.")
         middles += [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
     return [before + middle + end for middle in middles for end in _expand_one(after)]
 
@@ -136,7 +136,7 @@ def _parse_host(word: str, place: str) -> Host:
 
 def _at_least_one(slots: int, place: str) -> int:
     if slots < 1:
-        raise ConfigError(f"{place}: a host has at least one slot; leave it out if it is not to be used.")
+        raise ConfigError(f"{place}: a host needs at least one slot. Remove the host if it is not to be used.")
     return slots
 
 
@@ -146,7 +146,7 @@ def _distinct(hosts: list[Host], place: str) -> list[Host]:
         if names.count(name) > 1:
             raise ConfigError(f"{place}: {name} is named twice. Name each host once, with all of its slots.")
     if not hosts:
-        raise ConfigError(f"{place}: there is no host in it.")
+        raise ConfigError(f"{place}: it lists no host.")
     return hosts
 
 
@@ -156,7 +156,7 @@ def _parse_filter(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tu
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
         if name not in known:
-            raise ConfigError(f"{option} names {name!r}, which is none of the hosts. {nearest(name, known)}")
+            raise ConfigError(f"{option} names {name!r}, which is not in the host list. {nearest(name, known)}")
         if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
             raise ConfigError(f"{option} {part!r}: after the colon come slots, such as {name}:0,2.")
         chosen = tuple(sorted({int(number) for number in numbers.split(",")})) if colon else ()
@@ -175,6 +175,6 @@ def _without(host: Host, devices: tuple[int, ...]) -> Host | None:
     if not devices:
         return None
     if host.slots is None:
-        raise ConfigError(f"--exclude {host.name}:...: nothing says how many slots {host.name} has.")
+        raise ConfigError(f"--exclude {host.name}:...: the number of slots of {host.name} is unknown.")
     left = tuple(number for number in range(host.slots) if number not in devices)
     return replace(host, slots=len(left), devices=left) if left else None

@@ -45,7 +45,7 @@ class PodRequest:
     def check(self) -> None:
         """Raises `ConfigError`."""
         if not self.image:
-            raise ConfigError("--where k8s needs --image: what the pods run, with shardwise and the script in it.")
+            raise ConfigError("--where k8s needs --image: a container image with shardwise and the script.")
         if self.kind not in KINDS:
             raise ConfigError(f"--kind {self.kind!r} is none of {', '.join(KINDS)}.")
         if self.nodes < 1:
@@ -53,11 +53,11 @@ class PodRequest:
         for option, name in (("--name", self.name), ("--namespace", self.namespace)):
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{option} {name!r} is not a name of Kubernetes': small letters, digits and dashes, at most 50."
+                    f"{option} {name!r} is not a valid Kubernetes name: use lower-case letters, digits and dashes."
                 )
         for claim, path in self.claims.items():
             if not path.startswith("/"):
-                raise ConfigError(f"--claim {claim}:{path}: the path in the pod begins with a slash.")
+                raise ConfigError(f"--claim {claim}:{path}: the path must begin with a slash.")
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K
         return K8sPlan(tuple(_elastic(job, request, environment)), request)
     if job.max_restarts and request.kind != "jobset":
         raise ConfigError(
-            f"--max-restarts: a {request.kind} starts one pod again, and the others would wait for what it has "
-            f"forgotten. Use --kind jobset, which starts all of them."
+            f"--max-restarts: a {request.kind} restarts only the pod that failed, which cannot rejoin the others. Use "
+            f"--kind jobset, which restarts all pods."
         )
     build = {"job": _indexed_job, "jobset": _job_set, "trainjob": _train_job}[request.kind]
     return K8sPlan(tuple(build(job, request, environment)), request)
@@ -145,11 +145,11 @@ def _elastic(job: Job, request: PodRequest, environment: Mapping[str, str]) -> l
     elastic, is_set, name = job.elastic, request.kind == "jobset", request.name
     assert elastic is not None
     if request.kind == "trainjob":
-        raise ConfigError("--elastic: a TrainJob has one kind of pods. Use --kind jobset, or --kind job.")
+        raise ConfigError("--elastic: a TrainJob has only one kind of pod. Use --kind jobset, or --kind job.")
     num_slots = job.nproc * request.nodes
     if num_slots < elastic.least:
         raise ConfigError(
-            f"--elastic {elastic.least}:{elastic.most}: {elastic.least} ranks are needed, and {request.nodes} pods of "
+            f"--elastic {elastic.least}:{elastic.most}: {elastic.least} ranks are needed, but {request.nodes} pods of "
             f"{job.nproc} have {num_slots} slots."
         )
     names = {part: f"{name}-{part}" for part in (LAUNCHER, "hosts")}
@@ -197,14 +197,14 @@ def _service(request: PodRequest, selector: Mapping[str, str]) -> Manifest:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # ranks meet before any pod counts as ready
             "selector": dict(selector),
-            "ports": [{"name": "meeting", "port": _PORT}],
+            "ports": [{"name": "rendezvous", "port": _PORT}],
         },
     }
 
 
 def _train_job(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
     if request.claims or request.secrets:
-        raise ConfigError("A TrainJob has its volumes and secrets from its runtime. Leave out --claim and --secret.")
+        raise ConfigError("A TrainJob takes its volumes and secrets from its runtime. Remove --claim and --secret.")
     trainer: Manifest = {
         "image": request.image,
         "command": ["torchrun", *_script(job)],  # the runtime sets torchrun's options, as PET_...
@@ -239,7 +239,7 @@ def _job_spec(job: Job, request: PodRequest, environment: Mapping[str, str], add
             *_script(job),
         ],
         "env": _environment(job, environment),
-        "ports": [{"name": "meeting", "containerPort": _PORT, "protocol": "TCP"}],
+        "ports": [{"name": "rendezvous", "containerPort": _PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
     }
     if request.secrets:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job_token import VARIABLE
-from shardwise.launch.hosts.pod import DIAL, JOB_FAILED, NAME
+from shardwise.launch.hosts.pod import CONNECT, JOB_FAILED, NAME
 from shardwise.launch.job import Job
 from shardwise.launch.places.pods import PORT
 
@@ -43,7 +43,7 @@ def options_of(job: Job, nodes: int) -> list[str]:
     elastic = job.elastic
     assert elastic is not None
     if job.port == 65535:
-        raise ConfigError("--port is 65535: ranks meet at the next one, so give 65534 or less.")
+        raise ConfigError("--port is 65535: the store uses the next port, so give 65534 or less.")
     where = ["--where", "pods", "--nodes", str(nodes), "--nproc", str(job.nproc), "--master-addr", "$(POD_IP)"]
     limits = ["--elastic", f"{elastic.least}:{elastic.most}", "--port", str(job.port or PORT)]
     times = ["--retries", f"{elastic.retries}:{elastic.retry_seconds:g}", "--timeout", f"{job.grace_seconds:g}"]
@@ -71,7 +71,7 @@ def ranks_container(address: str, port: int) -> Manifest:
     name = {"name": NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     return {
         "name": "ranks",
-        "command": ["python", "-m", "shardwise.launch.hosts", DIAL, f"{address}:{port}"],
+        "command": ["python", "-m", "shardwise.launch.hosts", CONNECT, f"{address}:{port}"],
         "env": [name],
     }
 

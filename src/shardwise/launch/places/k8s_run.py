@@ -27,9 +27,9 @@ _NOT_THERE = 404
 
 
 def run_k8s(plan: K8sPlan, pause_seconds: float = _PAUSE_SECONDS) -> int:
-    """Submit, follow the logs until the job is over, and return 0 if it ended well, else 1.
+    """Submit the job, show its logs until it is over, and return 0 if it succeeded, else 1.
 
-    After Ctrl-C the job goes on; the status is 130. Raises `LaunchError` for what the cluster refuses.
+    After Ctrl-C the job continues; the status is 130. Raises `LaunchError` for what the cluster refuses.
     """
     library = _library()
     named = os.environ.get("KUBECONFIG")
@@ -37,7 +37,7 @@ def run_k8s(plan: K8sPlan, pause_seconds: float = _PAUSE_SECONDS) -> int:
         library.config.load_config(**({"config_file": named} if named else {}))
     except library.config.ConfigException as error:
         raise LaunchError(
-            f"No cluster is known here: {str(error).rstrip('.')}. Log in to one, so that kubectl finds it."
+            f"No Kubernetes cluster is configured here: {str(error).rstrip('.')}. Log in to one, so that kubectl works."
         ) from error
     job = _Submitted(plan, library, pause_seconds)
     job.submit()
@@ -47,24 +47,24 @@ def run_k8s(plan: K8sPlan, pause_seconds: float = _PAUSE_SECONDS) -> int:
     try:
         return job.follow()
     except KeyboardInterrupt:
-        say(f"the job goes on; `{plan.delete_command}` ends it.")
+        say(f"the job continues; `{plan.delete_command}` ends it.")
         return 130
 
 
 @dataclass(frozen=True)
 class _Library:
-    """What is used of the client."""
+    """The modules of the Kubernetes client that are used."""
 
     client: Any
     config: Any
     watch: Any
     unanswered: type[Exception]
-    """What it raises where nobody answers."""
+    """The exception for a cluster that does not answer."""
 
 
 @dataclass
 class _Pod:
-    """One whose log is shown."""
+    """A pod whose log is shown."""
 
     thread: threading.Thread | None = None
     is_over: bool = False
@@ -104,7 +104,7 @@ class _Submitted:
     def follow(self) -> int:
         """Until the job is over, and all has been shown that pods have printed."""
         for watch in (self._watch_job, self._watch_pods):
-            threading.Thread(target=self._again_and_again, args=(watch,), daemon=True).start()
+            threading.Thread(target=self._repeat, args=(watch,), daemon=True).start()
         while not self._over.wait(0.2):  # so that Ctrl-C is heard
             pass
         with contextlib.suppress(self._library.client.ApiException, self._library.unanswered):
@@ -146,14 +146,14 @@ class _Submitted:
 
     # -- what becomes of them ---------------------------------------------------------------------------
 
-    def _again_and_again(self, watch: Callable[[], None]) -> None:
-        """Watches end by themselves; where the cluster does not answer, it is asked again."""
+    def _repeat(self, watch: Callable[[], None]) -> None:
+        """Repeat a watch, which ends by itself, or when the cluster does not answer."""
         while not self._over.is_set():
             try:
                 watch()
                 self._complaint = ""
             except self._library.client.ApiException as error:
-                if error.status != _GONE:  # what was seen last is too old to go on from
+                if error.status != _GONE:  # the last version that was seen is too old to continue from
                     self._complain(_reason(error))
             except self._library.unanswered as error:
                 self._complain(str(error).rstrip("."))
@@ -161,7 +161,7 @@ class _Submitted:
 
     def _complain(self, why: str) -> None:
         if not self._complaint:
-            say(f"the cluster does not say how the job is: {why.rstrip('.')}. It is asked again.")
+            say(f"the state of the job is unknown: {why.rstrip('.')}. It is asked again.")
         self._complaint = why
 
     def _watch_job(self) -> None:

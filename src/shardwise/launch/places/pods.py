@@ -19,9 +19,9 @@ class PodsPlan(SshPlan):
         """What a dry run prints."""
         elastic, per_pod = self.job.elastic, self.slots_per_host
         assert elastic is not None
-        lines = [f"{elastic.least} to {elastic.most} ranks, {per_pod} in each pod that calls"]
-        lines.append(f"pods call port {self.port} of {self.settings.address}, and ranks meet at port {self.port + 1}")
-        lines.append(f"the job begins with {len(self.shares)} pods, or with fewer after a while")
+        lines = [f"{elastic.least} to {elastic.most} ranks, {per_pod} in each pod that connects"]
+        lines.append(f"pods connect to {self.settings.address}, port {self.port}; the store is at port {self.port + 1}")
+        lines.append(f"the job starts with {len(self.shares)} pods, or with fewer after a minute")
         return "\n".join(lines)
 
     def describe_need(self) -> str:
@@ -38,4 +38,4 @@ class PodsPlan(SshPlan):
     def check(self) -> None:
         super().check()
         if self.port > 65534:
-            raise ConfigError(f"--port is {self.port}: ranks meet at the next one, so give 65534 or less.")
+            raise ConfigError(f"--port is {self.port}: the store uses the next port, so give 65534 or less.")

@@ -39,7 +39,7 @@ class SlurmRequest:
     """As Slurm writes it (`30`, `2:00:00`, `1-12`); `""` is what the partition gives."""
     gpus_per_node: int = 0
     save_seconds: int = 120
-    """How long before the end of the time the ranks are told to save."""
+    """How long before the time limit the ranks get SIGTERM, to save."""
     requeue: bool = True
     bind: str = "none"
     arguments: tuple[str, ...] = ()
@@ -50,15 +50,13 @@ class SlurmRequest:
         if self.nodes < 1:
             raise ConfigError(f"--nodes is {self.nodes}: a job needs at least one.")
         if self.time and not _TIME.fullmatch(self.time):
-            raise ConfigError(f"--time {self.time!r} is not a time of Slurm's: minutes, H:MM:SS, or D-HH:MM:SS.")
+            raise ConfigError(f"--time {self.time!r} is not a time limit: give minutes, H:MM:SS or D-HH:MM:SS.")
         if not 0 <= self.save_seconds <= 65535:
             raise ConfigError(f"--save-before-end is {self.save_seconds}: Slurm takes 0 to 65535 seconds.")
         if self.save_seconds >= seconds_of(self.time):
-            raise ConfigError(
-                f"--save-before-end {self.save_seconds} is all of the time that --time {self.time} gives."
-            )
+            raise ConfigError(f"--save-before-end {self.save_seconds} is not less than --time {self.time}.")
         if "\n" in self.name or not self.name:
-            raise ConfigError(f"--name {self.name!r} is not a name of a job.")
+            raise ConfigError(f"--name {self.name!r} is not a valid job name.")
         for argument in self.arguments:
             if "\n" in argument or not argument.startswith("-"):
                 raise ConfigError(f"--launcher-args: {argument!r} is not an option of sbatch; write --partition=gpu.")
@@ -150,7 +148,7 @@ def run_sbatch(plan: SbatchPlan, environment: Mapping[str, str]) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"sbatch did not answer within {_SUBMIT_SECONDS:g} s. Is the Slurm controller up? `scontrol ping` tells."
+            f"sbatch did not answer within {_SUBMIT_SECONDS:g} s. See with `scontrol ping` if the controller is up."
         ) from error
     if done.returncode:
         raise LaunchError(_refusal(done.stderr))
@@ -160,11 +158,11 @@ def run_sbatch(plan: SbatchPlan, environment: Mapping[str, str]) -> str:
 def _refusal(stderr: str) -> str:
     """What `sbatch` says, in one sentence."""
     lines = [re.sub(r"^sbatch: ((error|fatal): )?", "", line.strip()).rstrip(".") for line in stderr.splitlines()]
-    said = "; ".join(filter(None, lines)) or "it does not say why"
+    said = "; ".join(filter(None, lines)) or "it gave no reason"
     if re.search(_NO_CONTROLLER, said):
         return (
-            f"No Slurm controller is reached from here ({said}). Run this on a login node, or look at SLURM_CONF and "
-            f"`scontrol ping`."
+            f"The Slurm controller cannot be reached from here ({said}). Run this on a login node, or check SLURM_CONF "
+            f"and `scontrol ping`."
         )
     return f"Slurm refused the job: {said}."
 
@@ -182,7 +180,7 @@ def check_there(command: str) -> None:
     """Raises `LaunchError` if Slurm's command is not here."""
     if shutil.which(command) is None:
         raise LaunchError(
-            f"There is no {command} here. Run this on a login node of a Slurm cluster; --dry-run prints what would run."
+            f"This machine has no {command}. Run this on a login node of a Slurm cluster, or use --dry-run here."
         )
 
 
@@ -212,7 +210,7 @@ def _default_threads(job: Job) -> str:
 
 def _check_no_restarts(job: Job) -> None:
     if job.max_restarts:
-        raise ConfigError("--max-restarts: Slurm starts whole jobs again, not ranks. Leave it out; see --no-requeue.")
+        raise ConfigError("--max-restarts: Slurm requeues whole jobs, not ranks. Remove it; see --no-requeue.")
 
 
 def _quoted(option: str) -> str:
@@ -223,10 +221,10 @@ def _quoted(option: str) -> str:
 _BODY: Final = """\
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{default_threads}}}"
 
-# The end of the time is near: the ranks save and end.
+# Shortly before the time limit: the ranks save and end.
 save() {{
-  trap "" USR1 TERM  # to be put into the queue again is a SIGTERM too
-  echo "shardwise: SIGTERM is passed on to the ranks, so that they can save."
+  trap "" USR1 TERM  # requeuing sends SIGTERM too
+  echo "shardwise: SIGTERM is sent to the ranks, so that they can save."
   scancel --signal=TERM "$SLURM_JOB_ID"  # its steps; srun itself would kill them
   wait "$step"
   {then}
@@ -237,5 +235,5 @@ trap save USR1 TERM
 step=$!
 wait "$step"
 """
-_REQUEUE: Final = 'echo "shardwise: the job goes into the queue again."\n  scontrol requeue "$SLURM_JOB_ID"\n  exit 0'
+_REQUEUE: Final = 'echo "shardwise: the job is requeued."\n  scontrol requeue "$SLURM_JOB_ID"\n  exit 0'
 _END: Final = "exit 143"

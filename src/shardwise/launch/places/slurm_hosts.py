@@ -54,8 +54,8 @@ def nodes_of(number: str) -> list[Host]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"squeue does not say which nodes job {number} has: {error}.") from error
+        raise ConfigError(f"squeue did not list the nodes of job {number}: {error}.") from error
     names = expand(done.stdout.strip())
     if done.returncode or not names:
-        raise ConfigError(f"squeue does not say which nodes job {number} has: {done.stderr.strip() or 'none'}.")
+        raise ConfigError(f"squeue did not list the nodes of job {number}: {done.stderr.strip() or 'none'}.")
     return [Host(name) for name in names]

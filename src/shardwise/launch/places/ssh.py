@@ -18,9 +18,9 @@ from shardwise.launch.places.hosts import Share
 
 ALIVE_SECONDS = 5
 LEFT_OUT = ("--filter=:- .gitignore", "--exclude=.git", "--exclude=.venv*", "--exclude=__pycache__")
-"""What is not copied, as rsync takes it. It reads most of what may stand in a .gitignore, of every folder."""
+"""What is not copied, as rsync takes it. It understands most of what .gitignore files contain, in every folder."""
 MEMBERS = "members"
-"""What tells the process on a host that the job is elastic."""
+"""The argument of the process on a host if the job is elastic."""
 LOST_AFTER = 3
 """So many messages without an answer, one every `ALIVE_SECONDS`, and ssh takes the connection for lost."""
 
@@ -63,7 +63,7 @@ class SshPlan:
         settings = self.settings
         self.job.check_numbers()
         if not os.path.isabs(settings.directory):
-            raise ConfigError(f"--chdir {settings.directory!r}: ranks on other hosts need a path from the root.")
+            raise ConfigError(f"--chdir {settings.directory!r}: give an absolute path, since ranks are elsewhere.")
         if settings.port is not None and not 1 <= settings.port <= 65535:
             raise ConfigError(f"--ssh-port is {settings.port}; a port is a number from 1 to 65535.")
         if settings.identity is not None and not settings.identity.is_file():
@@ -88,9 +88,9 @@ class SshPlan:
         elastic = self.job.elastic
         many = f"{elastic.least} to {elastic.most} of " if elastic is not None else ""
         lines = [f"{many}{self.num_ranks} ranks on {len(self.shares)} hosts, in {self.settings.directory}"]
-        first = f"where ssh reaches {self.shares[0].host.name}" if elastic is None else "this machine, as hosts see it"
-        meeting = self.settings.address or first
-        lines.append(f"they meet at {meeting}, port {self.job.port or '<a free one>'}")
+        name = self.shares[0].host.name if elastic is None else "this machine"
+        address = self.settings.address or f"the address of {name} in the ssh connection"
+        lines.append(f"rendezvous: {address}, port {self.job.port or '<a free one>'}")
         if self.environment:
             lines.append(f"with the variables {', '.join(self.environment)}")
         for share in self.shares:

@@ -1,4 +1,4 @@
-"""What gradients are cast to before they travel."""
+"""Compression of gradients: the dtype in which they are sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Tensor = torch.Tensor
 
 
 class NoneCompressor:
-    """As they are."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` needs to know."""
+        """The tensor to send, and the context that `decompress` needs."""
         return tensor, None
 
     @staticmethod
@@ -35,17 +35,17 @@ class _Cast(NoneCompressor):
 
 
 class FP16Compressor(_Cast):
-    """Half of fp32's bytes; beyond 65,504 values overflow."""
+    """Casts to fp16. Values above 65,504 overflow."""
 
 
 class BF16Compressor(_Cast):
-    """Half of fp32's bytes, and its range. Horovod has none."""
+    """Casts to bf16, which has the range of fp32. Horovod does not have it."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """For `compression=`; any object with `compress` and `decompress` will do."""
+    """Values for `compression=`. Any object with `compress` and `decompress` works."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,108 +1,18 @@
 """Collectives on torch tensors, with their gradients.
 
-Each has a `name`, by which ranks are matched: with names, each rank may issue collectives in its own order.
-`..._async` returns a handle for `poll` and `synchronize`; a trailing `_` means in place. `process_set` has the ranks
-that take part. If the ranks' arguments do not match, all raise `HorovodInternalError`, which names tensor and ranks.
+Collectives are matched by `name`; ranks may issue named collectives in any order. `..._async` returns a handle for
+`poll` and `synchronize`; a trailing `_` means in place. `process_set` is the set of ranks that take part. If the ranks'
+arguments do not match, all ranks raise a `HorovodInternalError` that names the tensor and the ranks.
 """
 
-from shardwise.integrations.horovod.context import (
-    barrier,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from shardwise.integrations.horovod.torch.data_movement import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from shardwise.integrations.horovod.torch.ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Op,
-    Product,
-    Sum,
-    handle_average_backwards_compatibility,
-    poll,
-    synchronize,
-)
-from shardwise.integrations.horovod.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from shardwise.integrations.horovod import basics
+from shardwise.integrations.horovod.basics import *  # noqa: F403
+from shardwise.integrations.horovod.ops import Op, handle_average_backwards_compatibility, poll, synchronize
+from shardwise.integrations.horovod.torch import data_movement, reductions
+from shardwise.integrations.horovod.torch.data_movement import *  # noqa: F403
+from shardwise.integrations.horovod.torch.reductions import *  # noqa: F403
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Op",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "cross_rank",
-    "cross_size",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+__all__ = ["Op", "handle_average_backwards_compatibility", "poll", "synchronize"]
+__all__ += basics.__all__
+__all__ += data_movement.__all__
+__all__ += reductions.__all__

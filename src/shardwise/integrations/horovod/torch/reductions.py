@@ -8,12 +8,96 @@ from typing import Any
 import torch
 
 from shardwise.integrations.horovod.current_session import current_session
+from shardwise.integrations.horovod.ops import Average, Reduction, Sum
 from shardwise.integrations.horovod.pending import Handle
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.compression import Compression
-from shardwise.integrations.horovod.torch.ops import Adasum, Average, Op, Sum, scaling_of
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
 
 Tensor = torch.Tensor
+
+
+def _issue(
+    verb: str, tensors: Sequence[Tensor], name: str | None, reduction: Reduction, *, is_single: bool = False
+) -> Handle:
+    return current_session().issue_tensors(verb, name, tensors, is_single=is_single, **reduction.fields())
+
+
+def _all_reduce_in_place(
+    tensors: Sequence[Tensor], name: str | None, reduction: Reduction, *, is_single: bool = False
+) -> Handle:
+    return current_session().issue_tensors(
+        "allreduce",
+        name,
+        tensors,
+        [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors],
+        is_single=is_single,
+        finish=lambda _: tensors[0] if is_single else list(tensors),
+        **reduction.fields(),
+    )
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = current_session().name_for("allreduce", name)
+        ctx.reduction = reduction
+        reduced: list[Tensor] = _issue("allreduce", tensors, ctx.name, reduction).wait()
+        return tuple(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.reduction.require_gradient("allreduce")
+        return None, None, *_issue("allreduce", grads, f"{ctx.name}.grad", ctx.reduction).wait()
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = current_session().name_for("reducescatter", name)
+        ctx.reduction = reduction
+        scattered: list[Tensor] = _issue("reducescatter", tensors, ctx.name, reduction).wait()
+        return tuple(scattered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        reduction: Reduction = ctx.reduction
+        reduction.require_gradient("reducescatter")
+        factor = reduction.prescale * reduction.postscale
+        if reduction.op is Sum:
+            factor *= reduction.process_set.size() or 1
+        gathered = current_session().issue_tensors(
+            "allgather",
+            f"{ctx.name}.grad",
+            [grad * factor if factor != 1 else grad for grad in grads],
+            is_single=False,
+            process_set=reduction.process_set.number(),
+        )
+        return None, None, *gathered.wait()
+
+
+def _apply(
+    function: Any, tensors: Sequence[Tensor], name: str | None, reduction: Reduction, compression: Any
+) -> list[Tensor]:
+    """`function`, one of the two above, of compressed tensors."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    results = function.apply(name, reduction, *(tensor for tensor, _ in compressed))
+    return [compression.decompress(one, ctx) for one, (_, ctx) in zip(results, compressed, strict=True)]
 
 
 def allreduce_async(
@@ -25,12 +109,13 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`postscale_factor` times the reduction of every rank's `prescale_factor` times `tensor`; its average, by default.
+    """Start to reduce the ranks' tensors; by default, to average them.
 
-    Averages of whole numbers are rounded towards zero, halves are summed in fp32.
+    Each tensor is multiplied by `prescale_factor` before the reduction, and the result by `postscale_factor`. Averages
+    of integers are rounded towards zero; half-precision values are summed in fp32.
     """
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    return current_session().on_tensors("allreduce", name, [tensor], process_set=process_set.number(), **scaling)
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return _issue("allreduce", [tensor], name, reduction, is_single=True)
 
 
 def allreduce_async_(
@@ -42,57 +127,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """The same, into `tensor`."""
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    return _in_place([tensor], name, process_set, scaling, is_single=True)
-
-
-def _in_place(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, scaling: dict[str, Any], *, is_single: bool
-) -> Handle:
-    return current_session().on_tensors(
-        "allreduce",
-        name,
-        tensors,
-        [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors],
-        is_single=is_single,
-        finish=lambda _: tensors[0] if is_single else list(tensors),
-        process_set=process_set.number(),
-        **scaling,
-    )
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.options = options
-        ctx.name = current_session().name_for("allreduce", options["name"]).removeprefix("allreduce.")
-        ctx.process_set = options["process_set"]
-        result: list[Tensor] = (
-            current_session()
-            .on_tensors(
-                "allreduce",
-                ctx.name,
-                tensors,
-                is_single=False,
-                process_set=ctx.process_set.number(),
-                **options["scaling"],
-            )
-            .wait()
-        )
-        return tuple(result)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        summed = current_session().on_tensors(
-            "allreduce",
-            f"{ctx.name}.grad",
-            grads,
-            is_single=False,
-            process_set=ctx.process_set.number(),
-            **ctx.options["scaling"],
-        )
-        return None, *summed.wait()
+    """`allreduce_async`, in place."""
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return _all_reduce_in_place([tensor], name, reduction, is_single=True)
 
 
 def allreduce(
@@ -105,12 +142,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """As `allreduce_async`, waited for; its gradient is reduced in the same way."""
-    sent, context = compression.compress(tensor)
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    (reduced,) = _AllReduce.apply({"name": name, "process_set": process_set, "scaling": scaling}, sent)  # type: ignore[no-untyped-call]
-    result: Tensor = compression.decompress(reduced, context)
-    return result
+    """`allreduce_async`, blocking and with a gradient, which is reduced in the same way. Only `Average` and `Sum` have
+    gradients."""
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return _apply(_AllReduce, [tensor], name, reduction, compression)[0]
 
 
 def allreduce_(
@@ -122,7 +157,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """As `allreduce_async_`, waited for."""
+    """`allreduce_async_`, blocking."""
     reduced: Tensor = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
     return reduced
 
@@ -136,11 +171,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Several tensors, reduced together: none before all of them have been issued by all ranks."""
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    return current_session().on_tensors(
-        "allreduce", name, tensors, is_single=False, process_set=process_set.number(), **scaling
-    )
+    """Start to reduce several tensors together, as soon as all ranks have issued all of them."""
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return _issue("allreduce", tensors, name, reduction)
 
 
 def grouped_allreduce_async_(
@@ -152,9 +185,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """The same, into `tensors`."""
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    return _in_place(tensors, name, process_set, scaling, is_single=False)
+    """`grouped_allreduce_async`, in place."""
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return _all_reduce_in_place(tensors, name, reduction)
 
 
 def grouped_allreduce(
@@ -167,11 +200,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """As `grouped_allreduce_async`, waited for, with gradients."""
-    sent, contexts = zip(*map(compression.compress, tensors), strict=True)
-    scaling = scaling_of(op, average, prescale_factor, postscale_factor)
-    reduced = _AllReduce.apply({"name": name, "process_set": process_set, "scaling": scaling}, *sent)  # type: ignore[no-untyped-call]
-    return [compression.decompress(one, context) for one, context in zip(reduced, contexts, strict=True)]
+    """`allreduce` of several tensors together."""
+    reduction = Reduction.of(op, average, prescale_factor, postscale_factor, process_set)
+    return _apply(_AllReduce, tensors, name, reduction, compression)
 
 
 def grouped_allreduce_(
@@ -183,35 +214,32 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """As `grouped_allreduce_async_`, waited for."""
-    reduced: list[Tensor] = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    """`grouped_allreduce_async_`, blocking."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    reduced: list[Tensor] = handle.wait()
     return reduced
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Sum or average a sparse COO tensor, by gathering the ranks' indices and values.
+    """Start to sum or average sparse COO tensors, by gathering the ranks' indices and values.
 
-    The handle gives a sparse tensor, coalesced; it may also be called.
+    The handle returns a coalesced sparse tensor. As in Horovod, the handle may be called.
     """
-    if Op(op) not in (Average, Sum):
-        raise ValueError(f"A sparse tensor can be summed or averaged, not reduced by {Op(op).name}.")
-    given = tensor.coalesce()
-    shape, divisor = tensor.shape, (process_set.size() or 1) if Op(op) is Average else 1
+    _, divisor = Reduction.of(op, None, 1.0, 1.0, process_set).sparse_scaling()
+    coalesced, shape = tensor.coalesce(), tensor.shape
 
-    def put_together(parts: list[Tensor]) -> Tensor:
-        indices, values = parts
+    def reduce(gathered: list[Tensor]) -> Tensor:
+        indices, values = gathered
         return torch.sparse_coo_tensor(indices.t(), values / divisor, shape, check_invariants=False).coalesce()
 
-    return current_session().on_tensors(
+    return current_session().issue_tensors(
         "allgather",
         f"{name}.sparse" if name is not None else None,
-        [given.indices().t().contiguous(), given.values()],
+        [coalesced.indices().t().contiguous(), coalesced.values()],
         is_single=False,
-        finish=put_together,
+        finish=reduce,
         process_set=process_set.number(),
     )
 
@@ -224,10 +252,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """This rank's rows of the reduction: equally many on all, the first ranks one more where need be."""
-    return grouped_reducescatter_async(
-        [tensor], name, op, process_set, prescale_factor, postscale_factor, is_single=True
-    )
+    """Start to reduce the ranks' tensors and to give each rank its rows: the first ranks get one more if needed."""
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _issue("reducescatter", [tensor], name, reduction, is_single=True)
 
 
 def grouped_reducescatter_async(
@@ -237,35 +264,10 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    *,
-    is_single: bool = False,
 ) -> Handle:
-    if Op(op) is Adasum:
-        raise ValueError("Adasum is not an op of reducescatter. Take Average, Sum, Min, Max or Product.")
-    scaling = scaling_of(op, None, prescale_factor, postscale_factor)
-    return current_session().on_tensors(
-        "reducescatter", name, tensors, is_single=is_single, process_set=process_set.number(), **scaling
-    )
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.options = options
-        ctx.name = current_session().name_for("reducescatter", options["name"]).removeprefix("reducescatter.")
-        handle = grouped_reducescatter_async(tensors, ctx.name, *options["rest"])
-        scattered: list[Tensor] = handle.wait()
-        return tuple(scattered)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        op, process_set, prescale, postscale = ctx.options["rest"]
-        factor = prescale * postscale * ((process_set.size() or 1) if Op(op) is Sum else 1)
-        sent = [grad * factor if factor != 1 else grad for grad in grads]
-        gathered = current_session().on_tensors(
-            "allgather", f"{ctx.name}.grad", sent, is_single=False, process_set=process_set.number()
-        )
-        return None, *gathered.wait()
+    """`reducescatter_async` of several tensors together."""
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _issue("reducescatter", tensors, name, reduction)
 
 
 def reducescatter(
@@ -277,7 +279,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """As `reducescatter_async`, waited for, with Horovod's gradient: gathered, and for `Sum` times the ranks."""
+    """`reducescatter_async`, blocking and with Horovod's gradient: the ranks' gradients gathered, for `Sum` times the
+    number of ranks."""
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
@@ -290,7 +293,6 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    sent, contexts = zip(*map(compression.compress, tensors), strict=True)
-    options = {"name": name, "rest": (op, process_set, prescale_factor, postscale_factor)}
-    scattered = _ReduceScatter.apply(options, *sent)  # type: ignore[no-untyped-call]
-    return [compression.decompress(one, context) for one, context in zip(scattered, contexts, strict=True)]
+    """`reducescatter` of several tensors together."""
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _apply(_ReduceScatter, tensors, name, reduction, compression)

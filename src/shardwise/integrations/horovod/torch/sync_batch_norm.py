@@ -1,4 +1,4 @@
-"""Batch normalization by the statistics of all ranks' rows."""
+"""Batch normalization with the statistics of all ranks' batches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.integrations.horovod.context import is_initialized, size
-from shardwise.integrations.horovod.torch.mpi_ops import Sum, allreduce
+from shardwise.integrations.horovod.basics import is_initialized, size
+from shardwise.integrations.horovod.ops import Sum
+from shardwise.integrations.horovod.torch.reductions import allreduce
 
 Tensor = torch.Tensor
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """As `torch.nn.BatchNorm1d`, `2d` and `3d`, over the rows of all ranks, which may have different numbers of them.
+    """`torch.nn.BatchNorm1d`, `2d` or `3d` over the batches of all ranks, whose sizes may differ.
 
-    Horovod's takes CUDA tensors alone; this one any. In evaluation, and on one rank, it is the plain one.
+    Unlike Horovod's, it accepts tensors on any device. In evaluation, and on one rank, it is the plain batch norm.
     """
 
     def __init__(
@@ -31,12 +32,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"SyncBatchNorm takes at least two dimensions, and got {input.dim()}.")
+            raise ValueError(f"SyncBatchNorm needs an input of at least 2 dimensions, not {input.dim()}.")
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not is_initialized() or size() == 1:
+        uses_batch_stats = self.training or self.running_mean is None
+        if not uses_batch_stats or not is_initialized() or size() == 1:
             return super().forward(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -48,13 +49,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         centred = wide - mean.view(shape)
         variance = allreduce(centred.square().sum(dims), op=Sum) / num_rows
         if self.training and self.track_running_stats:
-            self._remember(mean.detach(), variance.detach(), float(num_rows))
-        normal = (centred * torch.rsqrt(variance + self.eps).view(shape)).to(input.dtype)
+            self._update_running_stats(mean.detach(), variance.detach(), float(num_rows))
+        normalized = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(input.dtype)
 
-    def _remember(self, mean: Tensor, variance: Tensor, num_rows: float) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, num_rows: float) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

@@ -1,5 +1,5 @@
-"""`horovod.torch.elastic`: state that goes back to its last commit, a loop that is run again, samples that are not
-seen twice."""
+"""`horovod.torch.elastic`: state with commits, a decorator that runs a loop again, and a sampler that knows which
+samples have been processed."""
 
 from shardwise.integrations.horovod.elastic import ObjectState, State, run
 from shardwise.integrations.horovod.torch.elastic.sampler import ElasticSampler

@@ -1,4 +1,4 @@
-"""Samples of an epoch over ranks, without those that have been seen."""
+"""A sampler that leaves out samples that have been processed in this epoch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from shardwise.integrations.horovod.context import rank, size
+from shardwise.integrations.horovod.basics import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Shares the samples of an epoch that have not been processed over the ranks; for a state's `sampler=...`.
+    """Divides the unprocessed samples of an epoch among the ranks. Pass it to `TorchState(sampler=...)`.
 
-    Call `record_batch` after each batch and `set_epoch` at the end of an epoch, and `TorchState` keeps all ranks'
-    processed samples: after a commit, on however many ranks, none is seen again in this epoch, those of ranks that are
-    lost included. As in Horovod, ranks get equally many, so that a few samples come twice where they do not divide.
+    Call `record_batch` after each batch and `set_epoch` at the end of an epoch. `TorchState` then knows the processed
+    samples of all ranks, including lost ones: committed samples are not repeated in this epoch, on any number of ranks.
+    As in Horovod, all ranks get the same number of samples, so a few may be repeated to fill the last ones up.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -27,25 +27,25 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch`: nothing of it is processed, and it has an order of its own."""
+        """Begin `epoch`: no sample is processed, and the order is a new one."""
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All ranks' batches number `batch_idx` since `reset` have been processed: their gradients went together.
+        """Record that all ranks have processed their batch `batch_idx`, counted from the last `reset`.
 
-        On every rank a batch has `batch_size` samples; where it has not, call `record_indices` with this rank's own.
+        Every rank's batch must have `batch_size` samples. If not, call `record_indices` with this rank's samples.
         """
         size = batch_size * self.num_replicas
-        self.record_indices(set(self._dealt[batch_idx * size : (batch_idx + 1) * size]))
+        self.record_indices(set(self._padded[batch_idx * size : (batch_idx + 1) * size]))
 
     def record_indices(self, indices: set[int]) -> None:
-        """These have been processed."""
+        """Record that samples have been processed."""
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of this rank's batch."""
+        """The samples of this rank's batch `batch_idx`."""
         start = batch_idx * batch_size
         return self.indices[start : min(start + batch_size, len(self.indices))]
 
@@ -58,19 +58,20 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left, over the ranks that there are now."""
+        """Divide the unprocessed samples among the current ranks."""
         order = torch.arange(len(self.dataset))
         if self.shuffle:
             order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        left = [index for index in order.tolist() if index not in self.processed_indices]
+        remaining = [index for index in order.tolist() if index not in self.processed_indices]
         self.num_replicas, self.rank = size(), rank()
-        self.remaining_indices = left
-        self.num_samples = -(-len(left) // self.num_replicas)
+        self.remaining_indices = remaining
+        self.num_samples = -(-len(remaining) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        while left and len(left) < self.total_size:
-            left = left + left[: self.total_size - len(left)]
-        self._dealt = left[: self.total_size]
-        self.indices: list[int] = self._dealt[self.rank :: self.num_replicas]
+        while remaining and len(remaining) < self.total_size:
+            remaining = remaining + remaining[: self.total_size - len(remaining)]
+        self._padded = remaining
+        """The samples of all ranks, in turn."""
+        self.indices: list[int] = self._padded[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

@@ -1,4 +1,4 @@
-"""What of a training loop goes back to the last commit."""
+"""The state of a training loop: models, optimizers, samplers and plain values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardwise.integrations.horovod.torch.functions import (
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, samplers and plain values: `TorchState(model=model, optimizer=optimizer, batch=0)`.
+    """Models, optimizers, samplers and plain values: `TorchState(model=model, optimizer=optimizer, batch=0)`.
 
-    Keywords whose values are modules, optimizers or `ElasticSampler`s are treated as such, others as plain values;
-    all are attributes. `commit` keeps them in this process's memory.
+    All keywords become attributes. `commit` copies them into this process's memory: modules, optimizers and
+    `ElasticSampler`s by their state dicts, other values as a whole.
     """
 
     def __init__(
@@ -30,32 +30,32 @@ class TorchState(ObjectState):
         given = {"model": model, "optimizer": optimizer, **kwargs}
         kinds = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
         self._stateful = {name: value for name, value in given.items() if isinstance(value, kinds)}
-        self._kept: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
         plain = {name: value for name, value in given.items() if name not in self._stateful and value is not None}
         for name, value in self._stateful.items():
             setattr(self, name, value)
         super().__init__(broadcast_object, **plain)
 
     def save(self) -> None:
-        self._kept = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
+        self._saved = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
         super().save()
 
     def restore(self) -> None:
         for name, value in self._stateful.items():
-            value.load_state_dict(copy.deepcopy(self._kept[name]))
+            value.load_state_dict(copy.deepcopy(self._saved[name]))
         super().restore()
 
     def sync(self) -> None:
-        """Rank 0's values on all ranks; of samplers, what any rank has processed."""
+        """Copy rank 0's values to all ranks. A sampler's processed samples are those of all ranks."""
         for name, value in self._stateful.items():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), 0)
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, 0)
             else:
-                seen = allgather_object(value.state_dict(), f"sampler.{name}")
-                processed = set().union(*(one["processed_indices"] for one in seen))
-                value.load_state_dict({"epoch": seen[0]["epoch"], "processed_indices": processed})
+                states = allgather_object(value.state_dict(), f"sampler.{name}")
+                processed = set().union(*(one["processed_indices"] for one in states))
+                value.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": processed})
         super().sync()
 
     def on_reset(self) -> None:

@@ -1,0 +1,101 @@
+"""Collects how ranks ended and has the cause classified, for the launcher's report and the run record."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwise.elastic.causes import Cause, Classifier
+from shardwise.elastic.signs import End
+from shardwise.launch.elastic.notes import Notes
+from shardwise.launch.elastic.slots import Slots
+from shardwise.launch.outcome import Outcome
+
+_UNREACHED = "kept the others waiting", "did not answer", "did not rejoin"
+
+
+class EndedRanks:
+    """Collects how ranks ended until it is known which ones continue."""
+
+    def __init__(self, classifier: Classifier, notes: Notes) -> None:
+        self._classifier = classifier
+        self._notes = notes
+        self._ends: list[End] = []
+        self._left_out: list[int] = []
+
+    def add(
+        self, outcome: Outcome, rank: int, step: int, reason: str = "", *, host: str = "", ran_out: bool = False
+    ) -> None:
+        """Add a lost rank. `reason`: why the launcher ended it, if it did. `host`: its host, in a job of several.
+        `ran_out`: the kernel has killed a process there, out of memory."""
+        lines = outcome.summary.strip().splitlines()
+        is_lost = bool(outcome.lost_with)
+        end = End(
+            rank,
+            host,
+            exit_code=-signal.SIGSTOP if "was stopped" in reason else outcome.exit_code,
+            error=lines[0] if outcome.raised and lines else "",
+            text=outcome.lost_with or reason or outcome.traceback,
+            step=step,
+            batch=outcome.batch,
+            ran_out=ran_out and outcome.exit_code == -signal.SIGKILL and not reason and not is_lost,
+            is_alive=is_lost or reason.startswith(_UNREACHED),
+            at=outcome.time,
+        )
+        self._ends.append(end)
+
+    def classify(self, num_ranks: int, step: int) -> Cause | None:
+        """The cause of all losses added since the last call, also written to the run record; `None` without losses."""
+        if not self._ends:
+            return None
+        if self._notes.skips():
+            self._classifier.policy = replace(self._classifier.policy, data="skip")
+        cause = self._classifier.classify(self._ends, num_ranks, time.monotonic())
+        self._ends = []
+        if cause.action == "skip":
+            self._left_out.append(step)
+            self._notes.leave_out(self._left_out)
+        line = {"kind": "fault", "step": max(0, step), "time": time.time(), "host": socket.gethostname()}
+        self._notes.record({**line, **cause.record()})
+        return cause
+
+    def classify_all(self, outcomes: Sequence[Outcome], step: int) -> Cause | None:
+        """The cause of a job's end, from the outcomes of its last ranks."""
+        added = {end.rank for end in self._ends}
+        for outcome in outcomes:
+            if outcome.failed and outcome.rank not in added:
+                self.add(outcome, outcome.rank, step)
+        return self.classify(len(outcomes), step)
+
+
+class PendingCause:
+    """The cause that has not been reported yet, and the hosts that it excludes."""
+
+    def __init__(self, ended_ranks: EndedRanks, slots: Slots, exclude_seconds: float) -> None:
+        self._ended_ranks, self._slots, self._exclude_seconds = ended_ranks, slots, exclude_seconds
+        self._cause: Cause | None = None
+
+    def classify(self, num_ranks: int, step: int, now: float) -> None:
+        """Classify the losses added since the last call, and exclude hosts if that is the action."""
+        cause = self._ended_ranks.classify(num_ranks, step)
+        if cause is not None and cause.action == "exclude":
+            for host in cause.hosts:
+                self._slots.exclude(host, now + self._exclude_seconds)
+        if self._cause is None or (cause is not None and cause.action in ("stop", "exclude")):
+            self._cause = cause
+
+    def take(self) -> Cause | None:
+        """Return the cause to report, once."""
+        cause, self._cause = self._cause, None
+        return cause
+
+    def excluded(self, cause: Cause | None) -> str:
+        """A sentence about the hosts that a cause excludes, and for how long; empty if there are none."""
+        if cause is None or cause.action != "exclude" or not cause.hosts:
+            return ""
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._exclude_seconds))
+        hosts = ", ".join(cause.hosts)
+        return f"No process is started on {hosts} for {self._exclude_seconds:g} s (until {until})."

@@ -1,0 +1,44 @@
+"""Run by `test_elastic_restarts.py` on real processes: a loop that saves and resumes, as anybody writes it, of
+whose ranks one is killed once.
+
+restarting_rank.py OUT PLAN STEPS VICTIM AT     OUT: a folder; PLAN: JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from survivor import batch_of, build, loss_of  # a file beside this one
+
+import shardwise as sw
+
+
+def main(out: Path, plan: str, num_steps: int, victim: int, at: int) -> None:
+    torch.set_num_threads(1)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: dict[int, float] = {}
+    with sw.shard(model, json.loads(plan), optimizer=optimizer) as engine:
+        resumed = engine.resume(out / "checkpoints")
+        first = engine.num_steps
+        while engine.num_steps < num_steps:
+            step = engine.num_steps
+            loss = loss_of(model(batch_of(step, *engine.data_ranks)[0]), batch_of(step, *engine.data_ranks)[1])
+            if (engine.world.rank, step, resumed) == (victim, at, None):
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.backward(loss)
+            engine.step()
+            losses[step] = engine.mean(loss.item())
+            if engine.num_steps % 2 == 0:
+                engine.save(out / "checkpoints")
+        facts = {"first": first, "losses": losses, "size": engine.world.size}
+        (out / f"rank-{engine.world.rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

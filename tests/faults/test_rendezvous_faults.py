@@ -1,0 +1,166 @@
+"""Ranks that cannot complete a rendezvous: the missing ones are named, and no rank waits silently."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+import shardwise as sw
+import warm
+from shardwise.comm import Meeting
+from shardwise.errors import CommError, FaultError
+
+Connect = Callable[[], TCPStore]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connections to one store; each rank has its own, as in a job."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    host = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    del host
+
+
+def attended(
+    connect: Connect, ranks: list[tuple[int, int]], *, timeout_seconds: float = 20, patience_seconds: float = 10
+) -> list[FaultError | None]:
+    """What each of these ranks, of worlds of these sizes, comes to."""
+    outcomes: list[FaultError | None] = [None] * len(ranks)
+
+    def attend(index: int, rank: int, size: int) -> None:
+        try:
+            Meeting(connect(), "0", me=f"process {index}").attend(
+                rank,
+                size,
+                "here",
+                timeout_seconds=timeout_seconds,
+                patience_seconds=patience_seconds,
+                is_host=False,
+            )
+        except FaultError as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=attend, args=(index, *rank)) for index, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_all_come_and_come_again(connect: Connect) -> None:
+    for _ in range(4):
+        assert attended(connect, [(0, 3), (1, 3), (2, 3)]) == [None] * 3
+    keys = [key for key in connect().list_keys() if "/here/" in key]
+    assert len(keys) <= 2 * 3  # those of the last meeting, and of the one before if somebody was slow
+
+
+def test_a_rank_that_never_comes_is_named(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        errors = attended(connect, [(0, 4), (2, 4)], timeout_seconds=1.0, patience_seconds=0.3)
+    for error in errors:
+        assert error is not None
+        assert (error.kind, error.ranks) == ("timeout", (1, 3))
+        assert str(error).startswith("Ranks 1 and 3 of 4 never came to here, where the others have waited for 1 s.")
+    assert caplog.messages
+    assert all(message.startswith("Ranks 1 and 3 of 4 did not come to here yet") for message in caplog.messages)
+    assert len(caplog.messages) <= 2  # one rank speaks, and ever more seldom
+
+
+def test_two_processes_that_are_one_rank(connect: Connect) -> None:
+    started = time.monotonic()
+    errors = attended(connect, [(0, 3), (1, 3), (1, 3)])
+    assert time.monotonic() - started < 5
+    for error in errors:
+        assert error is not None
+        assert (error.kind, error.ranks) == ("contradiction", (1,))
+        assert str(error).startswith("Two processes are rank 1: process ")
+
+
+def test_ranks_of_worlds_of_other_sizes(connect: Connect) -> None:
+    started = time.monotonic()
+    errors = attended(connect, [(0, 2), (1, 3)])
+    assert time.monotonic() - started < 5
+    for error in errors:
+        assert error is not None
+        assert error.kind == "contradiction"
+        assert "WORLD_SIZE=3" in str(error)
+        assert "WORLD_SIZE=2" in str(error)
+
+
+def test_the_launcher_cancels_a_rendezvous_that_cannot_complete(connect: Connect) -> None:
+    launcher = Meeting(connect(), "0", me="launcher")
+    launcher.cancel_without([1], [0])  # nobody waits yet
+    results: list[FaultError | None] = []
+    waiting = threading.Thread(target=lambda: results.extend(attended(connect, [(0, 2)])))
+    waiting.start()
+    while waiting.is_alive():
+        launcher.cancel_without([1], [0])
+        time.sleep(0.02)
+    (error,) = results
+    assert error is not None
+    assert (error.kind, error.ranks) == ("ended", (1,))
+    assert str(error).startswith("Rank 1 has ended, and well, before it met the others in World.join().")
+
+
+def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
+    assert attended(connect, [(0, 2), (1, 2)]) == [None] * 2
+    store = connect()
+    Meeting(store, "0", me="launcher").cancel_without([1], [0])
+    assert not any(key.endswith("/message") for key in store.list_keys())
+
+
+def test_a_host_that_does_not_answer_is_reported(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with (
+        caplog.at_level(logging.WARNING, logger="shardwise"),
+        pytest.raises(CommError, match=f"Rank 1 of 2 could not meet the others at 127.0.0.1:{port}: .*refused"),
+    ):
+        sw.World.join(0.8, environment, patience_seconds=0.2)
+    assert f"Rank 1 waits for rank 0, which does not answer at 127.0.0.1:{port}, for " in caplog.text
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_is_taken_is_one_error(capfd: pytest.CaptureFixture) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with pytest.raises(CommError, match=r"Rank 0 of 2 could not meet .*Address already in use"):
+            sw.World.join(1, environment)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
+    """The launcher knows at once; without it the others would wait for their timeout, of ten minutes."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1': sys.exit(0)\n"
+        "import shardwise as sw\n"
+        "with sw.World.join(): raise AssertionError\n"
+    )
+    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", str(script)]
+    environment = {**os.environ, **warm.RANKS_TOO}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "shardwise: rank 1 of 3 ended early: its script was over, but the others still needed it.\n"
+    ), done.stderr
+    # One of the others may have been ended while it was still importing.
+    assert "then raised shardwise.errors.FaultError: Rank 1 has ended, and well, before it met" in done.stderr

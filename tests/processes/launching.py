@@ -1,0 +1,36 @@
+"""Runs scripts under `shardwise launch`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import warm
+
+
+def launch(
+    script: Path, num_ranks: int, *args: str, timeout_seconds: float = 90, by_forks: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """`shardwise launch` of `script`, to its end; launcher and ranks are forks of a process that has imported torch.
+
+    Not `by_forks` where it matters what the C library reads when a process starts, such as malloc's thresholds.
+    """
+    return subprocess.run(
+        [
+            warm.python() if by_forks else sys.executable,
+            "-m",
+            "shardwise",
+            "launch",
+            "--nproc",
+            str(num_ranks),
+            str(script),
+            *args,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        env={**os.environ, **(warm.RANKS_TOO if by_forks else {}), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )

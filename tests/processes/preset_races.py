@@ -1,0 +1,97 @@
+"""Run by `test_gloo.py` on real processes: presets compared with the plain model, over real gloo."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+
+from twins import (
+    Run,
+    Transformer,
+    adamw,
+    assert_rounds_like_the_plain_model,
+    assert_same,
+    batches,
+    engine_step,
+    full_params,
+    plain_run,
+)
+
+import shardwise as sw
+from shardwise.optim import Muon, hidden_matrices
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = sw.World.join(timeout_seconds=60)
+    torch.manual_seed(world.rank)  # rank 0's values win
+    race_muon(world)
+    for preset, mesh, precision in cases(world.size):
+        start = Transformer(tied=True)
+        twin = Transformer(tied=True)
+        race(world, start, twin, preset, mesh, precision)
+        if world.rank == 0:
+            print(f"{preset} {mesh} {precision}: same", flush=True)
+    world.close()
+
+
+def cases(size: int) -> list[tuple[str, dict[str, int], str]]:
+    two = {"node": 2, "local": size // 2}
+    if size == 4:
+        return [("hsdp", two, "fp32"), ("hpz", two, "bf16"), ("zero3", {"dp": size}, "fp32"), ("zero1", two, "bf16")]
+    names = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
+    return [(name, {"dp": size}, precision) for name in names for precision in ("fp32", "bf16")]
+
+
+def race(
+    world: sw.World, start: Transformer, twin: Transformer, preset: str, mesh: dict[str, int], precision: str
+) -> None:
+    data = batches(8)
+    optimizer = adamw(start)
+    plan = {"preset": preset, "mesh": mesh, "precision": precision}
+    with sw.shard(start, plan, optimizer=optimizer, world=world) as engine:
+        twin.load_state_dict(full_params(engine), strict=False)
+        twin.head.weight = twin.tokens.weight
+        run = Run()
+        for x, y in data:
+            rows = x.shape[0] // world.size
+            mine = slice(world.rank * rows, (world.rank + 1) * rows)
+            loss = engine_step(engine, optimizer, (x[mine], y[mine]))
+            run.losses.append(world.mean(loss.item()))
+            run.norms.append(engine.gradient_norm or 0.0)
+        run.params = full_params(engine)
+    if precision == "fp32":
+        assert_same(run, plain_run(twin, data))
+    else:
+        assert_rounds_like_the_plain_model(run, twin, data, num_ranks=world.size, dtype=torch.bfloat16)
+
+
+def race_muon(world: sw.World) -> None:
+    """Pieces of matrices to their owners and back: messages of any length, over a line of two axes too."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4)
+    twin = plain_run(model, data, muon)
+    optimizer = muon(model)
+    plan = {"preset": "zero3", "mesh": {"node": 2, "local": world.size // 2}}
+    with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+        for step, (x, y) in enumerate(data):
+            mine = [part.chunk(world.size)[world.rank] for part in (x, y)]
+            loss = world.mean(engine_step(engine, optimizer, (mine[0], mine[1])).item())
+            assert abs(loss - twin.losses[step]) <= 1e-5 * loss
+        for name, param in full_params(engine).items():
+            assert (param - twin.params[name]).abs().max() <= 1e-5, name
+
+
+def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+    hidden = hidden_matrices(model)
+    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
+    groups = [{"params": hidden, "lr": 0.01}, {"params": others, "use_muon": False, "lr": 3e-3, "adamw_eps": 1e-5}]
+    return Muon(groups, iterate_in="fp32")
+
+
+if __name__ == "__main__":
+    main()

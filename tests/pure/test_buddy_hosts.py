@@ -1,0 +1,60 @@
+"""Which rank keeps whose copies: always on another host, as evenly as possible, and none where copies exist anyway."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Plan
+from shardwise.mesh import Mesh
+from shardwise.placement import table_for
+from shardwise.program import FlatSpec
+from shardwise.program.buddies import buddies, copy_bytes, keepers
+
+HOSTS = st.lists(st.sampled_from("abcd"), min_size=2, max_size=14).filter(lambda hosts: len(set(hosts)) > 1)
+
+
+@given(HOSTS)
+def test_buddies_are_on_other_hosts_and_share_evenly(hosts: list[str]) -> None:
+    found = buddies(hosts)
+    assert all(hosts[rank] != hosts[buddy] for rank, buddy in enumerate(found))
+    largest = max(Counter(hosts).values())
+    most = max(Counter(found).values())
+    assert most == max(1, -(-largest // (len(hosts) - largest)))
+
+
+def test_a_host_with_most_of_the_ranks_is_shared_by_all_others() -> None:
+    assert buddies("aaab") == (3, 3, 3, 0)
+    assert buddies("aabb") == (2, 3, 0, 1)
+    assert buddies("abab") == (1, 0, 3, 2)
+    assert buddies("aabc") == (2, 3, 0, 1)
+    with pytest.raises(ValueError, match="no other host"):
+        buddies("aa")
+
+
+def spec(preset: str, mesh: dict[str, int]) -> FlatSpec:
+    plan = Plan(preset=preset, mesh=mesh)
+    known = Mesh.of(mesh, 4)
+    return FlatSpec("w", 1024, 1, table_for(plan, known).on(known), known, True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh", "hosts", "expected"),
+    [
+        ("ddp", {"dp": 4}, "aabb", (None,) * 4),
+        ("zero1", {"dp": 4}, "aabb", (2, 3, 0, 1)),
+        ("zero3", {"dp": 4}, "aaaa", (None,) * 4),
+        ("hsdp", {"node": 2, "local": 2}, "aabb", (None,) * 4),
+        ("hsdp", {"node": 2, "local": 2}, "abab", (1, 0, 3, 2)),
+        ("hsdp", {"node": 2, "local": 2}, "aaab", (3, None, 3, None)),
+        ("hpz", {"node": 2, "local": 2}, "aabb", (2, 3, 0, 1)),
+    ],
+)
+def test_there_are_no_copies_of_what_another_host_has(
+    preset: str, mesh: dict[str, int], hosts: str, expected: tuple[int | None, ...]
+) -> None:
+    assert keepers([spec(preset, mesh)], hosts) == expected
+    assert (copy_bytes([spec(preset, mesh)], 2, hosts).sent > 0) == any(one is not None for one in expected)

@@ -1,0 +1,253 @@
+"""Models built by `deferred_init` have the values that they would have had whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from constructors import Odd
+from torch import nn
+from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
+
+import shardwise as sw
+from shardwise.errors import ModelError, StateError
+from shardwise.init.deferred import Deferred
+from shardwise.testing import run_ranks
+
+
+def deferred(build: Callable[[], nn.Module], num: int, seed: Callable[[int], int] = lambda _: 0) -> list[nn.Module]:
+    """One for each rank; built here, because threads share a random generator."""
+    models = []
+    for rank in range(num):
+        torch.manual_seed(seed(rank))
+        with sw.deferred_init():
+            models.append(build())
+    return models
+
+
+def plain(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def assert_equal(state: dict[str, torch.Tensor], twin: nn.Module) -> None:
+    expected = twin.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value.to(state[name].dtype)), name
+
+
+def num_bytes(model: nn.Module) -> int:
+    return sum(param.untyped_storage().nbytes() for param in model.parameters())
+
+
+@pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 1), ("zero3", 3), ("zero1", 2), ("ddp", 2)])
+def test_any_constructor_gives_the_same_values(preset: str, num_ranks: int) -> None:
+    twin = plain(Odd)
+    after = torch.get_rng_state()
+    models = deferred(Odd, num_ranks)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert num_bytes(models[0]) <= 4 * models[0].positive.numel()  # a boolean mask: its shape depends on values
+    for name, buffer in twin.named_buffers():
+        assert torch.equal(models[0].get_buffer(name), buffer), name
+    assert torch.equal(models[0].slopes, twin.slopes)
+    assert (models[0].rates, models[0].numbers) == (twin.rates, twin.numbers)
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        return sw.shard(models[world.rank], preset, world=world).state_dict()
+
+    for state in run_ranks(num_ranks, rank):
+        assert_equal(state, twin)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "mesh"),
+    [("zero3", 2, None), ("zero2", 2, None), ("hsdp", 4, {"node": 2, "local": 2}), ("hpz", 4, {"node": 2, "local": 2})],
+)
+def test_trains_as_the_plain_model(preset: str, num_ranks: int, mesh: dict[str, int] | None) -> None:
+    data = batches(3)
+    expected = plain_run(plain(Transformer), data)
+    models = deferred(Transformer, num_ranks)
+
+    def rank(world: sw.World) -> Run:
+        model = models[world.rank]
+        params = list(model.parameters())
+        optimizer = adamw(model)
+        engine = sw.shard(model, plan_of(preset, mesh), optimizer=optimizer, world=world)
+        assert all(ours is theirs for ours, theirs in zip(params, model.parameters(), strict=True))
+        assert all(isinstance(param, nn.Parameter) for param in params)
+        run = Run()
+        for x, y in data:
+            rows = x.shape[0] // world.size
+            mine = slice(world.rank * rows, (world.rank + 1) * rows)
+            run.losses.append(world.mean(engine_step(engine, optimizer, (x[mine], y[mine])).item()))
+            run.norms.append(engine.gradient_norm or 0.0)
+        run.params = full_params(engine)
+        return run
+
+    for run in run_ranks(num_ranks, rank):
+        assert_same(run, expected)
+
+
+def test_bf16_keeps_the_values_that_were_drawn() -> None:
+    models = deferred(Transformer, 2)
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        return sw.shard(models[world.rank], {"preset": "zero3", "precision": "bf16"}, world=world).state_dict()
+
+    for state in run_ranks(2, rank):
+        assert_equal(state, plain(Transformer))
+
+
+def test_the_same_seeds_send_nothing_and_others_take_rank_0s() -> None:
+    for seeds, sends in ((lambda _: 7, False), (lambda rank: 7 + rank, True)):
+        models = deferred(Transformer, 3, seeds)
+
+        def rank(world: sw.World, models: list[nn.Module] = models) -> tuple[dict[str, torch.Tensor], int]:
+            engine = sw.shard(models[world.rank], "zero3", world=world)
+            return engine.state_dict(), engine._sharded.ledger.calls["broadcast", "world"]
+
+        for state, num_calls in run_ranks(3, rank):
+            assert_equal(state, plain(Transformer, seed=7))
+            assert bool(num_calls) == sends
+
+
+def test_a_deferred_parameter_is_known_from_outside_only() -> None:
+    with sw.deferred_init():
+        model = Transformer()
+    param = model.head.weight
+    assert isinstance(param, Deferred)
+    assert (param.shape, param.dtype, param.device.type, param.numel()) == ((67, 32), torch.float32, "cpu", 67 * 32)
+    assert "deferred" in repr(param)
+    model.requires_grad_(False)
+    assert not param.requires_grad
+    uses: dict[str, Callable[[], Any]] = {
+        "sum()": lambda: param.sum(),
+        "linear()": lambda: model.head(torch.ones(1, 32)),
+        ".data": lambda: param.data,
+        "to()": lambda: model.half(),
+        "detach()": lambda: model.state_dict(),
+        "tolist()": lambda: param.tolist(),
+    }
+    for word, use in uses.items():
+        with pytest.raises(StateError, match="has none yet") as caught:
+            use()
+        assert str(caught.value).startswith((word, "embedding()", "half()")), word
+    with pytest.raises(StateError, match="deferred_init"):
+        copy.deepcopy(model)
+
+
+def test_values_that_a_constructor_is_given_are_kept() -> None:
+    table = torch.arange(12.0).view(4, 3)
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
+        model[0].weight.data.copy_(table)
+        return model
+
+    with sw.deferred_init():
+        model = build()
+    table.zero_()
+    state = sw.shard(model, "zero3").state_dict()
+    assert torch.equal(state["0.weight"], torch.arange(12.0).view(4, 3))
+
+
+def test_what_cannot_be_put_off_is_refused() -> None:
+    def grows() -> None:
+        torch.zeros(3).resize_(9)
+
+    with pytest.raises(ModelError, match="made larger in place"), sw.deferred_init():
+        grows()
+    with pytest.raises(RuntimeError, match="shape"), sw.deferred_init():
+        torch.randn(3, 4) @ torch.randn(3, 4)  # torch's own error, where it belongs
+
+
+# -- the meta device ---------------------------------------------------------------------------------------
+
+
+def on_meta(build: Callable[[], nn.Module], num: int) -> list[nn.Module]:
+    with torch.device("meta"):
+        return [build() for _ in range(num)]
+
+
+def of_torch() -> nn.Module:
+    layers = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Embedding(9, 8), nn.MultiheadAttention(8, 2))
+    return nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+def test_meta_models_are_filled_by_their_modules() -> None:
+    torch.manual_seed(3)
+    twin = of_torch().to_empty(device="cpu")
+    torch.manual_seed(3)
+    twin.apply(_reset)
+    models = on_meta(of_torch, 1)
+    optimizer = adamw(models[0])
+    params = list(models[0].parameters())
+    torch.manual_seed(3)
+    engine = sw.shard(models[0], "zero3", optimizer=optimizer)
+    assert_equal(engine.state_dict(), twin)
+    assert all(ours is theirs for ours, theirs in zip(params, models[0].parameters(), strict=True))
+
+
+def _reset(module: nn.Module) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
+
+
+class Scale(nn.Module):
+    """Parameters and a buffer, and nothing that fills them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(3))
+        self.register_buffer("far", torch.ones(3), persistent=False)
+
+
+def test_meta_models_that_nobody_fills_are_refused_by_name() -> None:
+    for num_ranks in (1, 2):
+        models = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()), num_ranks)
+
+        def rank(world: sw.World, models: list[nn.Module] = models) -> None:
+            with pytest.raises(ModelError, match=r"values for 1\.by, 1\.far: they are on the meta.*deferred_init"):
+                sw.shard(models[world.rank], world=world)
+
+        run_ranks(num_ranks, rank)
+        assert all(param.is_meta for param in models[0].parameters())
+
+    class Half(Scale):
+        def reset_parameters(self) -> None:
+            self.by.data.fill_(2)
+
+    with pytest.raises(ModelError, match=r"initial values for far"):
+        sw.shard(on_meta(Half, 1)[0])
+
+
+def test_init_fills_meta_models() -> None:
+    def init(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data.fill_(3)
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()), 1)[0]
+    state = sw.shard(model, init=init).state_dict()
+    assert all(bool((value == 3).all()) for value in state.values())
+    assert torch.equal(model[1].far, torch.full((3,), 3.0))
+    with pytest.raises(ModelError, match="has values already"):
+        sw.shard(Transformer(), init=init)
+
+
+def test_a_deferred_model_can_be_sharded_anew() -> None:
+    models = deferred(Transformer, 2)
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        engine = sw.shard(models[world.rank], "zero3", world=world)
+        engine.reshard("zero2")
+        return engine.state_dict()
+
+    for state in run_ranks(2, rank):
+        assert_equal(state, plain(Transformer))

@@ -1,0 +1,200 @@
+"""Ranks that are lost where states are of other kinds: fp16 and its loss scale, Muon, several optimizers, saves under
+way. Each is raced against the same job in which nobody dies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import PostOffice, ThreadTransport, World
+from shardwise.errors import ConfigError
+from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.threads_as_members import run_members
+from tests.thorough import one_in
+
+Tensor = torch.Tensor
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for matrices and AdamW for the rest, as one optimizer; in fp32, since bf16 makes steps out of roundings."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    others = {"params": [param for param in params if param.ndim != 2], "use_muon": False}
+    return [sw.optim.Muon([{"params": [param for param in params if param.ndim == 2]}, others], iterate_in="fp32")]
+
+
+def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [
+        torch.optim.AdamW([param for param in params if param.ndim == 2], lr=1e-2),
+        torch.optim.SGD([param for param in params if param.ndim != 2], lr=1e-2, momentum=0.9),
+    ]
+
+
+def one(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [adamw(model)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank ended with."""
+
+    losses: dict[int, float]
+    state: dict[str, Tensor]
+    rates: list[float]
+    scale: float | None
+    num_void: int
+    size: int
+
+
+def trained(
+    plan: dict[str, Any],
+    make: Callable[[nn.Module], Sequence[torch.optim.Optimizer]],
+    deaths: dict[int, int],
+    folder: Path,
+    *,
+    loop: str = "engine",
+    after_step: Callable[[sw.Engine], None] = lambda engine: None,
+) -> list[Found]:
+    """By those who live to the end. Each optimizer has two schedulers of one class."""
+    torch.manual_seed(0)
+    model = Net()
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> Found:
+        own = models[member]
+        optimizers = make(own)
+        engine = sw.shard(own, plan, optimizer=list(optimizers), world=world)
+        rates = [torch.optim.lr_scheduler.StepLR(optimizer, size, 0.5) for optimizer in optimizers for size in (2, 3)]
+        DiesAt(deaths)(engine, member)
+        found: dict[int, float] = {}
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
+            engine.weigh(len(x), ROWS)
+            loss = loss_of(own(x), y)
+            if loop == "engine":
+                engine.backward(loss)
+                engine.step()
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for rate in rates:
+                rate.step()
+            if engine.num_steps > step:
+                found[step] = engine.mean(loss.item())
+                after_step(engine)
+        scale = engine.scaler.scale if engine.scaler is not None else None
+        last = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        result = Found(found, engine.state_dict(), last, scale, engine.num_void, engine.world.size)
+        engine.close()
+        return result
+
+    return list(run_members(NUM_RANKS, work, folder).values())
+
+
+def compare(found: Sequence[Found], whole: Found, bound: float) -> None:
+    assert found
+    for one_of_them in found:
+        assert one_of_them.size == len(found) < NUM_RANKS
+        assert one_of_them.num_void == found[0].num_void
+        assert one_of_them.rates == whole.rates
+        assert one_of_them.scale == whole.scale
+        wrong = [
+            step for step, loss in one_of_them.losses.items() if abs(loss - whole.losses[step]) > bound * abs(loss)
+        ]
+        assert len(wrong) <= NUM_RANKS - len(found), "a rank that dies takes its own loss of that step with it"
+        for name, value in whole.state.items():
+            assert (one_of_them.state[name] - value).abs().max() <= bound * max(1.0, value.abs().max()), name
+
+
+@one_in(8)
+@pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 50}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_muon(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
+    race(PLANS[name], DiesAt(deaths), tmp_path, make=lambda model: muon(model)[0], bound=2e-5)
+
+
+@one_in(8)
+@pytest.mark.parametrize("deaths", [{3: 12}, {1: 25}, {0: 41, 2: 50}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_fp16_while_its_scale_is_found(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
+    """The first steps overflow: no update, and the scale halves, once for all ranks however often they are taken."""
+    plan = {**PLANS[name], "precision": "fp16", "loss_scale": {"initial": 2.0**24, "hysteresis": 1}}
+    whole = trained(plan, one, {}, tmp_path)[0]
+    assert whole.scale is not None
+    assert whole.scale < 2.0**24
+    compare(trained(plan, one, deaths, tmp_path), whole, 2e-2)
+
+
+@one_in(8)
+@pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 55}, {3: 34}], ids=str)
+@pytest.mark.parametrize("loop", ["engine", "plain"])
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_two_optimizers(name: str, loop: str, deaths: dict[int, int], tmp_path: Path) -> None:
+    whole = trained(PLANS[name], two, {}, tmp_path, loop=loop)[0]
+    compare(trained(PLANS[name], two, deaths, tmp_path, loop=loop), whole, 2e-6)
+
+
+@one_in(8)
+@pytest.mark.parametrize("deaths", [{1: 30}, {0: 41, 2: 62}, {3: 50}, {0: 25}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_a_save_is_under_way(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
+    """Every step is saved in the background: what is there at the end can be read, and is what was trained."""
+    images, folder = tmp_path / "images", tmp_path / "checkpoints"
+    images.mkdir()
+
+    def save(engine: sw.Engine) -> None:
+        engine.save(folder, wait=False)
+        if engine.num_steps == NUM_STEPS:
+            engine.wait_for_save()
+
+    whole = trained(PLANS[name], one, {}, images)[0]
+    found = trained(PLANS[name], one, deaths, images, after_step=save)
+    compare(found, whole, 2e-6)
+    assert not list(images.iterdir())
+    model = Net()
+    with sw.shard(
+        model, PLANS["ddp"], optimizer=adamw(model), world=World(0, 1, ThreadTransport(PostOffice(), 0))
+    ) as engine:
+        loaded = engine.resume(folder)
+        assert loaded is not None
+        assert loaded.step == NUM_STEPS
+        for key, value in engine.state_dict().items():
+            assert torch.equal(value, found[0].state[key]), key
+
+
+def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
+    plan = {"preset": "zero2", "offload": {"optim": 0.5}, "precision": "bf16"}
+    whole = trained(plan, one, {}, tmp_path)[0]
+    compare(trained(plan, one, {1: 25}, tmp_path), whole, 2e-2)
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor": {"plan": {"0": "column", "1": "row"}}},
+    "pp": {"accumulate": 2},
+    "sp": {},
+    "ep": {},
+}
+
+
+@pytest.mark.parametrize("axis", SPLITS)
+def test_meshes_that_split_models_or_samples_lose_no_rank(axis: str, tmp_path: Path) -> None:
+    plan = {"preset": "zero1", "mesh": {axis: 2, "dp": 1}, **SPLITS[axis]}
+
+    def work(world: World, member: int) -> None:
+        second = sw.experts.MoE(16, 16, 4) if axis == "ep" else nn.Linear(16, 16)
+        model = nn.Sequential(nn.Linear(16, 16), second)
+        with pytest.raises(ConfigError, match=f"survive: host is not possible: the mesh splits .* along {axis}"):
+            sw.shard(model, {**plan, "survive": "host"}, optimizer=adamw(model), world=world)
+
+    assert len(run_members(2, work, tmp_path)) == 2

@@ -1,0 +1,218 @@
+"""Ranks that come in the place of dead ones: they and the others take the same steps from then on, wherever the others
+stood when one died."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import Held
+from shardwise.comm import World
+from shardwise.comm.generation import RECORD_PATH
+from shardwise.config import Plan
+from shardwise.elastic import recovery
+from shardwise.errors import FaultError
+from shardwise.monitor import read_record
+from shardwise.sharded_model import ShardedModel
+from shardwise.state import Former
+from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
+from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import drawn, varies
+
+Point = Callable[[sw.Engine, int, int, str], None]
+
+
+def nothing(engine: sw.Engine, member: int, step: int, point: str) -> None:
+    pass
+
+
+def trained(
+    folder: Path,
+    *,
+    plan: dict[str, Any],
+    deaths: dict[int, int] | None = None,
+    at: Point = nothing,
+    num_newcomers: int = 1,
+    least: int = 1,
+    most_wrong: int = 0,
+) -> list[list[int]]:
+    """A loop that asks the others something wherever one can; returns the sizes of the worlds in which each rank that
+    lives to the end took its steps."""
+    images, run = folder / "images", folder / "run"
+    images.mkdir()
+    model = Net()
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS + num_newcomers)]
+    losses, plain = trained_alone(model, adamw, clip=None, scheduled=False)
+
+    def work(world: World, member: int) -> tuple[dict[int, float], dict[str, Any], list[int]]:
+        own = models[member]
+        try:
+            engine = sw.shard(own, {**plan, "run": str(run)}, optimizer=adamw(own), world=world)
+        except FaultError as error:  # one that comes as another dies ends, and the others go on
+            raise Killed if member >= NUM_RANKS else error from None
+        engine.log({"loss": 0.0}, kind="validation")
+        engine.world.barrier()
+        DiesAt(deaths or {})(engine, member)
+        found, sizes = {}, []
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            at(engine, member, step, "begin")
+            assert not engine.any_rank(False)
+            x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
+            engine.weigh(len(x), ROWS)
+            loss = loss_of(own(x), y)
+            at(engine, member, step, "forward")
+            mean = engine.mean(loss.item())
+            at(engine, member, step, "backward")
+            engine.backward(loss)
+            at(engine, member, step, "step")
+            engine.step()
+            size = engine.world.size
+            at(engine, member, step, "log")
+            engine.log({"loss": loss.item()})
+            at(engine, member, step, "save")
+            if engine.num_steps > step:
+                found[step] = mean
+                sizes.append(size)
+        state = engine.state_dict()
+        engine.close()
+        return found, state, sizes
+
+    results = run_members(NUM_RANKS, work, images, num_newcomers=num_newcomers, least=least)
+    assert results
+    for found, state, _ in results.values():
+        wrong = [step for step, loss in found.items() if loss != pytest.approx(losses[step], rel=1e-5)]
+        assert len(wrong) <= most_wrong
+        for name, whole in plain.state_dict().items():
+            assert (state[name] - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), name
+    steps = [line["step"] for line in read_record(run / "record.jsonl").lines if line["kind"] == "step"]
+    assert steps == list(range(1, NUM_STEPS + 1))
+    assert [path.name for path in images.iterdir()] == [RECORD_PATH]
+    return [sizes for _, _, sizes in results.values()]
+
+
+@pytest.mark.parametrize("point", ["begin", "forward", "backward", "step", "log", "save"])
+def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tmp_path: Path) -> None:
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) == (1, 2, point):
+            raise Killed
+
+    sizes = trained(tmp_path, plan={"preset": "zero2"}, at=at)
+    assert len(sizes) == NUM_RANKS
+    assert all(found == [NUM_RANKS] * len(found) for found in sizes), "it waited already: no step without it"
+    assert sorted(map(len, sizes))[0] < sorted(map(len, sizes))[-1] == NUM_STEPS
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_one_comes_after_a_death_while_another_was_let_in(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is not sharded when the next newcomer is told learning rates."""
+    rebuilt, ranks = recovery.rebuilt, list[int]()
+
+    def or_die(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
+        ranks.append(world.rank)
+        if world.rank == 0 and ranks.count(0) == 2:  # of those that have let one in
+            raise Killed
+        return rebuilt(former, plan, held, world)
+
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) == (1, 2, "begin"):
+            monkeypatch.setattr(recovery, "rebuilt", or_die)
+            raise Killed
+
+    trained(tmp_path, plan={"preset": preset}, at=at, num_newcomers=2)
+    assert ranks.count(0) >= 3
+
+
+@pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
+def test_one_that_comes_gets_rows_on_the_host(preset: str, tmp_path: Path) -> None:
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) == (1, 2, "backward"):
+            raise Killed
+
+    sizes = trained(tmp_path, plan={"preset": preset}, at=at)
+    assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
+
+
+@pytest.mark.parametrize("point", ["forward", "log"])
+def test_too_few_take_no_step_until_one_has_come(point: str, tmp_path: Path) -> None:
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) in ((0, 2, point), (3, 3, point)):
+            raise Killed
+
+    sizes = trained(tmp_path, plan={"preset": "zero3"}, at=at, num_newcomers=2, least=NUM_RANKS)
+    assert len(sizes) == NUM_RANKS
+    assert {size for found in sizes for size in found} == {NUM_RANKS}
+
+
+@varies
+def test_wherever_ranks_die_and_others_come(tmp_path: Path) -> None:
+    for number in range(drawn(2, 12)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        deaths = {number % 2: 11 + 4 * number, 2: 60 - 3 * number}
+        trained(folder, plan={"preset": ("zero3", "ddp")[number % 2]}, deaths=deaths, num_newcomers=2, most_wrong=2)
+
+
+class LossOf(nn.Module):
+    """Of rows that are inputs and targets."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.net(rows[:, :16]), rows[:, 16:])
+
+
+@pytest.mark.parametrize(("point", "draws"), [("begin", False), ("backward", False), ("begin", True)])
+def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: bool, tmp_path: Path) -> None:
+    """The batch of two void iterations, one with the death and one with the newcomer, comes again; with `draws`
+    micro-batches are drawn by `train_step`."""
+    rows = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
+    model, accumulate = LossOf(Net()), 2 if draws else 1
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS + 1)]
+
+    def work(world: World, member: int) -> dict[str, torch.Tensor]:
+        own = models[member]
+        engine = sw.shard(own, {"preset": "zero2", "accumulate": accumulate}, optimizer=adamw(own), world=world)
+        with sw.data.Loader(
+            rows, batch_rows=ROWS, world=engine.data_ranks, accumulate=accumulate, steps=NUM_STEPS
+        ) as loader:
+            batches = iter(loader)
+            while engine.num_steps < NUM_STEPS:
+                if (member, engine.num_steps, point) == (1, 2, "begin"):
+                    raise Killed
+                if draws:
+                    engine.train_step(batches, loss_fn=lambda told: told)
+                    continue
+                loss = own(next(batches))
+                if (member, engine.num_steps, point) == (1, 2, "backward"):
+                    raise Killed
+                engine.backward(loss)
+                engine.step()
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    results = run_members(NUM_RANKS, work, tmp_path, num_newcomers=1)
+    assert len(results) == NUM_RANKS
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    with sw.data.Loader(rows, batch_rows=ROWS, steps=NUM_STEPS) as loader:
+        for one in loader:
+            loss = plain(one)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            optimizer.step()
+    for state in results.values():
+        for name, whole in plain.named_parameters():
+            assert (state[name] - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), name

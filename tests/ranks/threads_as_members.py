@@ -1,0 +1,247 @@
+"""Threads as ranks of an elastic job. One that raises `Killed` is lost, and the files in its folder stay. Replacements
+may join. Ranks may be on several hosts; each host has a folder that is lost with it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
+from shardwise.comm.generation import Regrouped
+from shardwise.testing import prepare_operators
+
+Result = TypeVar("Result")
+
+
+class Killed(BaseException):
+    """Nothing of the library catches it."""
+
+
+class Crowd:
+    """The members of a job, and their generations."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        folder: Path | None,
+        *,
+        shares_memory: bool,
+        num_newcomers: int = 0,
+        least: int = 1,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """A newcomer waits to be let in from the moment in which a member dies. `hosts` are those of the members, by
+        number, if there are several."""
+        self.folder = folder
+        self.hosts = tuple(hosts)
+        self.doomed: set[int] = set()
+        """Members that are to die wherever they are next: their host is gone."""
+        for name in set(hosts):
+            self.folder_of(name).mkdir()
+        self.shares_memory = shares_memory
+        self.office = PostOffice()
+        self.generation = 0
+        self._members = list(range(num_ranks))
+        self._living = set(self._members)
+        self._starting = [num_ranks + number for number in range(num_newcomers)]
+        self._waiting: list[int] = []
+        self._least = least
+        self.is_ending = False
+        """Whether somebody has come to the end: nobody is let in any more."""
+        self._arrived: dict[int, tuple[bytes, bool]] = {}
+        self._made: tuple[tuple[int, ...], dict[int, bytes], PostOffice] | None = None
+        self._before: list[int] = []
+        self._changed = threading.Condition()
+
+    def folder_of(self, host: str) -> Path:
+        assert self.folder is not None
+        return self.folder / host
+
+    def world(self, rank: int, members: Sequence[int], office: PostOffice) -> World:
+        name = self.hosts[members[rank]] if self.hosts else ""
+        world = World(
+            rank,
+            len(members),
+            ThreadTransport(office, rank),
+            watched=Watched(office, 30, 0.2),
+            host=Host(None, name, self.shares_memory),
+        )
+        world.hosts = tuple(self.hosts[member] for member in members) if self.hosts else ()
+        return world
+
+    def kill_host(self, member: int) -> None:
+        """That of a member: its memory is gone at once, and its ranks do nothing more that others would notice."""
+        with self._changed:
+            host = self.hosts[member]
+            dead = {one for one, name in enumerate(self.hosts) if name == host}
+            self.doomed |= dead
+            self._living -= dead
+            shutil.rmtree(self.folder_of(host))
+            self._changed.notify_all()
+
+    def die(self, member: int, *, has_ended: bool) -> None:
+        with self._changed:
+            self._living.discard(member)
+            self.is_ending = self.is_ending or has_ended
+            if not has_ended and self._starting:
+                self._waiting.append(self._starting.pop(0))
+            self._changed.notify_all()
+
+    def changes_wanted(self) -> bool:
+        is_too_few = len(self._living) < self._least
+        return not self.is_ending and bool(self._waiting or is_too_few)
+
+    def enter(self, member: int) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice] | None:
+        """For a newcomer: what `meet` returns, once it is let in; `None` if it never is."""
+        with self._changed:
+            while not (self._made is not None and member in self._made[0]):
+                if not self._living or self.is_ending:
+                    return None
+                self._changed.wait(1)
+            return self._before, *self._made
+
+    def meet(
+        self, member: int, report: bytes, *, lets_in: bool
+    ) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]:
+        """Members before and now, what they reports, and where they meet."""
+        with self._changed:
+            if member in self.doomed:
+                raise Killed
+            before, generation = list(self._members), self.generation
+            self._arrived[member] = report, lets_in
+            self._changed.notify_all()
+            while self.generation == generation:
+                if self._living and self._living <= set(self._arrived) and self._announce():
+                    break
+                assert self._changed.wait(20), f"{self._living} were to come, {set(self._arrived)} have"
+                if member in self.doomed:
+                    raise Killed
+            assert self._made is not None
+            return before, *self._made
+
+    def _announce(self) -> bool:
+        """The next generation, if there are enough for it; see `Rendezvous`."""
+        staying = [one for one in self._members if one in self._living]
+        lets_in = all(self._arrived[one][1] for one in staying)
+        coming = self._waiting if lets_in and not self.is_ending else []
+        if lets_in and len(staying) + len(coming) < self._least:
+            return False
+        self._before, self._members = self._members, [*staying, *coming]
+        reports = {one: self._arrived[one][0] if one in self._arrived else b"" for one in self._members}
+        self._made = tuple(self._members), reports, PostOffice()
+        self._living |= set(coming)
+        self._waiting = [one for one in self._waiting if one not in coming]
+        self._arrived = {}
+        self.generation += 1
+        self._changed.notify_all()
+        return True
+
+
+class ThreadMembership:
+    """One thread's `Membership`."""
+
+    arrival: Regrouped | None = None
+    step = 0
+
+    def __init__(self, crowd: Crowd, member: int) -> None:
+        self.crowd, self.member = crowd, member
+        self.folder = crowd.folder_of(crowd.hosts[member]) if crowd.hosts else crowd.folder
+        self.world: World | None = None
+        """The one that this member is in now."""
+
+    def begin(self, size: int) -> World:
+        """The first generation."""
+        self.world = self.crowd.world(self.member, range(size), self.crowd.office)
+        self.world.membership = self
+        return self.world
+
+    def come(self) -> World | None:
+        """Wait to be let in; `None` if the others end before."""
+        met = self.crowd.enter(self.member)
+        if met is None:
+            return None
+        self.arrival = self._entered(*met)
+        self.arrival.world.is_newcomer = True
+        return self.arrival.world
+
+    def changes_wanted(self) -> bool:
+        return self.crowd.changes_wanted()
+
+    def leave(self) -> None:
+        raise NotImplementedError
+
+    def needs_all(self) -> None:
+        raise AssertionError("nobody starts threads again")
+
+    def end(self, error: BaseException | None) -> None:
+        """The thread ends."""
+
+    def regroup(self, world: World, report: bytes, *, lets_in: bool = True) -> Regrouped:
+        world.part()
+        return self._entered(*self.crowd.meet(self.member, report, lets_in=lets_in))
+
+    def _entered(
+        self, before: list[int], now: tuple[int, ...], reports: dict[int, bytes], office: PostOffice
+    ) -> Regrouped:
+        rank = now.index(self.member)
+        self.world = renewed = self.crowd.world(rank, now, office)
+        renewed.membership = self
+        renewed.generation = self.crowd.generation
+        return Regrouped(
+            renewed,
+            tuple(before.index(one) if one in before else None for one in now),
+            tuple(place for place, one in enumerate(before) if one not in now),
+            tuple(reports[one] for one in now),
+        )
+
+
+def run_members(
+    num_ranks: int,
+    work: Callable[[World, int], Result],
+    folder: Path | None,
+    *,
+    shares_memory: bool = True,
+    num_newcomers: int = 0,
+    least: int = 1,
+    hosts: Sequence[str] = (),
+) -> dict[int, Result]:
+    """Call `work(world, member)` on threads; what those who live to the end return, by member.
+
+    With each death one of `num_newcomers` waits to be let in. Fewer than `least` wait for one.
+    """
+    prepare_operators()
+    crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
+    results: dict[int, Result] = {}
+    failures: list[BaseException] = []
+
+    def rank(member: int) -> None:
+        membership = ThreadMembership(crowd, member)
+        try:
+            world = membership.begin(num_ranks) if member < num_ranks else membership.come()
+            if world is not None:
+                results[member] = work(world, member)
+        except Killed:
+            pass
+        except BaseException as error:
+            if member not in crowd.doomed:
+                failures.append(error)
+                raise
+        finally:
+            crowd.die(member, has_ended=member in results)
+            if membership.world is not None and member not in results:
+                membership.world.close(Killed())
+                membership.world._cut()  # no thread of a process that is gone waits for anything
+
+    members = range(num_ranks + num_newcomers)
+    threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    if failures:
+        raise failures[0]
+    return results
