@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per-host",
         type=int,
         metavar="N",
-        help="ranks per host, to show the bytes that leave each host and what its ranks share (default: all on one)",
+        help="ranks per host, to show the bytes that leave each host, and what ranks of a host share of its memory "
+        "(default: all on one)",
     )
     option("--set", action="append", default=[], metavar="a.b=c", help="change one key of the plan; repeatable")
     option(
