@@ -1,4 +1,4 @@
-"""Hosts without the memory for images: all ranks raise one error that has the cure, instead of continuing with fewer."""
+"""Hosts without the memory for images: all ranks raise one error with the cure, instead of continuing with fewer."""
 
 from __future__ import annotations
 
