@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import warm
 from shardwise.comm.members.departure import ENDING, Departure
+from shardwise.comm.members.membership import StoreMembership
+from shardwise.comm.members.messages import Announcement, MemberMessage
+from shardwise.errors import CommError
 from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("departing_rank.py")
@@ -47,6 +54,45 @@ def test_it_leaves_once_and_only_where_the_others_can_go_on(tmp_path: Path) -> N
         assert signal.getsignal(signal.SIGTERM) is not departure._receive  # somebody else handles it
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class SlowRequests:
+    """A channel whose requests to leave take until the member is ready, unless it waits for them."""
+
+    member = 1
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self._is_ready = threading.Event()
+
+    def has_sent(self) -> bool:
+        return False
+
+    def listen(self, first: int, read: Callable[[Announcement], bool]) -> threading.Thread:
+        self._read = read
+        thread = threading.Thread()
+        thread.start()
+        return thread
+
+    def send(self, message: MemberMessage, report: bytes | None = None) -> None:
+        if message.kind == "leaving":
+            self._is_ready.wait(0.3)
+        self.kinds.append(message.kind)
+        if message.kind == "ready":
+            self._is_ready.set()
+            self._read(Announcement("end", 0, text="It is over."))
+
+
+def test_a_request_to_leave_is_sent_before_the_rank_is_ready_for_the_next_generation() -> None:
+    """Otherwise the launcher could let all others leave, and find out afterwards that this one must go too."""
+    channel = SlowRequests()
+    membership = StoreMembership(cast(Any, channel), cast(Any, None))
+    membership.leave(must_go=True)
+    world = SimpleNamespace(fault=None, part=lambda: None, generation=0, members=(0, 1))
+    with pytest.raises(CommError, match="It is over"):
+        membership.regroup(cast(Any, world), b"")
+    membership.end(None)
+    assert channel.kinds == ["leaving", "ready", "done"]
 
 
 CASES = {

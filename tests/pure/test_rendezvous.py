@@ -410,6 +410,21 @@ def test_too_many_that_must_go_at_once_mean_the_end_of_all_together(leaving: tup
     assert not job.away
 
 
+def test_one_that_must_go_after_the_others_have_reached_the_boundary_still_means_the_end_of_all() -> None:
+    job = Job(3, 1, 3)
+    job.begin()
+    for number in (0, 1):
+        job.say(number, "leaving", 0, "must go")
+    for number in (0, 1):
+        job.say(number, "ready", 0)
+    job.say(2, "leaving", 0, "must go")
+    assert job.rendezvous.needs_end
+    job.say(2, "ready", 0)  # read together with the message before it, when the launcher has not asked the ranks yet
+    job.settle()
+    assert job.rendezvous.members == (0, 1, 2)
+    assert not job.away
+
+
 def test_one_that_only_asks_stays_until_it_can_be_spared() -> None:
     job = Job(3, 3, 4)
     job.begin()

@@ -86,6 +86,8 @@ class StoreMembership:
         self._over: dict[int, Announcement] = {}
         self._wanted = -1
         self._has_asked = self._has_ended = False
+        self._asking: list[threading.Thread] = []
+        """Threads that send requests to leave."""
         self._lets_in = True
         self._opening: Opening | None = None
         self._world: World | None = None
@@ -116,7 +118,9 @@ class StoreMembership:
         if must_go or not self._has_asked:
             self._has_asked = True
             message = ("leaving", "must go" if must_go else "")
-            threading.Thread(target=self._send, args=message, name="shardwise-leave", daemon=True).start()
+            thread = threading.Thread(target=self._send, args=message, name="shardwise-leave", daemon=True)
+            thread.start()
+            self._asking.append(thread)
 
     def needs_all(self) -> None:
         """See `Membership`."""
@@ -141,6 +145,8 @@ class StoreMembership:
         if self._has_ended:
             raise CommError("This rank's world was closed, so it has left the job. Regroup before you close it.")
         late = fault.ranks if fault is not None and fault.kind == "timeout" else ()
+        while self._asking:  # otherwise the launcher could announce the next generation before it knows of the request
+            self._asking.pop().join()
         self._send_ready(fault.text if fault is not None else "", tuple(world.members[rank] for rank in late), report)
         return self._enter_next(world.generation)
 

@@ -226,6 +226,8 @@ class Rendezvous:
         process.asks_to_leave = True
         if must_go and process.is_member and not self._lets_go(process):
             self.needs_end = True
+            for one in self.processes.values():  # they may be ready for the next generation, which is to have all
+                one.is_leaving = False
 
     def _lets_go(self, process: Process) -> bool:
         """Whether this member may leave at the next step boundary."""
