@@ -173,7 +173,8 @@ class RunLog:
         if is_void():
             self._last_step = step if is_step else self._last_step
             return written if mean else numbers
-        entry = LogEntry(kind, step, written, *(self._combined(sharded, messages, num_steps) if is_step else ({}, 0)))
+        combined = _combined(sharded, self._world.rank, messages, num_steps, self._lr) if is_step else ({}, 0)
+        entry = LogEntry(kind, step, written, *combined)
         if self._world.rank == 0:
             self._begin(sharded, step - 1 if is_step else step)
             self._write(entry)
@@ -224,24 +225,6 @@ class RunLog:
         memory = {"process": process.now_bytes, "process_peak": process.peak_bytes}
         tiers = self._bytes.by_tier(sharded) if self._folder is not None and lap.seconds > 0 else {}
         return RankMessage(numbers, int(tokens), int(samples), lap, memory, tiers, sharded.progress.weighing.reported)
-
-    def _combined(
-        self, sharded: ShardedModel, messages: list[RankMessage], num_steps: int
-    ) -> tuple[dict[str, Any], int]:
-        """Metrics of all ranks together, over the last `num_steps`, and their number of tokens."""
-        seconds = max(one.lap.seconds for one in messages)
-        shares = sharded.mesh.data_place(self._world.rank)[1] / len(messages)
-        tokens = round(sum(one.tokens for one in messages) * shares)
-        samples = round(sum(one.samples for one in messages) * shares)
-        norm = sharded.progress.gradient_norm
-        line: dict[str, Any] = {"seconds": seconds / num_steps, "norm": None if norm is None else float(norm)}
-        if self._lr is not None:
-            line["lr"] = self._lr
-        if tokens:
-            line["tokens_per_second"] = tokens / seconds
-        if samples:
-            line["samples_per_second"] = samples / seconds
-        return {**line, "time": time.time()}, tokens
 
     def _write(self, entry: LogEntry) -> None:
         line = {**entry.line, **entry.means}
@@ -373,6 +356,25 @@ class _Bytes:
             "measured": dict(zip(_TIERS, measured, strict=True)),
             "replicated": {"device": report.replicated},
         }
+
+
+def _combined(
+    sharded: ShardedModel, rank: int, messages: list[RankMessage], num_steps: int, lr: float | None
+) -> tuple[dict[str, Any], int]:
+    """Metrics of all ranks together, over the last `num_steps`, and their number of tokens."""
+    seconds = max(one.lap.seconds for one in messages)
+    shares = sharded.mesh.data_place(rank)[1] / len(messages)
+    tokens = round(sum(one.tokens for one in messages) * shares)
+    samples = round(sum(one.samples for one in messages) * shares)
+    norm = sharded.progress.gradient_norm
+    line: dict[str, Any] = {"seconds": seconds / num_steps, "norm": None if norm is None else float(norm)}
+    if lr is not None:
+        line["lr"] = lr
+    if tokens:
+        line["tokens_per_second"] = tokens / seconds
+    if samples:
+        line["samples_per_second"] = samples / seconds
+    return {**line, "time": time.time()}, tokens
 
 
 def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, float]:

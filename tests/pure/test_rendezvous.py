@@ -400,8 +400,8 @@ def test_too_many_that_must_go_at_once_mean_the_end_of_all_together(leaving: tup
     job.begin()
     for number in leaving:
         job.say(number, "leaving", 0, "must go")
-    assert job.rendezvous.needs_end
-    job.rendezvous.stop_together()  # what the launcher does before it asks all ranks to end
+    assert job.rendezvous.requests.needs_end
+    job.rendezvous.requests.stop_together()  # what the launcher does before it asks all ranks to end
     for number in range(3):  # the first of them had been told that it may leave, so all come to the boundary
         job.say(number, "ready", 0)
     job.settle()
@@ -418,7 +418,7 @@ def test_one_that_must_go_after_the_others_have_reached_the_boundary_still_means
     for number in (0, 1):
         job.say(number, "ready", 0)
     job.say(2, "leaving", 0, "must go")
-    assert job.rendezvous.needs_end
+    assert job.rendezvous.requests.needs_end
     job.say(2, "ready", 0)  # read together with the message before it, when the launcher has not asked the ranks yet
     job.settle()
     assert job.rendezvous.members == (0, 1, 2)
@@ -429,7 +429,7 @@ def test_one_that_only_asks_stays_until_it_can_be_spared() -> None:
     job = Job(3, 3, 4)
     job.begin()
     job.say(1, "leaving", 0)
-    assert not job.rendezvous.needs_end
+    assert not job.rendezvous.requests.needs_end
     assert job.announcements[-1].kind == "formed"
     job.start(3)  # room for one more: now it can go
     for number in range(3):

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,8 @@ from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.outside import Outside
 from shardwise.elastic.rebuild import rebuilt, take_down
-from shardwise.elastic.reports import RECOVERY, Report
-from shardwise.elastic.room import agree, together
+from shardwise.elastic.reports import Report, check_agreement
+from shardwise.elastic.room import share_wishes, together
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
@@ -96,7 +97,7 @@ class Recovery(ABC):
         self._outside = Outside()
         self._num_layouts = 0
         self._changes_wanted = False
-        self._num_left_out = len(self._left_out())
+        self._num_left_out = len(_left_out(self._membership.folder))
         """Batches skipped so far, those before this rank joined included."""
         self._is_edited = False
         """Whether the loop has changed parameters or states by hand since the last version."""
@@ -241,14 +242,9 @@ class Recovery(ABC):
             self.loop_state.restore()
             self._sharded.progress.num_void += 1
 
-    def _left_out(self) -> list[int]:
-        """See `LEFT_OUT`."""
-        path = self._membership.folder / LEFT_OUT if self._membership.folder is not None else None
-        return json.loads(path.read_text()) if path is not None and path.exists() else []
-
     def _leave_out_what_failed(self, num_steps: int) -> None:
         """Skip a batch if the launcher has asked for it with this generation: see `Plan.bad_batch`."""
-        steps = self._left_out()
+        steps = _left_out(self._membership.folder)
         if num_steps in steps[self._num_left_out :]:
             self._host.leave_out(num_steps)
             if self._world.rank == 0:
@@ -285,12 +281,7 @@ class Recovery(ABC):
         there = [rank for rank, origin in enumerate(layout.ranks) if origin is not None]
         if self._world.rank == there[0] and len(there) < self._world.size:
             sent["came"] = self._for_newcomers(layout, readers, self._num_steps[version])
-        received = self._world.exchange(json.dumps(sent).encode(), RECOVERY)
-        others = [json.loads(received[rank]) for rank in there]
-        if any({**other, "came": None} != {**others[0], "came": None} for other in others):
-            raise StateError(
-                f"The ranks would continue from different states: {others}. Start again from the last checkpoint."
-            )
+        check_agreement(self._world, sent, there)
 
     def _for_newcomers(self, layout: Layout, readers: dict[int, int], num_steps: int) -> dict[str, Any]:
         sharded = self._sharded
@@ -349,10 +340,7 @@ class Recovery(ABC):
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,
         and that none has a `refusal`, which all raise."""
-        wish = "1" if self._membership.changes_wanted() else ""
-        received = self._world.exchange(f"{wish}{refusal}".encode(), subject)
-        agree([one.removeprefix(b"1") for one in received])
-        self._changes_wanted = any(one.startswith(b"1") for one in received)
+        self._changes_wanted = share_wishes(self._world, subject, refusal, wants=self._membership.changes_wanted())
 
     def _abandon_quiet_mode(self, error: CommError | None) -> None:
         """Leave quiet mode; after a fault, without the steps that need other ranks."""
@@ -380,3 +368,9 @@ class Recovery(ABC):
             grads = torch.is_grad_enabled()
             self._quiet_mode.close()
             torch.set_grad_enabled(grads)
+
+
+def _left_out(folder: Path | None) -> list[int]:
+    """See `LEFT_OUT`."""
+    path = folder / LEFT_OUT if folder is not None else None
+    return json.loads(path.read_text()) if path is not None and path.exists() else []

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from shardwise.comm import World
+from shardwise.errors import StateError
 
 IMAGES, RECOVERY = "images", "recovery"
 """Subjects of what they exchange after regrouping."""
@@ -35,3 +39,13 @@ class Report:
         iterations = {int(version): iteration for version, iteration in fields.pop("iterations").items()}
         results = [(one[0], one[1], one[2]) for one in fields.pop("results")]
         return cls(steps=steps, iterations=iterations, results=results, **fields)
+
+
+def check_agreement(world: World, sent: dict[str, Any], ranks: Sequence[int]) -> None:
+    """Check that `ranks` send the same, except for `came`, which is for those that join. All ranks call."""
+    received = world.exchange(json.dumps(sent).encode(), RECOVERY)
+    others = [json.loads(received[rank]) for rank in ranks]
+    if any({**other, "came": None} != {**others[0], "came": None} for other in others):
+        raise StateError(
+            f"The ranks would continue from different states: {others}. Start again from the last checkpoint."
+        )

@@ -56,6 +56,13 @@ def agree(refusals: list[bytes]) -> None:
         raise StateError(said.decode())
 
 
+def share_wishes(world: World, subject: str, refusal: str, *, wants: bool) -> bool:
+    """Whether any rank `wants` something. All ranks call, and all raise the first `refusal` there is."""
+    received = world.exchange(f"{'1' if wants else ''}{refusal}".encode(), subject)
+    agree([one.removeprefix(b"1") for one in received])
+    return any(one.startswith(b"1") for one in received)
+
+
 def warn_if_scarce(folder: Path | None, world: World) -> None:
     """On one rank of each host, warn if its present images fit in its memory once, but not twice: see [Note: twice the
     images]."""

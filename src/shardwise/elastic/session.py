@@ -60,6 +60,10 @@ from shardwise.training import require_whole_step
 
 Result = TypeVar("Result")
 _log = logging.getLogger("shardwise")
+_CANNOT_SKIP = (
+    "bad_batch: skip needs loaders that can skip a batch, and no loader with samples by index follows this engine. Use "
+    "sw.data.Loader(..., world=engine.data_ranks) with a source that has a length, or remove bad_batch."
+)
 
 
 class Session(Recovery):
@@ -277,11 +281,7 @@ class Session(Recovery):
 
     def _begin(self) -> None:
         if self._must_follow and not self._host.can_leave_out():
-            raise ConfigError(
-                "bad_batch: skip needs loaders that can skip a batch, and no loader with samples by index follows this "
-                "engine. Use sw.data.Loader(..., world=engine.data_ranks) with a source that has a length, or remove "
-                "bad_batch."
-            )
+            raise ConfigError(_CANNOT_SKIP)
         self._must_follow = False
         self._begun += 1
         self._is_open = True

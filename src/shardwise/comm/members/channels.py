@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardwise.comm import compat
+from shardwise.comm.board import last_status
 from shardwise.comm.members.messages import Announcement, MemberMessage, reports_as_text, reports_of_text
 from shardwise.comm.sealed import SealedStore
 from shardwise.errors import CommError
@@ -53,6 +54,7 @@ class LauncherChannel:
     def __init__(self, store: Store, attempt: str, seal: Seal) -> None:
         self._root = store
         self._attempt = attempt
+        self._seal = seal
         self._store = SealedStore(prefix_of(attempt), store, seal)
         self._num_read: dict[int, int] = {}
         self._report_keys: dict[int, str] = {}
@@ -98,6 +100,14 @@ class LauncherChannel:
         has_report = set(former)
         reports = [self._report_of(member) if member in has_report else b"" for member in members]
         self._store.set(f"reports/{generation}", reports_as_text(reports))
+
+    def last_status(self, rank: int, generation: int) -> str:
+        """What a rank that is gone last reported in a generation; empty if nothing, or if the store is gone."""
+        prefix, seal = generation_prefix(self._attempt, generation), self._seal.within(scope_of(generation))
+        try:
+            return last_status(self._root, rank, prefix, seal)
+        except RuntimeError:
+            return ""
 
     def forget(self, generation: int) -> None:
         """Remove the keys of a generation that is no longer used."""

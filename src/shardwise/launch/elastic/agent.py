@@ -10,8 +10,7 @@ import signal
 import time
 from dataclasses import replace
 
-from shardwise.comm import last_status
-from shardwise.comm.members import LauncherChannel, generation_prefix, scope_of
+from shardwise.comm.members import LauncherChannel
 from shardwise.elastic.causes import Classifier
 from shardwise.job_token import Seal, new_token
 from shardwise.launch.elastic.changes import change_of, change_report
@@ -155,12 +154,6 @@ class ElasticAgent:
         self._act()
         self._draining.go_on()
         self._act()
-        if self._rendezvous.needs_end and not self._context.signals.received:
-            least = self._context.elastic.least
-            self._context.say(
-                f"ranks were asked to end, and the job needs {least} (--elastic), so all are asked to end and can save."
-            )
-            self._context.signals.received.append(signal.SIGTERM)
         self._replace_dead(now)
 
     def _take(self, event: Event, now: float) -> None:
@@ -275,7 +268,7 @@ class ElasticAgent:
         if rendezvous.generation:
             self._classify()
             cause = self._pending_cause.take()
-            words = {loss.member: self._last_status(loss.rank, loss.generation) for loss in rendezvous.losses}
+            words = {loss.member: self._channel.last_status(loss.rank, loss.generation) for loss in rendezvous.losses}
             change = change_of(rendezvous, self._slots, words, self._pending_cause.excluded(cause), now)
             if text := change_report(change, cause):
                 self._context.say(text)
@@ -288,15 +281,6 @@ class ElasticAgent:
             self._channel.forget(generation)
         self._num_forgotten = rendezvous.generation
 
-    def _last_status(self, rank: int, generation: int) -> str:
-        try:
-            prefix, seal = generation_prefix(str(self.attempt), generation), self._seal.within(scope_of(generation))
-            return last_status(self._context.store, rank, prefix, seal)
-        except RuntimeError:
-            return ""
-
-    # -- the end ----------------------------------------------------------------------------------------
-
     def _end(self, number: signal.Signals) -> None:
         """Ask living ranks to end, and kill those that do not."""
         signals, grace = self._context.signals.received, self._context.job.grace_seconds
@@ -305,7 +289,7 @@ class ElasticAgent:
             self._context.say(
                 f"{number.name}: passed on to the ranks, which have {grace:g} s to end; a second signal kills them."
             )
-            self._rendezvous.stop_together()
+            self._rendezvous.requests.stop_together()
         already = len(signals)
         self._workers.end_job()
         self._workers.send(passed_on)
@@ -315,7 +299,7 @@ class ElasticAgent:
 
     def _answer_last(self) -> bool:
         """Let ranks that regroup while the job ends come to an agreement, so that they can save. Returns false."""
-        if self._rendezvous.is_stopping:
+        if self._rendezvous.requests.is_stopping:
             for message in self._channel.read(list(self._workers.living)):
                 if message.kind not in ("leaving", "raised"):
                     self._rendezvous.receive(message, time.monotonic())
@@ -330,7 +314,7 @@ class ElasticAgent:
         self.outcomes = []
         for rank, number in enumerate(numbers):
             outcome = replace(self._workers.outcome(number), rank=rank)
-            words = self._last_status(rank, rendezvous.generation)
+            words = self._channel.last_status(rank, rendezvous.generation)
             self.outcomes.append(replace(outcome, last_status=words))
         if rendezvous.state == "lost" and not self.is_final and not self._has_reported_cause:
             self._has_reported_cause = True

@@ -1,4 +1,5 @@
-"""Draining of hosts that are no longer to be used: their ranks leave after their step, then the host is released."""
+"""Draining of hosts that are no longer to be used: their ranks leave after their step, then the host is released. If
+the job needs ranks that must leave, all ranks are asked to end."""
 
 from __future__ import annotations
 
@@ -44,10 +45,17 @@ class Draining:
         self._context.say(f"host {event.host} {event.why}{what}")
 
     def go_on(self) -> None:
-        """Let members leave that can be spared by now, and release hosts without processes."""
+        """Let members leave that can be spared by now, and release hosts without processes. If members must leave that
+        cannot be spared, ask all ranks to end."""
         for members in [members for members in self._waiting if self._rendezvous.can_spare(members)]:
             self._waiting.remove(members)
             self._rendezvous.send_away(members)
         for host in [host for host in self._hosts if not self._context.slots.numbers_on(host)]:
             self._hosts.remove(host)
             self._context.workers.leave(host)
+        if self._rendezvous.requests.needs_end and not self._context.signals.received:
+            least = self._rendezvous.least
+            self._context.say(
+                f"ranks were asked to end, and the job needs {least} (--elastic), so all are asked to end and can save."
+            )
+            self._context.signals.received.append(signal.SIGTERM)

@@ -61,3 +61,8 @@ def by_host(members: Sequence[int], processes: Mapping[int, Process]) -> list[in
     """`members`, those of a host in a row, hosts in the order of their first members: see `World.local_size`."""
     hosts = list(dict.fromkeys(processes[number].host for number in members))
     return sorted(members, key=lambda number: hosts.index(processes[number].host))
+
+
+def all_ended_well(processes: Mapping[int, Process]) -> bool:
+    """Whether all scripts have ended well. If none has joined before, there was nothing to train."""
+    return all(process.has_ended_well for process in processes.values())

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.comm.members import Announcement, MemberMessage
-from shardwise.launch.elastic.processes import Loss, Process, by_host
+from shardwise.launch.elastic.leave_requests import LeaveRequests
+from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.report import ranks_in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
@@ -68,10 +69,7 @@ class Rendezvous:
     why_lost: str = ""
     needs_all: bool = False
     """Whether members have reported that if one is lost, all must restart."""
-    needs_end: bool = False
-    """Whether members that must leave cannot be spared, so that the whole job should be asked to end."""
-    is_stopping: bool = False
-    """Whether the whole job was asked to end: no rank joins or leaves any more."""
+    requests: LeaveRequests = field(default_factory=LeaveRequests)
     _since: float = 0.0
     _num_not_formed: int = 0
     _wanted: int = -1
@@ -139,7 +137,7 @@ class Rendezvous:
             case "ready":
                 self._note_ready(process, message, now)
             case "leaving":
-                self._note_leaving(process, must_go=bool(message.text))
+                self.requests.add(process, must_go=bool(message.text), may_go=self._lets_go(process))
             case "needs_all":
                 self.needs_all = True
             case "done":
@@ -177,12 +175,6 @@ class Rendezvous:
         """End the job."""
         self._end(why)
 
-    def stop_together(self) -> None:
-        """The whole job was asked to end. Members that have asked to leave stay until it does, so that all can save."""
-        self.is_stopping = True
-        for process in self.processes.values():
-            process.asks_to_leave = process.is_leaving = False
-
     def can_spare(self, numbers: Collection[int]) -> bool:
         """Whether enough would remain without these members: other members, and processes that wait to join."""
         staying = [one for one in self._living() if one.number not in numbers and not one.is_leaving]
@@ -218,17 +210,6 @@ class Rendezvous:
         members = [self.processes[number] for number in self.members]
         return [process for process in members if process.is_alive and not process.is_done]
 
-    def _note_leaving(self, process: Process, *, must_go: bool) -> None:
-        """A member asks to leave. One that `must_go`, and cannot be spared, means the end of the job: alone, it could
-        not hand its state over."""
-        if self.is_stopping or process.is_leaving:
-            return
-        process.asks_to_leave = True
-        if must_go and process.is_member and not self._lets_go(process):
-            self.needs_end = True
-            for one in self.processes.values():  # they may be ready for the next generation, which is to have all
-                one.is_leaving = False
-
     def _lets_go(self, process: Process) -> bool:
         """Whether this member may leave at the next step boundary."""
         return self.is_ending or self.can_spare((process.number,))
@@ -259,9 +240,7 @@ class Rendezvous:
             self._publish(Announcement("over", self.generation, gone, text=text))
 
     def _decide(self, now: float) -> None:
-        for process in self._living():  # one by one: each may be the last that can be spared
-            if process.asks_to_leave and not process.is_leaving and not self.needs_end and self._lets_go(process):
-                process.is_leaving = True
+        self.requests.decide(self._living(), self._lets_go)
         if self.state == "entering":
             self._form()
         if self.state == "formed":
@@ -282,14 +261,9 @@ class Rendezvous:
         waits = any(process.waits for process in self.processes.values()) or is_too_few
         comes = room > 0 and not self.is_ending and waits
         leaves = any(process.is_leaving for process in self._living())
-        if (comes or leaves) and not self.is_stopping and self._wanted != self.generation:
+        if (comes or leaves) and not self.requests.is_stopping and self._wanted != self.generation:
             self._wanted = self.generation
             self._publish(Announcement("wanted", self.generation))
-
-    @property
-    def _ended_without_joining(self) -> bool:
-        """Whether all scripts have ended well before any of them joined, since there was nothing to train."""
-        return self.generation < 0 and all(process.has_ended_well for process in self.processes.values())
 
     def _others(self) -> list[Process]:
         """Living processes that are not in the generation announced last."""
@@ -313,16 +287,17 @@ class Rendezvous:
         staying = self._living()
         lets_in = all(process.ready is None or process.ready.lets_in for process in staying)
         others = [process for process in self._others() if process.waits][: max(0, self.most - len(staying))]
-        coming = others if lets_in and not (self.is_stopping and self.former) else []
+        coming = others if lets_in and not (self.requests.is_stopping and self.former) else []
         can_come = not self.is_ending and self.can_grow()
+        least = 1 if self.requests.is_stopping else self.least
         if self.former and not staying:
             if not self.is_ending:
                 self._end("No rank is left that has the state of the training.")
         elif self._num_not_formed > _MAX_NOT_FORMED:
             self._end("The ranks could not form a new generation, though none of them died.")
-        elif len(staying) + len(coming) >= (1 if self.is_stopping else self.least) or (can_come and not lets_in):
+        elif len(staying) + len(coming) >= least or (can_come and not lets_in):
             self._enter([process.number for process in (*staying, *coming)], now)
-        elif not can_come and not self._ended_without_joining:
+        elif not can_come and not (self.generation < 0 and all_ended_well(self.processes)):
             left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
             self._end(f"{left}, and the job needs {self.least} (--elastic).")
 
