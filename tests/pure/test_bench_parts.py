@@ -284,7 +284,7 @@ def test_the_verb_finds_this_checkout_and_its_peers(tmp_path: Path) -> None:
 
 
 def test_without_a_checkout_the_verb_says_that_it_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="need a checkout of the source"):
+    with pytest.raises(LaunchError, match="need a source checkout"):
         find_checkout([tmp_path, tmp_path / "not there"])
 
 

@@ -92,7 +92,7 @@ def test_folders_and_plans_may_have_spaces() -> None:
     [
         (("PLAN=nonsense",), "There is no preset 'nonsense'."),
         (("PLAN=nofile.yaml",), "There is no plan file 'nofile.yaml'"),
-        (("NPROC=0",), "For how many ranks?"),
+        (("NPROC=0",), "The number of ranks is unknown."),
     ],
 )
 def test_a_plan_that_cannot_be_meant_is_refused_before_ranks_start(settings: tuple[str, ...], said: str) -> None:

@@ -65,7 +65,7 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
         assert sent_bytes == promised["sent_bytes_per_step"]
         assert param_bytes == promised["bytes"]["param"]
     assert main(asked) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "tensor parallelism: ranks share samples, and split each layer" in said
     assert "of activations along tp" in said
 
