@@ -311,6 +311,22 @@ def test_one_that_asks_to_leave_goes_at_a_boundary_and_one_that_raised_only_when
     assert job.rendezvous.members == (0, 3)
 
 
+def test_one_that_raises_when_all_others_are_ready_is_waited_for_too() -> None:
+    """Else its loss is reported and forgotten before its process ends, which would not be replaced."""
+    job = Job(4, 1, 4)
+    job.begin()
+    job.kill(0)
+    job.stopped.add(3)
+    job.settle()
+    job.say(3, "raised", 0, "FaultError: Rank 0 of 4 is gone")
+    assert job.rendezvous.members == (0, 1, 2, 3)
+    job.kill(3)
+    job.stopped.clear()
+    job.settle()
+    assert job.rendezvous.members == (1, 2)
+    assert [loss.member for loss in job.rendezvous.losses] == [0, 3]
+
+
 def test_generations_that_cannot_be_opened_are_tried_a_few_times() -> None:
     job = Job(2, 1, 2)
     for number in range(2):

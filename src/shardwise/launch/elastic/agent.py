@@ -178,9 +178,7 @@ class ElasticAgent:
             self._rendezvous.finished(number, now)
             return
         text = self._reasons.get(number) or describe_failure(outcome)
-        is_replaced = was_alive or self._loss_of(number) is not None
-        is_replaced = is_replaced and not self._rendezvous.is_ending and not process.is_leaving
-        is_replaced = is_replaced and not self._rendezvous.needs_all
+        is_replaced = not (self._rendezvous.is_ending or process.is_leaving or self._rendezvous.needs_all)
         self._slots.died(number, now, is_replaced=is_replaced)
         if was_alive and not was_member and not self._rendezvous.is_ending:
             self._context.say(f"a process that had not joined yet {text}.")

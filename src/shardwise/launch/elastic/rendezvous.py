@@ -79,9 +79,12 @@ class Rendezvous:
     def started(self, number: int, host: str = "") -> None:
         self.processes[number] = Process(number, host)
 
-    def died(self, number: int, text: str, now: float) -> None:
-        """A process has ended or raised; `text` describes how."""
-        if self._was_needed(number, text, now):
+    def died(self, number: int, text: str, now: float, *, has_ended: bool = True) -> None:
+        """A process has ended, or raised and is about to end; `text` describes how."""
+        was_needed = self._was_needed(number, text, now)
+        if not has_ended:
+            self.processes[number].is_dying_since = now
+        if was_needed:
             rank = self.members.index(number)
             self._end_generation((number,), f"Rank {rank} of {len(self.members)} is gone: it {text}.", now)
         self._decide(now)
@@ -144,8 +147,7 @@ class Rendezvous:
                 process.is_done = True
             case "raised":  # the others are told at once, and continue when its process has ended
                 self.step = max(self.step, message.step)
-                self.died(message.member, f"raised {message.text}", now)
-                process.is_dying_since = now
+                self.died(message.member, f"raised {message.text}", now, has_ended=False)
                 return
         self._decide(now)
 
