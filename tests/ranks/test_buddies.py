@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import LinkError, World
+from shardwise.comm.background import Background
 from shardwise.comm.work import Pending
 from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter
@@ -150,6 +153,75 @@ def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
 def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
     """Its image is there, and newer than the copy of it may be."""
     race(PLANS[name], HostDiesAt({2: at}, as_host=False), tmp_path, hosts=HOSTS["2 2"])
+
+
+class DiesBeforeOthersHaveItsUpdate:
+    """A member on a host that lives is gone when all have committed a step, and nobody has what it has updated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+        self.at_step, self.monkeypatch = at_step, monkeypatch
+        self.has_died = False
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != 2:
+            return
+        session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
+        assert session is not None
+        share = session._share_change_wishes
+        for mover in engine._sharded.runner.gathering._executor.movers.values():
+            gather = mover.params.gather_updated
+
+            def gather_or_lose(action: Any, gather: Any = gather) -> None:
+                is_lost[0] = engine.num_steps == self.at_step - 1
+                gather(action)
+                is_lost[0] = False
+
+            self.monkeypatch.setattr(mover.params, "gather_updated", gather_or_lose)
+
+        def start_or_lose(background: Background, line: str, steps: Callable[[], None]) -> Any:
+            is_mine = is_lost[0] and threading.get_ident() == mine
+            return start(background, line, (lambda: None) if is_mine else steps)
+
+        def share_and_die(subject: str, *refusal: str) -> None:
+            share(subject, *refusal)
+            if engine.num_steps == self.at_step:
+                self.has_died = True
+                raise Killed
+
+        self.monkeypatch.setattr(Background, "start", start_or_lose)
+        self.monkeypatch.setattr(session, "_share_change_wishes", share_and_die)
+
+
+@one_in(4)
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_a_rank_dies_before_its_neighbour_has_its_update(
+    name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbour reads its image, but not what it had outside: that was still to be gathered. So all return to the
+    step before."""
+    plant = DiesBeforeOthersHaveItsUpdate(monkeypatch, 3)
+    race(PLANS[name], plant, tmp_path, shares_memory=shares_memory, hosts=HOSTS["2 2"])
+    assert plant.has_died
+
+
+@pytest.mark.parametrize("survive", ["host", "buddy"])
+def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_path: Path) -> None:
+    """No rank could return to the step before."""
+    models = [Net() for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> list[bool]:
+        own, updating = models[member], []
+        with sw.shard(own, {"preset": "zero1", "survive": survive}, optimizer=adamw(own), world=world) as engine:
+            for x, y in batches()[:3]:
+                rows = slice(member, None, NUM_RANKS)
+                engine.backward(loss_of(own(x[rows]), y[rows]))
+                engine.step()
+                updating.append(any(flat.is_updating for flat in engine._sharded.flats))
+        return updating
+
+    results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
+    assert all(found == [False, survive == "buddy", survive == "buddy"] for found in results.values())
 
 
 @pytest.mark.parametrize("name", ["ddp", "hsdp"])

@@ -24,7 +24,7 @@ from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.images import BLOCK, PARAM, TORN, Image
 from shardwise.elastic.reports import IMAGES, Report
 from shardwise.elastic.survival import NUMBERS, Survival
-from shardwise.errors import StateError
+from shardwise.errors import CommError, StateError
 from shardwise.placement import Slot
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
@@ -44,10 +44,12 @@ class Source:
     shadow_step: int
     is_live_whole: bool
     """See `Directory.is_live_whole`."""
+    sees_update: bool
+    """Whether the survivor has its own parameters as they were after the last update, with what others updated."""
 
     @classmethod
-    def of(cls, image: Image) -> Source:
-        return cls(image.live_step, image.shadow_step, image.directory.is_live_whole)
+    def of(cls, image: Image, sees_update: bool) -> Source:
+        return cls(image.live_step, image.shadow_step, image.directory.is_live_whole, sees_update)
 
     @property
     def steps(self) -> set[int]:
@@ -133,7 +135,17 @@ class Layout:
         """What this rank can read of the lost ones."""
         if self.survival is None:
             return {}
-        return {rank: list(map(Source.of, self.images_of(rank))) for rank in self.gone}
+        sees_update = self._sees_update()
+        return {rank: [Source.of(image, sees_update) for image in self.images_of(rank)] for rank in self.gone}
+
+    def _sees_update(self) -> bool:
+        """Whether all gathers that were under way when a rank was lost have brought the whole update."""
+        try:
+            for flat in self.flats:
+                _ = flat.full  # blocks until it is gathered, or is known to have failed
+        except CommError:
+            return False
+        return bool(self.flats)
 
     def remove(self) -> None:
         """Delete its images and copies: no rank will return to it."""
@@ -214,7 +226,11 @@ class Layout:
         for rank in self.gone:
             sources = [(reader, one) for reader, sees in enumerate(seen) for one in sees.get(rank, ())]
             whole = [reader for reader, one in sources if one.has(step)]
-            parts = [reader for reader, one in sources if one.live_step == step and self._sees_rest(reader, rank)]
+            parts = [
+                reader
+                for reader, one in sources
+                if one.live_step == step and one.sees_update and self._sees_rest(reader, rank)
+            ]
             able = sorted(set(whole or parts))
             if able:
                 readers[rank] = able[rank % len(able)]

@@ -26,7 +26,8 @@ Then its iteration becomes void on all of them, and what it began with is restor
 forward that meets a fault then is repeated. So is a single function that reads parameters between steps, such as one
 that averages weights: see `_recover_read`. But what was read before it is not read again, so for a loop with such code
 the commit waits for the gathers, and a fault is noticed there by all ranks. Whether a loop has such code is not known
-before the second commit, so the first one always waits.
+before the second commit, so the first one always waits. So do all commits of ranks on several hosts without copies on
+other hosts (`survive: host`), which could not return to the step before if a rank is lost with its part of an update.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ class Session(Recovery):
         """See [Note: the commit] and [Note: reads between steps]."""
         gathering = self._sharded.runner.gathering
         self._reads_params = self._reads_params or gathering.was_read
-        if self._reads_params or self._is_first_commit:
+        if self._reads_params or self._is_first_commit or self._survival.copies is None:
             gathering.await_updates()
         self._is_first_commit = False
         self._survival.await_copies()
