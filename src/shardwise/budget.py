@@ -22,7 +22,7 @@ from shardwise.experts import ExpertSplit, expert_split
 from shardwise.mesh import Mesh
 from shardwise.model_axes import boxes_for, rows_for, split_of
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
-from shardwise.placement import table_for
+from shardwise.placement import check_budget, table_for
 from shardwise.program import (
     NUM_DISK_BUFFERS,
     Footprint,
@@ -155,21 +155,11 @@ def params_by_place(model: nn.Module, layout: StageLayout) -> list[set[torch.Ten
 
 
 def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
-    """Whether there is a budget. Raises `ConfigError` if it contradicts the rest of the plan."""
+    """Whether there is a budget. Raises `ConfigError` if it contradicts the rest of the plan, or the machine."""
+    check_budget(plan, mesh)
     budget = plan.budget
     if budget.device is None:
-        if budget.host is not None or budget.disk is not None:
-            which = "host" if budget.host is not None else "disk"
-            raise ConfigError(
-                f"budget.{which} limits what may leave the device; give budget.device too, the limit of the device."
-            )
         return False
-    if budget.disk is not None and budget.host is None:
-        raise ConfigError(
-            "budget.disk takes what the host has no room for; give budget.host too, or nothing would ever go there."
-        )
-    if budget.disk is not None and plan.disk not in (None, budget.disk):
-        raise ConfigError(f"The plan's disk is {plan.disk} and budget.disk {budget.disk}. Name one folder.")
     if budget.host is not None and ranks.host_bytes is not None and budget.host > ranks.host_bytes:
         raise ConfigError(
             f"budget.host is {format_bytes(budget.host)}, and a host of this job has {format_bytes(ranks.host_bytes)} "
@@ -180,15 +170,6 @@ def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
             f"budget.device is {format_bytes(budget.device)}, and a device of this job has "
             f"{format_bytes(ranks.device_bytes)} of memory: {format_bytes(budget.device - ranks.device_bytes)} less. "
             f"Allow what there is, and leave room for activations."
-        )
-    if plan.offload != Offload():
-        raise ConfigError("The plan has offload and budget, and the budget would choose the offload. Leave out either.")
-    table = table_for(plan, mesh).on(mesh)
-    if table.step != "device":
-        raise ConfigError(
-            f"The plan has a budget, which chooses the units that are updated off the device, but its rows have the "
-            f"states of all units on the {table.optim.tier}. Leave out budget, or take a preset with states on the "
-            f"device."
         )
     return True
 

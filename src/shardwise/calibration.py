@@ -68,8 +68,9 @@ class Calibration:
     links: LinkFigures | None = None
 
     def disk_at(self, folder: Path | str) -> DiskFigures | None:
-        """The figures of the disk below `folder`: of that folder, or else of the nearest above it that was measured."""
-        place = Path(folder).absolute()
+        """The figures of the disk below `folder`, which may have `~` and environment variables: of that folder, or else
+        of the nearest above it that was measured."""
+        place = Path(os.path.abspath(os.path.expanduser(os.path.expandvars(folder))))
         return next((self.disks[str(at)] for at in (place, *place.parents) if str(at) in self.disks), None)
 
     def to_json(self) -> str:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.report import promise_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.storage import UnitChoice, choose_units, torch_dtype
+from shardwise.tiers import folder_of
 from shardwise.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _room(plan: Plan) -> int | None:
     """Free bytes in the plan's folder, or in its nearest existing parent."""
     if plan.disk is None:
         return None
-    place = Path(plan.disk).absolute()
+    place = folder_of(plan.disk)
     return shutil.disk_usage(next(at for at in (place, *place.parents) if at.exists())).free
 
 

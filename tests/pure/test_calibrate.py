@@ -188,3 +188,13 @@ def test_host_memory_is_measured_by_threads() -> None:
     assert [one.num_threads for one in rows] == [1, 3]
     assert all(one.copy_bytes_per_second > 0 < one.adam_elements_per_second for one in rows)
     assert torch.get_num_threads() == before
+
+
+def test_a_folder_is_found_by_how_a_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    monkeypatch.setenv("HOME", "/home/someone")
+    figures = DiskFigures(1.0, 2.0, 4, 2**20, True, "2026-11-24")
+    known = Calibration(disks={"/scratch/run": figures, "/home/someone/tier": figures})
+    assert known.disk_at("$SCRATCH/run/3") is figures
+    assert known.disk_at("~/tier") is figures
+    assert known.disk_at("$HOME/other") is None

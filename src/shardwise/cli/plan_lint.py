@@ -12,7 +12,7 @@ from shardwise.cli.checks import Check
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ShardwiseError
 from shardwise.machine import TorchFacts
-from shardwise.placement import Table, check_offload, mesh_for, table_for
+from shardwise.placement import Table, check_budget, check_offload, mesh_for, table_for
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Processor flags with which bf16 is faster than fp32."""
@@ -25,6 +25,7 @@ def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> lis
         mesh = mesh_for(plan, world_size)
         table = table_for(plan, mesh).on(mesh)
         check_offload(plan, mesh)
+        check_budget(plan, mesh)
     except ShardwiseError as error:
         return [Check("plan", "fail", str(error), "`shardwise explain PLAN --world N` shows what a plan does.")]
     found = [
@@ -76,12 +77,7 @@ def _of_files(plan: Plan) -> Iterator[Check]:
 
 
 def _of_tiers(plan: Plan, table: Table) -> Iterator[Check]:
-    """What `shard` would refuse of rows on other tiers."""
-    if plan.budget.device is not None and table.step != "device":
-        found = f"budget chooses what leaves the device, but the plan's rows have all states on the {table.optim.tier}"
-        yield Check(
-            "plan budget", "fail", found, "Leave out budget, or take a preset with states on the device: zero3."
-        )
+    """What lies on a disk needs a folder."""
     needs = [f"row {name}" for name, row in (("optim", table.optim), ("param", table.param)) if row.tier == "disk"]
     needs += [f"offload.{key}" for key in ("optim_disk", "param_disk") if getattr(plan.offload, key) > 0]
     needs += ["activations"] if plan.activations.policy == "disk" else []

@@ -3,7 +3,14 @@
 from shardwise.placement.box import Box, Run, common_runs
 from shardwise.placement.layout import ALIGN, Layout, Slot, pack, pack_boxes, padded_numel
 from shardwise.placement.moves import Move, MoveVerb, moves
-from shardwise.placement.offload import Offloaded, UnitNumel, check_offload, share_of_last, with_update_on_host
+from shardwise.placement.offload import (
+    Offloaded,
+    UnitNumel,
+    check_budget,
+    check_offload,
+    share_of_last,
+    with_update_on_host,
+)
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.placement.presets import (
     PRESETS,
@@ -39,6 +46,7 @@ __all__ = [
     "Table",
     "Tier",
     "UnitNumel",
+    "check_budget",
     "check_offload",
     "common_runs",
     "mesh_for",

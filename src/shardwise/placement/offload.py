@@ -98,6 +98,33 @@ def last_with(sizes: Sequence[int], wanted: float) -> frozenset[int]:
     return frozenset(places)
 
 
+def check_budget(plan: Plan, mesh: Mesh) -> None:
+    """Raise `ConfigError` for a budget that contradicts itself or the rest of the plan."""
+    budget = plan.budget
+    if budget.device is None:
+        if budget.host is not None or budget.disk is not None:
+            which = "host" if budget.host is not None else "disk"
+            raise ConfigError(
+                f"budget.{which} limits what may leave the device; give budget.device too, the limit of the device."
+            )
+        return
+    if budget.disk is not None and budget.host is None:
+        raise ConfigError(
+            "budget.disk takes what the host has no room for; give budget.host too, or nothing would ever go there."
+        )
+    if budget.disk is not None and plan.disk not in (None, budget.disk):
+        raise ConfigError(f"The plan's disk is {plan.disk} and budget.disk {budget.disk}. Name one folder.")
+    if plan.offload != Offload():
+        raise ConfigError("The plan has offload and budget, and the budget would choose the offload. Leave out either.")
+    table = table_for(plan, mesh).on(mesh)
+    if table.step != "device":
+        raise ConfigError(
+            f"The plan has a budget, which chooses the units that are updated off the device, but its rows have the "
+            f"states of all units on the {table.optim.tier}. Leave out budget, or take a preset with states on the "
+            f"device."
+        )
+
+
 def check_offload(plan: Plan, mesh: Mesh) -> None:
     """Raise `ConfigError` for a share that contradicts another one or the plan's rows."""
     asked = plan.offload
