@@ -19,6 +19,7 @@ import shardwise as sw
 import shardwise.integrations.horovod.torch as hvd
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
+from tests.ranks.horovod_ranks import on_ranks
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
@@ -31,19 +32,6 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "Max": lambda rows: rows.amax(0),
     "Product": lambda rows: rows.prod(0),
 }
-
-
-def on_ranks(size: int, work: Callable[[], Any], **options: Any) -> list[Any]:
-    """The results of `work()` on `size` threads as ranks."""
-
-    def rank(world: sw.World) -> Any:
-        hvd.init(world)
-        try:
-            return work()
-        finally:
-            hvd.shutdown()
-
-    return run_ranks(size, rank, **options)
 
 
 def values(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -15,19 +15,9 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.horovod.torch as hvd
 from shardwise.testing import run_ranks
+from tests.ranks.horovod_ranks import on_ranks
 
 Tensor = torch.Tensor
-
-
-def on_ranks(size: int, work: Callable[[], Any]) -> list[Any]:
-    def rank(world: sw.World) -> Any:
-        hvd.init(world)
-        try:
-            return work()
-        finally:
-            hvd.shutdown()
-
-    return run_ranks(size, rank)
 
 
 # -- collectives --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.horovod.torch as hvd
 from shardwise.testing import run_ranks
+from tests.ranks.horovod_ranks import on_ranks
 
 Tensor = torch.Tensor
 RANKS, ROWS, STEPS = 3, 4, 5
@@ -51,17 +52,6 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02)
-
-
-def on_ranks(work: Callable[[], Any], size: int = RANKS) -> list[Any]:
-    def rank(world: sw.World) -> Any:
-        hvd.init(world)
-        try:
-            return work()
-        finally:
-            hvd.shutdown()
-
-    return run_ranks(size, rank)
 
 
 def plain(model: Net, batches: Tensor, make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float) -> Net:
@@ -135,7 +125,7 @@ def test_a_loop_equals_the_one_on_whole_batches(
     make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float, options: dict[str, Any]
 ) -> None:
     model, batches = model_and_batches()
-    results = on_ranks(lambda: distributed(model, batches, make, passes, clip, options))
+    results = on_ranks(RANKS, lambda: distributed(model, batches, make, passes, clip, options))
     expected = plain(copy.deepcopy(model), batches, make, passes, clip)
     for params, grads in results:
         torch.testing.assert_close(params, [param.detach() for param in expected.parameters()], atol=1e-6, rtol=1e-5)
@@ -164,7 +154,7 @@ def test_sparse_gradients(as_dense: bool) -> None:
         assert model.weight.grad.is_sparse is not as_dense
         return model.weight.detach()
 
-    results = on_ranks(work)
+    results = on_ranks(RANKS, work)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -219,7 +209,7 @@ def test_adasum_of_equal_gradients_is_one_update() -> None:
             optimizer.step()
         return [param.detach() for param in mine.parameters()]
 
-    results = on_ranks(work, 2)
+    results = on_ranks(2, work)
     optimizer = adamw(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
@@ -256,7 +246,7 @@ def test_wrong_arguments_and_calls_in_a_wrong_order_are_refused() -> None:
         with pytest.warns(UserWarning, match="skip_synchronize"):
             optimizer.step()
 
-    on_ranks(work, 1)
+    on_ranks(1, work)
 
 
 def test_batch_norm_over_all_ranks() -> None:
@@ -278,7 +268,7 @@ def test_batch_norm_over_all_ranks() -> None:
         assert x.grad is not None
         return y.detach(), x.grad, norm.running_mean, norm.running_var
 
-    results = on_ranks(work)
+    results = on_ranks(RANKS, work)
     torch.testing.assert_close(torch.cat([grad for _, grad, _, _ in results]), whole.grad)
     for _, _, mean, variance in results:
         torch.testing.assert_close((mean, variance), (one.running_mean, one.running_var))
@@ -320,7 +310,7 @@ def test_an_elastic_loop_returns_to_its_commit() -> None:
         loop(state)
         return [param.detach() for param in mine.parameters()], [one for chosen in seen for one in chosen], resets
 
-    broken = on_ranks(lambda: train(3), 2)
+    broken = on_ranks(2, lambda: train(3))
     assert all(resets == [3] for _, _, resets in broken)
     assert [len(seen) for _, seen, _ in broken] == [12, 12]
     assert sorted(broken[0][1] + broken[1][1]) == list(range(24))

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.elastic import room, survival
+from shardwise.elastic import image_space, survival
 from shardwise.elastic.images import Directory, Image
 from shardwise.errors import StateError
 from tests.ranks.threads_as_members import Killed, run_members
@@ -96,7 +96,7 @@ def test_memory_that_has_no_room_to_recover_in_is_warned_of(
         others = sum(path.stat().st_size for path in folder.glob("*-0.image"))
         return int((factor - 1) * sum(sizes.values())) - others
 
-    monkeypatch.setattr(room, "_free_bytes", free_bytes)
+    monkeypatch.setattr(image_space, "_free_bytes", free_bytes)
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         assert set(run_members(3, trains(2), tmp_path).values()) == {""}
     said = [one.getMessage() for one in caplog.records if "too little space to survive" in one.getMessage()]

@@ -24,12 +24,12 @@ from shardwise.comm import World
 from shardwise.comm.generation import LEFT_OUT, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.copies import CopyMeter
+from shardwise.elastic.image_space import make_images, share_wishes
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.outside import Outside
 from shardwise.elastic.rebuild import rebuilt, take_down
 from shardwise.elastic.reports import Report, check_agreement
-from shardwise.elastic.room import share_wishes, together
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
@@ -335,7 +335,7 @@ class Recovery(ABC):
         def make() -> None:
             self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
 
-        together(self._world, make)
+        make_images(self._world, make)
 
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,

@@ -46,11 +46,11 @@ from shardwise.checkpoint import Loaded
 from shardwise.checkpoint.codec import decode
 from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
+from shardwise.elastic.image_space import warn_if_scarce, why_no_space
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.rebuild import plan_again
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.elastic.room import refusal_of, warn_if_scarce
 from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
 from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
@@ -354,7 +354,7 @@ class Session(Recovery):
         self._survival.await_copies()
         self._next_version(self._begun)
         images = self._survival.image
-        refusal = refusal_of(lambda: self._survival.complete(self._version))
+        refusal = why_no_space(lambda: self._survival.complete(self._version))
         self._share_change_wishes("commit", refusal)
         if self._survival.image is not images:
             warn_if_scarce(self._layout.folder, self._world)

@@ -16,8 +16,8 @@ import torch
 from shardwise.checkpoint import encode
 from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
+from shardwise.elastic.image_space import NoSpaceError
 from shardwise.elastic.images import BLOCK, PARAM, TORN, Cell, Image, Plot
-from shardwise.elastic.room import NoRoomError
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.storage import Flat
 
@@ -152,7 +152,7 @@ class Survival:
             if path is None or error.errno not in _NO_SPACE:
                 raise
             path.unlink(missing_ok=True)
-            raise NoRoomError(path.parent, directory.num_bytes) from error
+            raise NoSpaceError(path.parent, directory.num_bytes) from error
         self._move_in(image, states)
         return image
 

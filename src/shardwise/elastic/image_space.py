@@ -24,7 +24,7 @@ _CURE = (
 _log = logging.getLogger("shardwise")
 
 
-class NoRoomError(StateError):
+class NoSpaceError(StateError):
     """A host's memory does not have the space for an image."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -35,23 +35,23 @@ class NoRoomError(StateError):
         )
 
 
-def together(world: World, make: Callable[[], object]) -> None:
+def make_images(world: World, make: Callable[[], object]) -> None:
     """Call `make`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
     others would continue without it, as if it had died."""
-    agree(world.exchange(refusal_of(make).encode(), "space for images"))
+    raise_first(world.exchange(why_no_space(make).encode(), "space for images"))
 
 
-def refusal_of(make: Callable[[], object]) -> str:
+def why_no_space(make: Callable[[], object]) -> str:
     """Why there is no space for the images that `make()` makes; empty if there is."""
     try:
         make()
-    except NoRoomError as error:
+    except NoSpaceError as error:
         return str(error)
     return ""
 
 
-def agree(refusals: list[bytes]) -> None:
-    """Raise what the first rank has to say, if any does."""
+def raise_first(refusals: list[bytes]) -> None:
+    """Raise the reason of the first rank that has one."""
     if said := next(filter(None, refusals), b""):
         raise StateError(said.decode())
 
@@ -59,7 +59,7 @@ def agree(refusals: list[bytes]) -> None:
 def share_wishes(world: World, subject: str, refusal: str, *, wants: bool) -> bool:
     """Whether any rank `wants` something. All ranks call, and all raise the first `refusal` there is."""
     received = world.exchange(f"{'1' if wants else ''}{refusal}".encode(), subject)
-    agree([one.removeprefix(b"1") for one in received])
+    raise_first([one.removeprefix(b"1") for one in received])
     return any(one.startswith(b"1") for one in received)
 
 
