@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import Attempt, Job, StopRequest, rank_environment
 from shardwise.launch.folder import Folder
@@ -265,3 +266,14 @@ class TestStopRequest:
         thread.start()
         thread.join()
         assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("elastic", "num_ranks"), [("2:8", 2), ("1:8", 1)])
+def test_an_elastic_job_starts_with_enough_ranks_if_none_are_named(
+    elastic: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shardwise.launch.count_gpus", lambda: 0)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["launch", "--elastic", elastic, "--dry-run", str(script)]) == 0
+    assert capsys.readouterr().out.startswith(f"{num_ranks} rank")

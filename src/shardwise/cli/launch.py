@@ -40,7 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("--nproc", "-np", type=int, metavar="N", help="ranks per host (default: one per GPU, else 1)")
+    option(
+        "--nproc",
+        "-np",
+        type=int,
+        metavar="N",
+        help="ranks per host (default: one per GPU, else 1; at least MIN with --elastic)",
+    )
     option("--port", "--master_port", type=int, metavar="P", help="port of the rendezvous (default: a free one)")
     option(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (default: 0)"
@@ -103,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.shardwise is not None and not args.shardwise.startswith("{"):
         load_plan(args.shardwise)
     place = launch_places.place_of(args)
-    job = _job(args, nproc=1 if args.nproc is None else args.nproc)
+    job = _job(args, nproc=_nproc(args, 1, is_here=place == "local"))
     if args.machines is not None:
         if place != "local":
             raise LaunchError("num_machines is above 1, and hosts are named too. Remove one of them.")
@@ -119,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     with launch.listen(job.port) as listener:  # both before torch is imported, so that a mistake is reported at once
         num_gpus = launch.count_gpus()
         if args.nproc is None:
-            job = _job(args, nproc=max(1, num_gpus))
+            job = _job(args, nproc=_nproc(args, max(1, num_gpus), is_here=True))
         bound = job.bindings(launch.device_kind())
         if args.dry_run:
             print(describe(job, on_cpu=num_gpus == 0, bound=bound))
@@ -157,6 +163,14 @@ def take_config(args: argparse.Namespace, config: AccelerateConfig, where: str) 
     args.machines = config.machines
     args.port = args.port or config.port
     os.environ.update(config.environment)
+
+
+def _nproc(args: argparse.Namespace, default: int, *, is_here: bool) -> int:
+    """The number of ranks that was asked for; otherwise `default`, within the bounds of an elastic job on this host."""
+    if args.nproc is not None:
+        return int(args.nproc)
+    elastic = _elastic(args)
+    return default if elastic is None or not is_here else max(elastic.least, min(default, elastic.most))
 
 
 def _job(args: argparse.Namespace, nproc: int) -> Job:
