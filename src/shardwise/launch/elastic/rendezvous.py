@@ -288,8 +288,7 @@ class Rendezvous:
         self._dismiss([process for process in self._living() if process.is_leaving])
         staying = self._living()
         lets_in = all(process.ready is None or process.ready.lets_in for process in staying)
-        others = [process for process in self._others() if process.waits][: max(0, self.most - len(staying))]
-        coming = others if lets_in and not (self.requests.is_stopping and self.former) else []
+        coming = self._coming(len(staying)) if lets_in else []
         can_come = not self.is_ending and self.can_grow()
         least = 1 if self.requests.is_stopping else self.least
         if self.former and not staying:
@@ -302,6 +301,12 @@ class Rendezvous:
         elif not can_come and not (self.generation < 0 and all_ended_well(self.processes)):
             left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
             self._end(f"{left}, and the job needs {self.least} (--elastic).")
+
+    def _coming(self, num_staying: int) -> list[Process]:
+        """Those that may join the next generation."""
+        if self.requests.is_stopping and self.former:
+            return []
+        return [process for process in self._others() if process.waits][: max(0, self.most - num_staying)]
 
     def _dismiss(self, leaving: list[Process]) -> None:
         """Dismiss members that have asked to leave."""
