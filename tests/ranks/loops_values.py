@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from typing import Any
 
 import torch
@@ -633,9 +634,38 @@ def func_grad(loop: Loop) -> Any:
     return Local(loop.mean(grad))
 
 
+class _AnomalyDetection:
+    """`torch.autograd.detect_anomaly` for ranks that are threads: its setting is the process's.
+
+    Two that enter it at once would restore each other's setting, and one that left first would go on under it. So the
+    first switches it on, the last one off, and nobody leaves before.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._num_inside += 1
+            torch.autograd.set_detect_anomaly(True, check_nan=True)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            if not self._num_inside:
+                torch.autograd.set_detect_anomaly(False)
+                self._changed.notify_all()
+            elif not self._changed.wait_for(lambda: not self._num_inside, timeout=60):
+                raise TimeoutError("Another rank has stayed within detect_anomaly() for a minute.")
+
+
+_detects_anomalies = _AnomalyDetection()
+
+
 @action(GRAD, "`torch.autograd.detect_anomaly()`")
 def detect_anomaly(loop: Loop) -> Any:
-    with torch.autograd.detect_anomaly(check_nan=True):
+    with _detects_anomalies:
         loss = loop.backward()
     loop.update()
     return Local(loss.item())
