@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardwise.calibration import Calibration
 from shardwise.config import Offload, Plan
 from shardwise.errors import ConfigError
 from shardwise.experts import ExpertSplit, expert_split
@@ -26,6 +27,7 @@ from shardwise.placement import check_budget, table_for
 from shardwise.program import (
     NUM_DISK_BUFFERS,
     Footprint,
+    StepProgram,
     Trace,
     UnitSpec,
     Update,
@@ -37,6 +39,7 @@ from shardwise.program import (
 )
 from shardwise.program.schedule import Op
 from shardwise.storage import UnitChoice, choose_units, unit_numel, unit_spec
+from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
 
 SETTLED_AFTER = 2
@@ -46,12 +49,16 @@ SETTLED_AFTER = 2
 @dataclass(frozen=True)
 class Ranks:
     """Facts about the ranks: whether they compute on a CPU, how many share a host, and in bytes the memory of the
-    smallest host and of the smallest accelerator, if known."""
+    smallest host and of the smallest accelerator, if known.
+
+    With `calibration`, the measured rates of a host, what is chosen is said with its least time in a step.
+    """
 
     on_cpu: bool
     num_local: int
     host_bytes: int | None = None
     device_bytes: int | None = None
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class _Held:
     device: Footprint
     on_host: int
     on_disk: int
+    time: TierTime | None
+    """Of the rank whose tiers are busy longest; `None` if nothing leaves the device, or no rates are known."""
 
 
 def within_budget(
@@ -266,15 +275,29 @@ class _Search:
         """The figures for the ranks of a host, whose places along a pipeline may differ."""
         if offload not in self._held:
             prefetch_bytes = None if self._plan.prefetch_bytes == "auto" else self._plan.prefetch_bytes
-            prints = []
+            prints, times = [], []
             for place, units in enumerate(self._specs(offload)):
                 step = plan_step(units, self._trace(place, units), prefetch_bytes=prefetch_bytes)
                 num = self._plan.accumulate
                 prints.append(step.footprint(states_per_param=self._states_per_param, num_micro_batches=num))
+                times.append(self._time(step, prints[-1]))
             on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
             on_disk = self._of_host([one.disk.total if one.disk is not None else 0 for one in prints])
-            self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_host, on_disk)
+            longest = max((one for one in times if one is not None), key=lambda one: one.least_seconds, default=None)
+            self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_host, on_disk, longest)
         return self._held[offload]
+
+    def _time(self, step: StepProgram, held: Footprint) -> TierTime | None:
+        if self._ranks.calibration is None:
+            return None
+        return tier_time(
+            step,
+            held,
+            self._ranks.calibration,
+            num_micro_batches=self._plan.accumulate,
+            num_local=self._ranks.num_local,
+            folder=self._plan.budget.disk,
+        )
 
     def _trace(self, place: int, units: tuple[UnitSpec, ...]) -> Trace:
         """The order in which they are used in a micro-batch, or in all of a step that goes through stages."""
@@ -304,6 +327,8 @@ class _Search:
             lines.append(f"  {why}")
         if held.on_disk:
             lines.append(f"  its disk holds {format_bytes(held.on_disk)} in {budget.disk}")
+        if held.time is not None:
+            lines += [f"  {line}" for line in held.time.bounds]
         return "\n".join(lines)
 
     def _picked(self, found: Offload) -> str:

@@ -6,6 +6,7 @@ Read by whoever plans with it. It is of one host; figures are bytes and seconds.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.safe_files import read_own_text
 
+_log = logging.getLogger(__name__)
 VERSION = 1
 MAX_BYTES = 10**6
 Figures = TypeVar("Figures")
@@ -106,6 +108,15 @@ def read_calibration(path: Path | None = None) -> Calibration:
             f"{path} is not a calibration that can be read ({error}). Remove it, and run shardwise bench disk, host "
             f"and links again."
         ) from error
+
+
+def readable_calibration() -> Calibration:
+    """That of this machine; an empty one, with a warning, if it cannot be read. For whoever only says more with it."""
+    try:
+        return read_calibration()
+    except ConfigError as error:
+        _log.warning("%s", error)
+        return Calibration(socket.gethostname())
 
 
 def write_calibration(calibration: Calibration, path: Path | None = None) -> Path:

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
+from shardwise.calibration import readable_calibration
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Budget, Offload, Plan, flatten
 from shardwise.errors import ConfigError, ModelError
@@ -323,7 +324,9 @@ def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:
         host_bytes = min(one["host"] for one in told)
         device_bytes = min((one["device"] for one in told if one["device"] is not None), default=None)
     num_local = min(world.size, world.local_size or world.size)
-    return Ranks(world.device.type == "cpu", num_local, host_bytes, device_bytes)
+    says_it = plan.budget.device is not None and world.rank == 0
+    calibration = readable_calibration() if says_it else None
+    return Ranks(world.device.type == "cpu", num_local, host_bytes, device_bytes, calibration)
 
 
 def log_fitted(fitted: Fitted, world: World) -> None:

@@ -62,9 +62,19 @@ class TierTime:
         return max(busy.items(), key=lambda item: item[1]) if busy else None
 
     @property
+    def least_seconds(self) -> float:
+        """How long `longest` is busy; 0 if nothing is known."""
+        return self.longest[1] if self.longest is not None else 0.0
+
+    @property
     def lines(self) -> list[str]:
-        """A line for each kind of work; then the lower bound of a step's time, and how to measure what is missing."""
-        lines = [str(one) for one in self.work]
+        """A line for each kind of work, and `bounds`."""
+        return [str(one) for one in self.work] + self.bounds
+
+    @property
+    def bounds(self) -> list[str]:
+        """The lower bound of a step's time, and how to measure what is missing."""
+        lines = []
         longest = self.longest
         if longest is not None:
             shared = f", which {self.num_local} ranks share," if self.num_local > 1 and longest[0] != "link" else ""

@@ -16,6 +16,7 @@ from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_r
 
 import shardwise as sw
 from shardwise import budget
+from shardwise.calibration import Calibration, DiskFigures, HostFigures, write_calibration
 from shardwise.config import Offload
 from shardwise.devices import RankDevice
 from shardwise.errors import ConfigError, TierError
@@ -140,6 +141,32 @@ def test_a_disk_takes_what_the_host_has_no_room_for(
     assert len(less.extra[of_kind]) == len(found[of_kind]) - 1
     assert bool(picked.param_disk) == (room < 0.9)
     assert 2 * less.extra["on_host"] > host
+
+
+def said_of_budget(caplog: pytest.LogCaptureFixture, **beside_device: Any) -> list[str]:
+    """The lines that say how a budget was met, and warnings beside them."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        wanted = {"device": int(2.1 * MODEL_BYTES), **beside_device}
+        run = sharded_run(model_of(), batches(1), "zero2", 2, None, after=held, budget=wanted)
+    assert bool(run.extra["on_disk"]) == ("disk" in beside_device)
+    return "\n".join(caplog.messages).splitlines()
+
+
+def test_it_says_how_long_a_step_takes_at_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the rates of the machine's calibration, or by which command to get them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk = {"host": 660_000, "disk": str(tmp_path / "states")}
+    (unknown,) = [line for line in said_of_budget(caplog, **disk) if "To estimate times" in line]
+    assert f"shardwise bench host and shardwise bench disk {tmp_path / 'states'}" in unknown
+    slow = DiskFigures(1e4, 1e4, 8, 2**20, True, "2026-11-25")
+    file = write_calibration(Calibration("node7", {str(tmp_path): slow}, HostFigures(1e10, 1e9, 1, "2026-11-25")))
+    (known,) = [line for line in said_of_budget(caplog, **disk) if "A step takes at least" in line]
+    assert "because the disk, which 2 ranks share, is busy for that time (measured on node7)" in known
+    file.write_text("{")
+    assert any("is not a calibration that can be read" in line for line in said_of_budget(caplog))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -139,7 +139,8 @@ def race(
     bound: float = 2e-6,
     hosts: Sequence[str] = (),
 ) -> dict[int, int]:
-    """Train on threads of which some die; returns how many iterations were void, by those who live."""
+    """Train on threads of which some die, as many as `plant` says; returns how many iterations were void, by those who
+    live."""
     model = Net() if model is None else model
     clip, scheduled = plan.get("clip_grad_norm"), loop == "plain"
     losses, plain = trained_alone(model, make, clip=clip, scheduled=scheduled)
@@ -175,12 +176,15 @@ def race(
                 assert scheduler is not None
                 scheduler.step()
             if engine.num_steps > step:
+                assert not engine.any_rank(False)
                 found[step] = engine.mean(loss.item())
         result = found, state, engine.num_void, engine.world.size
         engine.close()
         return result
 
     results = run_members(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
+    if isinstance(plant, DiesAt):
+        assert results.keys() == set(range(NUM_RANKS)) - plant.deaths.keys(), "who dies is drawn, and that they do not"
     for found, state, _, size in results.values():
         assert size == len(results)
         assert sorted(found) == list(range(NUM_STEPS))

@@ -1,0 +1,102 @@
+"""The table of docs/elastic.md: a rank dies in a place that is named, under every preset, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.comm import World
+from tests.ranks.test_lost_ranks import NUM_RANKS, PLANS, race
+from tests.ranks.threads_as_members import Killed
+from tests.thorough import one_in
+
+VICTIM, AT = 1, 2
+"""Who dies, and after how many steps."""
+
+PLACES: dict[str, Callable[[str, str], bool]] = {
+    "a gather": lambda action, subject: action == "gather",
+    "a reduction": lambda action, subject: action in ("reduce_scatter", "all_reduce"),
+    "what is agreed before the verdict": lambda action, subject: subject == "closings",
+    "the verdict": lambda action, subject: subject == "verdict",
+    "the buffers' broadcast": lambda action, subject: action == "broadcast",
+    "the message that ends a step": lambda action, subject: subject == "commit",
+    "engine.mean": lambda action, subject: subject == "weighed mean",
+    "engine.any_rank": lambda action, subject: subject == "any_rank",
+}
+"""By what they are for: whether a collective belongs there, by the action of the program that it is part of, or the
+subject where it is part of none."""
+
+
+class DiesIn:
+    """A rank dies as it enters a collective that belongs there, the first one after so many steps."""
+
+    def __init__(self, belongs: Callable[[str, str], bool], after: int) -> None:
+        self._belongs, self._after = belongs, after
+        self.died = False
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member == VICTIM:
+            self._watch(engine, engine.world)
+
+    def _watch(self, engine: sw.Engine, world: World) -> None:
+        enter = world.journal.enter
+
+        def or_die(verb: str, group: Any, numel: int, dtype: Any, subject: str) -> Any:
+            action = world.journal.action
+            if engine.num_steps >= self._after and self._belongs(action.verb if action is not None else "", subject):
+                self.died = True
+                raise Killed
+            return enter(verb, group, numel, dtype, subject)
+
+        world.journal.enter = or_die  # type: ignore[method-assign]
+
+
+class DiesInModule:
+    """A rank dies in the forward or the backward of a module."""
+
+    def __init__(self, *, in_backward: bool) -> None:
+        self._in_backward = in_backward
+        self.died = False
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != VICTIM:
+            return
+
+        def die(*_: Any) -> None:
+            if engine.num_steps >= AT:
+                self.died = True
+                raise Killed
+
+        norm = engine.module.get_submodule("norm")
+        if self._in_backward:
+            norm.register_full_backward_hook(die)
+        else:
+            norm.register_forward_hook(die)
+
+
+@one_in(7)
+@pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_rank_dies_in(name: str, place: str, loop: str, tmp_path: Path) -> None:
+    if place == "a gather" and name == "ddp":
+        pytest.skip("nothing is gathered")
+    dies = DiesIn(PLACES[place], after=0 if "agreed" in place else AT)  # it is agreed once, as long as nothing changes
+    void = race(PLANS[name], dies, tmp_path, loop=loop, shares_memory=False)
+    assert dies.died
+    assert sorted(void) == [rank for rank in range(NUM_RANKS) if rank != VICTIM]
+
+
+@one_in(4)
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path) -> None:
+    dies = DiesInModule(in_backward=in_backward)
+    void = race(PLANS[name], dies, tmp_path)
+    assert dies.died
+    assert set(void) == set(range(NUM_RANKS)) - {VICTIM}
+    assert set(void.values()) == {1}, "the step is repeated, once"
