@@ -51,7 +51,7 @@ class Ranks:
     """Facts about the ranks: whether they compute on a CPU, how many share a host, and in bytes the memory of the
     smallest host and of the smallest accelerator, if known.
 
-    With `calibration`, the measured rates of a host, what is chosen is said with its least time in a step.
+    With `calibration`, the measured rates of a host, the summary states the least time of a step.
     """
 
     on_cpu: bool
@@ -67,7 +67,7 @@ class Fitted:
     budget."""
 
     plan: Plan
-    said: str = ""
+    summary: str = ""
 
 
 class _Stages(NamedTuple):
@@ -115,7 +115,7 @@ def within_budget(
     search = _Search(model, plan, mesh, ranks, updates, states_per_param)
     found = search.least_off_device()
     found = search.least_on_disk(found)
-    return Fitted(plan.with_offload(found), search.said(found))
+    return Fitted(plan.with_offload(found), search.summary(found))
 
 
 def choices_by_place(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
@@ -196,7 +196,7 @@ class _Leaving:
             for together in accumulate(size for _, size in leaving)
         ]
 
-    def said(self, share: float) -> str:
+    def describe(self, share: float) -> str:
         """Such as `3 of 5 units (h.2 to head)`; "" for none."""
         count, num = sum(one <= share for one in self.shares), len(self.names)
         if not count:
@@ -307,7 +307,7 @@ class _Search:
         of_stages = {stage: [unit for unit in units if unit.name in names] for stage, names in stages.names.items()}
         return schedule_trace(stages.row, straight_passes(stages.row, of_stages))
 
-    def said(self, found: Offload) -> str:
+    def summary(self, found: Offload) -> str:
         """What was chosen and why, in a few lines."""
         budget, held, without = self._plan.budget, self.holds(found), self.holds(Offload())
         allowed = budget.device or 0
@@ -334,16 +334,16 @@ class _Search:
     def _picked(self, found: Offload) -> str:
         if found == Offload():
             return "nothing has to leave the device"
-        said = []
-        if updated := self._updated.said(found.optim):
-            said.append(f"gradients, states and update of {updated} are on the host")
-        if on_disk := self._updated.said(found.optim_disk):
-            said.append(f"the states of {on_disk} on a disk")
-        if resting := self._resting.said(found.param):
-            below = self._resting.said(found.param_disk)
+        parts = []
+        if updated := self._updated.describe(found.optim):
+            parts.append(f"gradients, states and update of {updated} are on the host")
+        if on_disk := self._updated.describe(found.optim_disk):
+            parts.append(f"the states of {on_disk} on a disk")
+        if resting := self._resting.describe(found.param):
+            below = self._resting.describe(found.param_disk)
             but = f", but those of {below} on the disk" if below else ""
-            said.append(f"parameters of {resting} rest on the host{but}")
-        return "; ".join(said)
+            parts.append(f"parameters of {resting} rest on the host{but}")
+        return "; ".join(parts)
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
         """The units of each place along the pipeline."""

@@ -81,13 +81,13 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str) -> Calibration:
         """Raises `ValueError`, `TypeError` or `KeyError` for what is none."""
-        said = json.loads(text)
-        if said["version"] != VERSION:
-            raise ValueError(f"its version is {said['version']}, this shardwise reads {VERSION}")
-        disks = {str(folder): _figures(DiskFigures, figures) for folder, figures in said["disks"].items()}
-        memory = None if said["memory"] is None else _figures(HostFigures, said["memory"])
-        links = None if said["links"] is None else _figures(LinkFigures, said["links"])
-        return cls(str(said["host"]), disks, memory, links)
+        content = json.loads(text)
+        if content["version"] != VERSION:
+            raise ValueError(f"its version is {content['version']}, this shardwise reads {VERSION}")
+        disks = {str(folder): _figures(DiskFigures, figures) for folder, figures in content["disks"].items()}
+        memory = None if content["memory"] is None else _figures(HostFigures, content["memory"])
+        links = None if content["links"] is None else _figures(LinkFigures, content["links"])
+        return cls(str(content["host"]), disks, memory, links)
 
 
 def default_path() -> Path:
@@ -133,11 +133,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _figures(kind: type[Figures], said: Mapping[str, Any]) -> Figures:
+def _figures(kind: type[Figures], content: Mapping[str, Any]) -> Figures:
     """Figures of one kind, each checked to be of its type."""
     values: dict[str, Any] = {}
     for one in fields(kind):  # type: ignore[arg-type]  # each is a dataclass
-        value = said[one.name]
+        value = content[one.name]
         if one.type == "float" and type(value) is int:  # JSON has one kind of number
             value = float(value)
         if type(value).__name__ != one.type or (one.type in ("int", "float") and value < 0):

@@ -104,7 +104,7 @@ class EngineReports(EngineState):
                 self._sharded.treat(fitted.plan, fitted.treatments)
             else:
                 self.reshard(fitted.plan)
-        return fitted.said
+        return fitted.summary
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Inside `with`, record what every rank does, unit by unit and action by action, and write it to `path`. All

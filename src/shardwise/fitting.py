@@ -67,7 +67,7 @@ class FittedActivations:
 
     plan: Plan
     treatments: Treatments
-    said: str
+    summary: str
 
 
 def fit_activations(
@@ -82,8 +82,8 @@ def fit_activations(
     num_local = min(world.size, world.local_size or world.size)
     meant, left_out = _meant(sharded)
     own = _rehearsed(sharded, meant, batch, loss, num_local, expert_load)
-    said = [json.loads(message) for message in world.exchange(json.dumps(_as_json(own)).encode(), "activations")]
-    everyone = [{name: Choice(**one) for name, one in choices.items()} for choices in said]
+    answers = [json.loads(message) for message in world.exchange(json.dumps(_as_json(own)).encode(), "activations")]
+    everyone = [{name: Choice(**one) for name, one in choices.items()} for choices in answers]
     common = [name for name in POLICIES if all(name in choices for choices in everyone)]
     held = {name: _most([choices[name] for choices in everyone]) for name in common}
     room = _room(plan)
@@ -92,8 +92,8 @@ def fit_activations(
         raise _nothing_fits(held, limits, num_local, left_out)
     picked = fitting[0] if fitting[0] == "keep" else _cheapest(held, fitting)
     chosen = plan.activations if plan.activations.policy == picked else Activations(policy=picked)
-    said_of_it = _said(picked, held, fitting, limits, num_local, left_out)
-    return FittedActivations(plan.model_copy(update={"activations": chosen}), meant[picked], said_of_it)
+    summary = _summary(picked, held, fitting, limits, num_local, left_out)
+    return FittedActivations(plan.model_copy(update={"activations": chosen}), meant[picked], summary)
 
 
 def _meant(sharded: ShardedModel) -> tuple[dict[PolicyName, Treatments], dict[PolicyName, str]]:
@@ -119,8 +119,8 @@ def _meant(sharded: ShardedModel) -> tuple[dict[PolicyName, Treatments], dict[Po
         except ConfigError as error:
             left_out[policy] = str(error)
     if staged is not None:  # each stage knows its own modules
-        for said in sharded.world.exchange(json.dumps(left_out).encode(), "activations"):
-            left_out = json.loads(said) | left_out
+        for answer in sharded.world.exchange(json.dumps(left_out).encode(), "activations"):
+            left_out = json.loads(answer) | left_out
     return {policy: one for policy, one in meant.items() if policy not in left_out}, left_out
 
 
@@ -171,11 +171,11 @@ def _failing_alike(sharded: ShardedModel) -> Iterator[None]:
         yield
     except ModelError as raised:
         error = raised
-    said = [one.decode() for one in sharded.world.exchange(str(error or "").encode(), "activations")]
+    answers = [one.decode() for one in sharded.world.exchange(str(error or "").encode(), "activations")]
     if error is not None:
         raise error
-    if any(said):
-        raise ModelError(next(filter(None, said)))
+    if any(answers):
+        raise ModelError(next(filter(None, answers)))
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -261,15 +261,15 @@ def _as_json(choices: dict[PolicyName, Choice]) -> dict[str, Any]:
 
 
 def _figures(name: PolicyName, choice: Choice, num_local: int) -> str:
-    said = f"{name} {format_bytes(choice.device)}"
+    text = f"{name} {format_bytes(choice.device)}"
     if choice.host:
-        said += f" and {format_bytes(num_local * choice.host)} of a host"
+        text += f" and {format_bytes(num_local * choice.host)} of a host"
     if choice.disk:
-        said += f" and {format_bytes(num_local * choice.disk)} of its disk"
-    return said if choice.seconds is None or name == "keep" else f"{said}, {format_seconds(choice.seconds)} more a step"
+        text += f" and {format_bytes(num_local * choice.disk)} of its disk"
+    return text if choice.seconds is None or name == "keep" else f"{text}, {format_seconds(choice.seconds)} more a step"
 
 
-def _said(
+def _summary(
     picked: PolicyName,
     held: dict[PolicyName, Choice],
     fitting: list[PolicyName],

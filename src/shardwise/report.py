@@ -86,8 +86,8 @@ class MemoryReport:
 def _below(tier: str, promised: dict[str, int], measured: dict[str, int]) -> Iterator[tuple[str, str, str, str]]:
     """Lines for another tier; kinds that are only promised by a rehearsal may have no promise."""
     for kind in {**promised, **measured}:
-        said = format_bytes(promised[kind]) if kind in promised else ""
-        yield f"{kind} on the {tier}", said, format_bytes(measured.get(kind, 0)), ""
+        foreseen = format_bytes(promised[kind]) if kind in promised else ""
+        yield f"{kind} on the {tier}", foreseen, format_bytes(measured.get(kind, 0)), ""
 
 
 def memory_of(sharded: ShardedModel) -> MemoryReport:
@@ -249,8 +249,8 @@ def _stage_lines(sharded: ShardedModel) -> list[str]:
         return []
     layout = sharded.pipeline.layout
     bubble = timed(layout.schedule).bubble
-    said = ["stages", *str(layout).splitlines(), f"schedule {layout.schedule.name}, {bubble:.0%} of it waiting"]
-    return [*said[:1], *(f"  {line}" for line in said[1:-1]), said[-1], *picture(layout.schedule).splitlines()]
+    lines = ["stages", *str(layout).splitlines(), f"schedule {layout.schedule.name}, {bubble:.0%} of it waiting"]
+    return [*lines[:1], *(f"  {line}" for line in lines[1:-1]), lines[-1], *picture(layout.schedule).splitlines()]
 
 
 def _transport_lines(sharded: ShardedModel) -> list[str]:
@@ -260,8 +260,8 @@ def _transport_lines(sharded: ShardedModel) -> list[str]:
         return []
     collectives = world.collectives(sharded.sharding.device)
     lines = {axis: world.group(mesh, axis) for axis in mesh.axes if mesh.size(axis) > 1}
-    said = [f"along {axis} by {collectives.transport(line)}" for axis, line in lines.items()]
-    return [f"bytes travel {', '.join(said)}"]
+    ways = [f"along {axis} by {collectives.transport(line)}" for axis, line in lines.items()]
+    return [f"bytes travel {', '.join(ways)}"]
 
 
 def _unit_text(unit: UnitSpec, treatments: Treatments) -> str:
@@ -271,7 +271,7 @@ def _unit_text(unit: UnitSpec, treatments: Treatments) -> str:
     updated += ", states on the disk" if any(flat.updates_from_disk for flat in unit.flats) else ""
     updated += ", parameters on the host" if any(flat.tier_of("param") == "host" for flat in unit.flats) else ""
     updated += ", parameters on the disk" if any(flat.rests_on_disk for flat in unit.flats) else ""
-    updated += f", {treatments.said(unit.name)}" if treatments.said(unit.name) else ""
+    updated += f", {treatments.describe(unit.name)}" if treatments.describe(unit.name) else ""
     return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 
 

@@ -275,7 +275,7 @@ def lay(
         updates = {param: update for param, update in updates.items() if param in staged.params}
     try:
         sharding = designed.carry_out(world, values.device, updates, disk)
-        sharding = replace(sharding, staged=staged, fitted=fitted.said, budget=budget)
+        sharding = replace(sharding, staged=staged, fitted=fitted.summary, budget=budget)
         values.settle(sharding.units)
     except BaseException:
         if disk is not None:
@@ -331,8 +331,8 @@ def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:
 
 def log_fitted(fitted: Fitted, world: World) -> None:
     """Log once how a budget was met."""
-    if fitted.said and world.rank == 0:
-        _log.warning("%s", fitted.said)
+    if fitted.summary and world.rank == 0:
+        _log.warning("%s", fitted.summary)
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:

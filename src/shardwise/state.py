@@ -305,7 +305,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     log_fitted(fitted, world)
     try:
         known = replace(sharded.sharding, updates=updates)
-        renewed = _moved(sharded, known, designed, (fitted.said, budget), disk, progress, dealt)
+        renewed = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()

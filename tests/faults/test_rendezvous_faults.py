@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import shardwise as sw
 import warm
-from shardwise.comm import Meeting
+from shardwise.comm import StartupBarrier
 from shardwise.errors import CommError, FaultError
 
 Connect = Callable[[], TCPStore]
@@ -40,7 +40,7 @@ def attended(
 
     def attend(index: int, rank: int, size: int) -> None:
         try:
-            Meeting(connect(), "0", me=f"process {index}").attend(
+            StartupBarrier(connect(), "0", me=f"process {index}").wait(
                 rank,
                 size,
                 "here",
@@ -100,7 +100,7 @@ def test_ranks_of_worlds_of_other_sizes(connect: Connect) -> None:
 
 
 def test_the_launcher_cancels_a_rendezvous_that_cannot_complete(connect: Connect) -> None:
-    launcher = Meeting(connect(), "0", me="launcher")
+    launcher = StartupBarrier(connect(), "0", me="launcher")
     launcher.cancel_without([1], [0])  # nobody waits yet
     results: list[FaultError | None] = []
     waiting = threading.Thread(target=lambda: results.extend(attended(connect, [(0, 2)])))
@@ -117,7 +117,7 @@ def test_the_launcher_cancels_a_rendezvous_that_cannot_complete(connect: Connect
 def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
     assert attended(connect, [(0, 2), (1, 2)]) == [None] * 2
     store = connect()
-    Meeting(store, "0", me="launcher").cancel_without([1], [0])
+    StartupBarrier(store, "0", me="launcher").cancel_without([1], [0])
     assert not any(key.endswith("/message") for key in store.list_keys())
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from shardwise import plain_data
-from shardwise.comm import Meeting
+from shardwise.comm import StartupBarrier
 from shardwise.comm.board import KEY, StoreBoard, last_status
 from shardwise.comm.fault import Fault
 from shardwise.comm.members import Announcement, LauncherChannel, MemberMessage, generation_prefix, scope_of
@@ -256,11 +256,11 @@ class TestMembers:
 def test_forged_entries_of_the_rendezvous(key: str) -> None:
     """They can keep ranks from meeting, but not have them blame one of their own."""
     store = HashStore()
-    place = "shardwise/attempt-0/meeting"
+    place = "shardwise/attempt-0/startup"
     text = FAULT.to_json() if key == "fault" else "2 1"
     store.set(f"{place}/{key}", Seal("guessed").close(f"{place}/{key}", text.encode()))
     with pytest.raises(CommError, match="was not written by a member of this job") as raised:
-        Meeting(store, "0", "me", Seal("token")).attend(
+        StartupBarrier(store, "0", "me", Seal("token")).wait(
             0, 2, "here", timeout_seconds=5, patience_seconds=5, is_host=False
         )
     assert not isinstance(raised.value, FaultError)
@@ -273,14 +273,14 @@ class TestWire:
     @given(st.data())
     def test_any_line_is_a_message_or_none(self, data: st.DataObject) -> None:
         key, shapes, read = data.draw(
-            st.sampled_from([("do", wire.ORDERS, wire.order), ("said", wire.REPORTS, wire.report)])
+            st.sampled_from([("do", wire.ORDERS, wire.order), ("kind", wire.REPORTS, wire.report)])
         )
         kind = data.draw(st.sampled_from(sorted(shapes)))
         fields = {name: data.draw(JSON) for name in shapes[kind]}
         line = damaged(data, json.dumps({key: kind, **fields}).encode())
         found = read(MARK + line)
         assert found is None or plain_data.fits(found, {key: str, **shapes[found[key]]})
-        if found is not None and key == "said":
+        if found is not None and key == "kind":
             assert wire.is_about(found, range(0)) in (True, False)
             outcomes = [*found.get("outcomes", ()), *([found["outcome"]] if "outcome" in found else ())]
             for outcome in outcomes:
@@ -311,8 +311,8 @@ class TestWire:
         for message in sent:
             assert wire.order(wire.packed(message)[:-1]) == json.loads(json.dumps(message))
         ended = [wire.outcome_as_message(Outcome(0, 1, None, 1.0, "E" * 10**6, "T" * 10**6))]
-        member = {"said": "member", "outcome": ended[0], "ran_out": False, "skips": False}
-        for said in ({"said": "over", "outcomes": ended, "killed": 0}, member, facts.look("/absent", plan.job)):
+        member = {"kind": "member", "outcome": ended[0], "ran_out": False, "skips": False}
+        for said in ({"kind": "over", "outcomes": ended, "killed": 0}, member, facts.look("/absent", plan.job)):
             assert wire.report(wire.packed(said)[:-1]) == json.loads(json.dumps(said))
         assert len(ended[0]["traceback"]) == wire.MAX_TRACEBACK_CHARS
 
@@ -360,17 +360,17 @@ HOSTILE = """
 import json, sys, time
 def say(**message):
     sys.stdout.write("\\x1e" + json.dumps(message) + "\\n")
-say(said="output", rank=0, is_error=False, text="of another host")
-say(said="ended", ranks=[0])
-say(said="lost")
-say(said=["a"])
+say(kind="output", rank=0, is_error=False, text="of another host")
+say(kind="ended", ranks=[0])
+say(kind="lost")
+say(kind=["a"])
 print("Welcome")
-say(said="output", rank=1, is_error=False, text="mine")
+say(kind="output", rank=1, is_error=False, text="mine")
 for _ in range(40):
     sys.stdout.write("\\x1e" + "x" * 2**20)
     sys.stderr.write("y" * 2**20)
 print()
-for letter in "\\x1e" + json.dumps({"said": "failed"}) + "\\n":
+for letter in "\\x1e" + json.dumps({"kind": "failed"}) + "\\n":
     print(letter, end="", flush=True)
     time.sleep(0.005)
 """
@@ -383,7 +383,7 @@ def test_a_host_that_lies_and_floods() -> None:
     host = Connection(Share(Host("h"), 1, 1), [sys.executable, "-c", HOSTILE], arrivals)
     heard = [arrivals.get(timeout=60)[1] for _ in range(3)]
     host.close(5)
-    assert [message["said"] for message in heard] == ["output", "failed", "lost"]
+    assert [message["kind"] for message in heard] == ["output", "failed", "lost"]
     assert heard[0]["text"] == "mine"
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * wire.MAX_LINE_BYTES
     assert len(host.complaints) < 2**22
@@ -392,12 +392,12 @@ def test_a_host_that_lies_and_floods() -> None:
 LYING = """
 import json, sys
 for message in (
-    {"said": "member", "outcome": OUTCOME | {"rank": 4}, "ran_out": False, "skips": True},
-    {"said": "output", "rank": 4, "is_error": False, "text": "of another host"},
-    {"said": "stopped", "number": 4, "is_so": True},
-    {"said": "member", "outcome": OUTCOME | {"rank": 7}, "ran_out": 1, "skips": True},
-    {"said": "member", "outcome": OUTCOME | {"rank": 7, "lost_with": "h"}, "ran_out": False, "skips": False},
-    {"said": "stopped", "number": 7, "is_so": False},
+    {"kind": "member", "outcome": OUTCOME | {"rank": 4}, "ran_out": False, "skips": True},
+    {"kind": "output", "rank": 4, "is_error": False, "text": "of another host"},
+    {"kind": "stopped", "number": 4, "is_so": True},
+    {"kind": "member", "outcome": OUTCOME | {"rank": 7}, "ran_out": 1, "skips": True},
+    {"kind": "member", "outcome": OUTCOME | {"rank": 7, "lost_with": "h"}, "ran_out": False, "skips": False},
+    {"kind": "stopped", "number": 7, "is_so": False},
 ):
     sys.stdout.write("\\x1e" + json.dumps(message) + "\\n")
 """
@@ -411,7 +411,7 @@ def test_a_host_of_an_elastic_job_speaks_for_the_members_alone_that_were_started
     host = Connection(Share(Host("h"), 4, 1), [sys.executable, "-c", script], arrivals, numbers)
     heard = [arrivals.get(timeout=60)[1] for _ in range(3)]
     host.close(5)
-    assert [message["said"] for message in heard] == ["member", "stopped", "lost"]
+    assert [message["kind"] for message in heard] == ["member", "stopped", "lost"]
     assert heard[0]["outcome"]["lost_with"] == "h"
 
 

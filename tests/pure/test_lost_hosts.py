@@ -50,13 +50,13 @@ def test_a_host_lost_while_the_first_one_prepares_ends_the_job(
         SHARES[0],
         arrivals,
         {
-            "prepare": [{"said": "prepared"}],
-            "end": [{"said": "over", "outcomes": [ended], "killed": 0}],
-            "last_status": [{"said": "last_status", "statuses": []}],
+            "prepare": [{"kind": "prepared"}],
+            "end": [{"kind": "over", "outcomes": [ended], "killed": 0}],
+            "last_status": [{"kind": "last_status", "statuses": []}],
         },
     )
     second: Any = FakeConnection(SHARES[1], arrivals, {})
-    arrivals.put((second, {"said": "lost"}))
+    arrivals.put((second, {"kind": "lost"}))
     plan = SshPlan(Job(("train.py",), 1), SHARES, SshSettings(directory=str(tmp_path)), {})
     statuses: list[int] = []
     with Folder(None) as folder:
@@ -72,7 +72,7 @@ def test_a_host_lost_while_the_first_one_prepares_ends_the_job(
 def test_a_host_lost_after_its_answer_is_a_problem_of_the_next_question(arrivals: Any) -> None:
     hosts: list[Any] = [FakeConnection(share, arrivals, {}) for share in SHARES]
     for host, said in ((hosts[0], "facts"), (hosts[0], "lost"), (hosts[1], "facts")):
-        arrivals.put((host, {"said": said}))
+        arrivals.put((host, {"kind": said}))
     answers = Answers(arrivals, lambda: False)
     assert answers.collect(hosts, "facts", 30, "python")[1] == {}
     found, problems = answers.collect(hosts[:1], "reached", 0.0, "python")

@@ -189,7 +189,7 @@ class TestTop:
         assert view.status == "running"
         view.now += 100
         assert view.status == "silent"
-        assert "rank 0 is on another host" in view.said
+        assert "rank 0 is on another host" in view.status_text
 
     def test_one_that_failed_and_what_others_saw(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with (run / "record.jsonl").open("a") as file:
@@ -210,7 +210,7 @@ class TestTop:
         with RunRecord.resume(run / "record.jsonl", step=40, plan=PLAN, world_size=4) as record:
             assert read_run(run).status == "running"
             record.write("end", step=40, status="ended")
-        assert read_run(run).said == "ended after step 40"
+        assert read_run(run).status_text == "ended after step 40"
 
     def test_no_run_is_a_sentence_with_those_below(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["top", str(run.parent)]) == 2

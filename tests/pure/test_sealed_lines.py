@@ -82,9 +82,9 @@ def test_messages_go_both_ways(server: tuple[PodServer, tuple[str, int], list[st
     Outbox(caller.stdin).send({"do": "end_member", "number": 3})
     inbox = SealedInbox(meeting.connection, meeting.to_host)
     assert inbox.take(5) == [{"do": "end_member", "number": 3}]
-    Outbox(SealedSink(meeting.connection, meeting.to_launcher)).send({"said": "beat"})
-    assert report(caller.stdout.readline(100)) == {"said": "beat"}
-    meeting.connection.sendall(packed({"said": "beat"}))  # by somebody in between
+    Outbox(SealedSink(meeting.connection, meeting.to_launcher)).send({"kind": "beat"})
+    assert report(caller.stdout.readline(100)) == {"kind": "beat"}
+    meeting.connection.sendall(packed({"kind": "beat"}))  # by somebody in between
     assert caller.stdout.readline(100) == b""
     caller.wait()
     assert inbox.take(5) == []

@@ -360,30 +360,30 @@ def test_aborts_come_before_sockets_are_shut() -> None:
             order.append(("abort", world.journal.fault is not None, devices.accelerator.current_index()))
 
         groups.abort = abort  # type: ignore[method-assign]
-        world._host.cut = lambda: order.append("cut")  # type: ignore[method-assign, assignment, func-returns-value]
+        world._host.abort = lambda: order.append("host abort")  # type: ignore[method-assign, assignment, func-returns-value]
         assert world._watch is not None
         thread = threading.Thread(target=world._watch._deliver, args=[Fault("lost", (1,), "Rank 1 is gone.")])
         thread.start()
         thread.join()
 
     devices.run(2, rank)
-    assert order == [("abort", True, 0), "cut"]
+    assert order == [("abort", True, 0), "host abort"]
 
 
 def test_sockets_are_shut_even_if_an_abort_fails() -> None:
-    devices, was_cut = Devices(), []
+    devices, was_aborted = Devices(), []
 
     def rank(world: sw.World) -> None:
         def abort(_: Any) -> None:
             raise RuntimeError("no")
 
         world.collectives(CPU)._groups.abort = abort
-        world._host.cut = lambda: was_cut.append(world.rank)  # type: ignore[method-assign, assignment, func-returns-value]
+        world._host.abort = lambda: was_aborted.append(world.rank)  # type: ignore[method-assign, assignment, func-returns-value]
         with pytest.raises(RuntimeError, match="no"):
             world._cut()
 
     devices.run(2, rank)
-    assert sorted(was_cut) == [0, 1]
+    assert sorted(was_aborted) == [0, 1]
 
 
 def test_nccl_aborts_all_communicators_as_one() -> None:

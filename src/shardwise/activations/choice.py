@@ -29,13 +29,13 @@ class Treatment:
     keep: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = {
+        texts = {
             "recompute": "activations recomputed",
             "selective": f"activations recomputed but for {', '.join(self.keep)}",
             "offload": "activations on the host",
             "disk": "activations on a disk",
         }
-        return said.get(self.policy, "")
+        return texts.get(self.policy, "")
 
     @property
     def operators(self) -> frozenset[torch._ops.OpOverload]:
@@ -60,7 +60,7 @@ class Treatments:
     def have(self, *policies: PolicyName) -> bool:
         return any(one.policy in policies for one in self.by_unit.values())
 
-    def said(self, unit: str) -> str:
+    def describe(self, unit: str) -> str:
         """A description of the unit's treatment; empty if its activations are kept."""
         return str(self.by_unit[unit]) if unit in self.by_unit else ""
 
@@ -107,12 +107,12 @@ def treatments_for(
     counts: dict[str, int] = {}
     for choice in candidates:
         rule = by_rule.get(choice.name)
-        said = plan.activations if rule is None else plan.rules[rule].activations
+        wanted = plan.activations if rule is None else plan.rules[rule].activations
         place = counts[rule or ""] = counts.get(rule or "", -1) + 1
-        if said.policy not in (None, "keep") and place % said.every == 0:
-            keep = (said.keep or SELECTIVE) if said.policy == "selective" else ()
-            assert said.policy is not None
-            found[choice.name] = Treatment(said.policy, keep)
+        if wanted.policy not in (None, "keep") and place % wanted.every == 0:
+            keep = (wanted.keep or SELECTIVE) if wanted.policy == "selective" else ()
+            assert wanted.policy is not None
+            found[choice.name] = Treatment(wanted.policy, keep)
     sites = {choice.name: choice.sites for choice in candidates if choice.name in found}
     _refuse_own_recomputing(model, found, sites)
     return Treatments(found, sites)

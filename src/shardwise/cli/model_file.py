@@ -50,7 +50,7 @@ def units_of(
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
     treatments = treatments_for(model, choose_units(model, plan), plan)
-    sizes = (replace(_size(choice, spec), activations=treatments.said(choice.name)) for choice, spec in kept)
+    sizes = (replace(_size(choice, spec), activations=treatments.describe(choice.name)) for choice, spec in kept)
     return tuple(spec for _, spec in kept), tuple(sizes)
 
 

@@ -31,7 +31,7 @@ def page(view: RunView, height: int | None = None) -> RenderableType:
 
 
 def _parts(view: RunView, height: int | None) -> Iterator[RenderableType]:
-    yield Text.assemble((str(view.folder), "bold"), "  ", (view.said, COLOURS[view.status]))
+    yield Text.assemble((str(view.folder), "bold"), "  ", (view.status_text, COLOURS[view.status]))
     start = view.last_start
     told = [start.get("model", ""), view.made_of, start.get("device", "")]
     yield Text("  ".join(str(word) for word in told if word), style="dim")

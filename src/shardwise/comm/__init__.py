@@ -7,12 +7,12 @@ from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.journal import Journal
 from shardwise.comm.line import Line, Passing, Started
-from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups
 from shardwise.comm.same_batch import require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small import sum_small
+from shardwise.comm.startup_barrier import StartupBarrier
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.comm.world import EVERYBODY, Host, Watched, World
@@ -30,7 +30,6 @@ __all__ = [
     "Journal",
     "Line",
     "LinkError",
-    "Meeting",
     "Pairwise",
     "Part",
     "Passing",
@@ -40,6 +39,7 @@ __all__ = [
     "SharedBuffer",
     "SharedBuffers",
     "Started",
+    "StartupBarrier",
     "ThreadTransport",
     "Transport",
     "Watched",

@@ -64,10 +64,10 @@ class Background:
         found[1].put(job)
         return job
 
-    def close(self, cut: Callable[[], None]) -> None:
-        """End all threads. `cut` is called if one is still busy, and has to end its waits."""
+    def close(self, abort: Callable[[], None]) -> None:
+        """End all threads. `abort` is called if one is still busy, and has to end its waits."""
         if any(not job._is_done.is_set() for job in self._last.values()):
-            cut()
+            abort()
         for _, queue in self._threads.values():
             queue.put(None)
         for thread, _ in self._threads.values():

@@ -148,7 +148,7 @@ class BetweenHosts(Pairwise):
         return f"shared memory and {name}" if self._on_hosts(group).is_crowded else name
 
     def close(self) -> None:
-        self._background.close(self._cut_all)
+        self._background.close(self._abort_all)
         super().close()
 
     # -- what the steps of a collective are made of ------------------------------------------------------
@@ -232,10 +232,10 @@ class BetweenHosts(Pairwise):
         self.ledger.sent(verb, group.axis, len(group.others) * chunk_bytes)
         self.ledger.crossed(verb, group.axis, len(on.carried) * chunk_bytes)
 
-    def _cut_all(self) -> None:
+    def _abort_all(self) -> None:
         if self._neighbours is not None:
-            self._neighbours.cut()
-        self.cut()
+            self._neighbours.abort()
+        self.abort()
 
 
 @dataclass

@@ -143,7 +143,7 @@ class Communicator(Collectives, Buffers, Protocol):
         """The name of what carries the group's bytes."""
         ...
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End every wait of this rank, now and from now on. May be called from any thread."""
         ...
 

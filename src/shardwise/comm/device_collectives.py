@@ -267,7 +267,7 @@ class DeviceCollectives:
     def transport(self, group: Group) -> str:  # noqa: ARG002
         return self._groups.backend
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Kernels that wait for each other end, with garbage: see [Note: garbage after a fault]."""
         with self._device.here():
             self._groups.abort([*self._all_lines(), self._groups.world()])

@@ -71,7 +71,7 @@ class GlooTransport:
         rank."""
         self._sockets.keep_mirrored(rank, exchange)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self._sockets.shut_down()
 
     def close(self) -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardwise.comm.gloo import GlooTransport
-from shardwise.comm.meeting import Meeting
 from shardwise.comm.nccl import leave_errors_to_the_watch
 from shardwise.comm.pairwise import Transport
 from shardwise.comm.sockets import opened_inside
+from shardwise.comm.startup_barrier import StartupBarrier
 from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError
 from shardwise.job_token import Seal
@@ -134,7 +134,7 @@ def open_process_group(
             store = _store_at(host, port, place, timeout, deadline, patience_seconds, is_host=is_host)
         rank, size = place.rank, place.size
         assert size is not None
-        Meeting(store, attempt, seal=Seal.of(env)).attend(
+        StartupBarrier(store, attempt, seal=Seal.of(env)).wait(
             rank,
             size,
             where,

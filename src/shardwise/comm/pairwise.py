@@ -46,7 +46,7 @@ class Transport(Protocol):
         """The same, and ranks whose link was closed at this end because it broke. From any thread."""
         ...
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End every wait of this rank, now and from now on. From any thread."""
         ...
 
@@ -73,7 +73,7 @@ class Nobody:
     def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """There are no other ranks."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         return
 
     def close(self) -> None:
@@ -201,8 +201,8 @@ class Pairwise:
     def close(self) -> None:
         self._transport.close()
 
-    def cut(self) -> None:
-        self._transport.cut()
+    def abort(self) -> None:
+        self._transport.abort()
 
     def _gather(
         self, verb: str, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None

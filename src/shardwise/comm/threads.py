@@ -65,14 +65,14 @@ class ThreadTransport:
     def __init__(self, office: PostOffice, rank: int) -> None:
         self._office = office
         self._rank = rank
-        self._is_cut = threading.Event()
+        self._is_aborted = threading.Event()
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
         self._office.box((self._rank, rank, tag)).put(tensor.detach().clone())
         return Done()
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        return _Expected(self._office, tensor, (rank, self._rank, tag), self._is_cut)
+        return _Expected(self._office, tensor, (rank, self._rank, tag), self._is_aborted)
 
     def lost_ranks(self) -> tuple[int, ...]:
         """A thread cannot be killed."""
@@ -81,19 +81,19 @@ class ThreadTransport:
     def closed_ranks(self) -> tuple[int, ...]:
         return ()
 
-    def cut(self) -> None:
-        self._is_cut.set()
+    def abort(self) -> None:
+        self._is_aborted.set()
 
     def close(self) -> None:
         """The office belongs to the code that made the threads."""
 
 
 class _Expected:
-    def __init__(self, office: PostOffice, tensor: Tensor, route: _Route, is_cut: threading.Event) -> None:
+    def __init__(self, office: PostOffice, tensor: Tensor, route: _Route, is_aborted: threading.Event) -> None:
         self._office = office
         self._tensor = tensor
         self._route = route
-        self._is_cut = is_cut
+        self._is_aborted = is_aborted
 
     def wait(self) -> None:
         box = self._office.box(self._route)
@@ -102,7 +102,7 @@ class _Expected:
                 message = box.get(timeout=_POLL_SECONDS)
                 break
             except queue.Empty:
-                if self._is_cut.is_set():
+                if self._is_aborted.is_set():
                     raise LinkError(self._route[0], f"Nothing came from rank {self._route[0]}.") from None
         self._office.drop(self._route)
         self._tensor.detach().copy_(message)

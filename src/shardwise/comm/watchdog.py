@@ -53,13 +53,13 @@ class Watchdog:
         journal: Journal,
         size: int,
         board: Board,
-        cut: Callable[[], None],
+        abort: Callable[[], None],
         *,
         patience_seconds: float,
         timeout_seconds: float,
         lost_ranks: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`cut` breaks this rank's links, and `lost_ranks` returns the ranks whose links are closed already; from any
+        """`abort` breaks this rank's links, and `lost_ranks` returns the ranks whose links are closed already; from any
         thread."""
         self.patience_seconds = patience_seconds
         self.goes_on = False
@@ -67,7 +67,7 @@ class Watchdog:
         self._journal = journal
         self._size = size
         self._board = board
-        self._cut = cut
+        self._abort = abort
         self._lost_ranks = lost_ranks
         self._hosts: Hosts | None = None
         self._closed_ranks = lost_ranks
@@ -121,8 +121,8 @@ class Watchdog:
             return  # nobody is left to read it
 
     def _publish_end(self, error: BaseException | None) -> None:
-        said = in_words(error) if error is not None else ""
-        status = self._journal.status(self._beat + 1, self._seconds()).left(said)
+        reason = in_words(error) if error is not None else ""
+        status = self._journal.status(self._beat + 1, self._seconds()).left(reason)
         self._board.publish(status)
         if error is not None and self._journal.fault is None:
             self._claim(departure(status, ()))
@@ -310,7 +310,7 @@ class Watchdog:
 
     def _deliver(self, fault: Fault) -> None:
         self._journal.fault = fault
-        self._cut()
+        self._abort()
         self._is_delivered.set()
 
     def _read(self, rank: int) -> Status | None:

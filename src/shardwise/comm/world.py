@@ -139,7 +139,7 @@ class World:
                 self.journal,
                 size,
                 watched.board,
-                self._cut,
+                self._abort,
                 patience_seconds=watched.patience_seconds,
                 timeout_seconds=watched.timeout_seconds,
                 lost_ranks=transport.lost_ranks,
@@ -172,7 +172,7 @@ class World:
 
         If every rank has an accelerator of its own, it is the current device from here until `close`, so that tensors
         made on "cuda" are there. An existing process group is used, and left open by `close`. `timeout_seconds` bounds
-        this meeting, and later how long one rank may keep the others waiting; after `patience_seconds` of waiting they
+        this wait, and later how long one rank may keep the others waiting; after `patience_seconds` of waiting they
         log which rank they wait for.
 
         Ranks of one host share memory, unless `shares_memory` is false, or it is not given and the environment variable
@@ -366,13 +366,13 @@ class World:
         if self._watch is not None:
             self._watch.deliver(fault)
 
-    def _cut(self) -> None:
+    def _abort(self) -> None:
         """Called from the watchdog's thread. The device is first: its own sockets are needed for the abort."""
         try:
             if self._on_device is not None:
-                self._on_device.cut()
+                self._on_device.abort()
         finally:
-            self._host.cut()
+            self._host.abort()
 
     def __enter__(self) -> World:
         return self

@@ -106,8 +106,8 @@ def _bounds(metadata: list[Any]) -> str:
     )
     if least is not None and most is not None:
         return f" from {least} to {most}"
-    said = [("of at least", least), ("above", above), ("of at most", most), ("below", below)]
-    return " and".join(f" {word} {bound}" for word, bound in said if bound is not None)
+    bounds = [("of at least", least), ("above", above), ("of at most", most), ("below", below)]
+    return " and".join(f" {word} {bound}" for word, bound in bounds if bound is not None)
 
 
 def _either(words: list[str]) -> str:

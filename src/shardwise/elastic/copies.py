@@ -155,8 +155,8 @@ class Copies:
         num_bytes = directory.shadow_bytes if is_new else directory.changing_bytes
         text = directory.text() if is_new else b""
         heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)]))
-        for rank, said in self._swap_texts(text, {rank: head[2] for rank, head in heads.items()}).items():
-            self._renew(rank, Directory.read(said))
+        for rank, table in self._swap_texts(text, {rank: head[2] for rank, head in heads.items()}).items():
+            self._renew(rank, Directory.read(table))
         targets = {rank: self.kept[rank].begin(head[1]) for rank, head in heads.items()}
         under_way = [self._receiving(rank, target) for rank, target in targets.items()]
         if self._keeper is not None:

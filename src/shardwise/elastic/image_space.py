@@ -52,8 +52,8 @@ def why_no_space(make: Callable[[], object]) -> str:
 
 def raise_first(refusals: list[bytes]) -> None:
     """Raise the reason of the first rank that has one."""
-    if said := next(filter(None, refusals), b""):
-        raise StateError(said.decode())
+    if refusal := next(filter(None, refusals), b""):
+        raise StateError(refusal.decode())
 
 
 def share_wishes(world: World, subject: str, refusal: str, *, wants: bool) -> bool:

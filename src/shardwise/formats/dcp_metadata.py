@@ -76,19 +76,19 @@ class _Reader:
         keys = self._mapping(self._field(root, "Metadata", "state_dict_metadata"), "list of keys")
         places = self._places(self._field(root, "Metadata", "storage_data"))
         tensors, objects = {}, {}
-        for key, said in keys.items():
+        for key, entry in keys.items():
             if not isinstance(key, str):
                 self._refuse("a key in it is not text")
-            if _short_name(said) == "BytesStorageMetadata":
+            if _short_name(entry) == "BytesStorageMetadata":
                 objects[key] = self._place(places, key, None)
             else:
-                tensors[key] = self._tensor(key, said, places)
+                tensors[key] = self._tensor(key, entry, places)
         return Metadata(tensors, objects, self._paths(root.field("planner_data")))
 
-    def _tensor(self, key: str, said: Any, places: dict[Any, Place]) -> StoredTensor:
-        shape = self._sizes(self._field(said, "TensorStorageMetadata", "size"), key)
-        dtype = self._dtype(self._field(said, "TensorStorageMetadata", "properties"), key)
-        listed = self._field(said, "TensorStorageMetadata", "chunks")
+    def _tensor(self, key: str, entry: Any, places: dict[Any, Place]) -> StoredTensor:
+        shape = self._sizes(self._field(entry, "TensorStorageMetadata", "size"), key)
+        dtype = self._dtype(self._field(entry, "TensorStorageMetadata", "properties"), key)
+        listed = self._field(entry, "TensorStorageMetadata", "chunks")
         if not isinstance(listed, list):
             self._refuse(f"the pieces of {key} are not a list")
         boxes = [
@@ -115,9 +115,9 @@ class _Reader:
         dtype = DTYPES.get(name.full) if isinstance(name, Name) else None
         return dtype if dtype is not None else self._refuse(f"the dtype of {key} is not one of this torch")
 
-    def _places(self, said: Any) -> dict[Any, Place]:
+    def _places(self, entry: Any) -> dict[Any, Place]:
         places: dict[Any, Place] = {}
-        for index, info in self._mapping(said, "list of places").items():
+        for index, info in self._mapping(entry, "list of places").items():
             fqn, offset = self._field(index, "MetadataIndex", "fqn"), index.field("offset")
             if not isinstance(fqn, str):
                 self._refuse("a key in it is not text")
@@ -147,11 +147,11 @@ class _Reader:
             raise CheckpointError(f"{self._path.parent} does not say where {key} is; its metadata is incomplete.")
         return places[key, offsets]
 
-    def _paths(self, said: Any) -> dict[str, ObjectPath]:
-        if said is None:
+    def _paths(self, entry: Any) -> dict[str, ObjectPath]:
+        if entry is None:
             return {}
         paths: dict[str, ObjectPath] = {}
-        for key, path in self._mapping(said, "list of paths").items():
+        for key, path in self._mapping(entry, "list of paths").items():
             parts = list(path) if isinstance(path, tuple | list) else []
             if not isinstance(key, str) or not 0 < len(parts) <= MAX_NESTING:
                 self._refuse("a key's path in the saved state is not a path")

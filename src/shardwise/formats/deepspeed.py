@@ -115,13 +115,13 @@ def _source(folder: Path, stage: str, models: list[Table], pieces: Pieces, group
 
 def _clipping(own: Table, model: Table) -> list[str]:
     """A note on the run's gradient clipping, from the optimizer or the configuration."""
-    said = own.values.get("clip_grad")
+    limit = own.values.get("clip_grad")
     config = model.values.get("ds_config")
-    if said is None and isinstance(config, dict):
-        said = config.get("gradient_clipping")
+    if limit is None and isinstance(config, dict):
+        limit = config.get("gradient_clipping")
     words = "DeepSpeed's gradient clipping, which is a matter of the plan here:"
-    if isinstance(said, int | float):
-        return [f"{words} clip_grad_norm: {said}"] if said > 0 else []
+    if isinstance(limit, int | float):
+        return [f"{words} clip_grad_norm: {limit}"] if limit > 0 else []
     return [
         f"{words} the checkpoint does not say at which norm. By default DeepSpeed 0.19 clips "
         f"at 1.0, clip_grad_norm: 1.0, and older versions do not clip"

@@ -65,8 +65,8 @@ def names_of(folder: Path) -> ModelNames | None:
         with torch.device("meta"):
             return ModelNames.of(model_class(config))
     except Exception as error:  # constructors may raise anything for an untrusted configuration
-        said = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{folder / CONFIG} does not describe a {name} that could be built: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{folder / CONFIG} does not describe a {name} that could be built: {reason}") from error
 
 
 def as_the_model_has_it(source: Source) -> Source:
@@ -76,10 +76,10 @@ def as_the_model_has_it(source: Source) -> Source:
     """
     names = names_of(source.path)
     if names is None:
-        said = (
+        reason = (
             "Names are as in the files: no model could be asked for its own (that takes the transformers library and "
         )
-        return replace(source, left_out=[*source.left_out, f"{said}architectures in config.json)."])
+        return replace(source, left_out=[*source.left_out, f"{reason}architectures in config.json)."])
     originals: dict[Spec, Spec] = {}
     unknown = []
     for spec in source.specs:

@@ -52,9 +52,9 @@ def save_pretrained(
             refusal = str(error)
     for _ in whole:
         pass
-    said = world.exchange(refusal.encode(), "save_pretrained")[0].decode()
-    if said:
-        raise CheckpointError(said)
+    answer = world.exchange(refusal.encode(), "save_pretrained")[0].decode()
+    if answer:
+        raise CheckpointError(answer)
 
 
 def _write(

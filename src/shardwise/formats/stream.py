@@ -78,13 +78,13 @@ def _offsets(tensors: Mapping[str, Spec]) -> dict[str, int]:
 
 
 def _head(tensors: Mapping[str, Spec], offsets: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes:
-    said: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for key, spec in tensors.items():
         if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{spec.name} is {spec.dtype}, which safetensors files cannot hold.")
         ends = [offsets[key], offsets[key] + spec.num_bytes]
-        said[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": ends}
-    text = json.dumps(said, separators=(",", ":")).encode()
+        header[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": ends}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

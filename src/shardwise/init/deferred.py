@@ -33,7 +33,7 @@ class Deferred(nn.Parameter):
     ) -> Any:
         if not _is_harmless(func):
             raise StateError(
-                f"{_said(func)} needs the values of a parameter that was built inside deferred_init and has none "
+                f"{_as_written(func)} needs the values of a parameter that was built inside deferred_init and has none "
                 f"yet. Do it inside `with deferred_init():`, or after shardwise.shard(model, plan)."
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -65,6 +65,6 @@ def _is_harmless(func: Callable[..., Any]) -> bool:
     return name in _HARMLESS
 
 
-def _said(func: Callable[..., Any]) -> str:
+def _as_written(func: Callable[..., Any]) -> str:
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     return f".{owner}" if func.__name__ in ("__get__", "__set__") else f"{func.__name__}()"

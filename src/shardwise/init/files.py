@@ -29,7 +29,7 @@ class WeightFiles:
 
     def __init__(self, place: Path | Sequence[Path]) -> None:
         self.place = place if isinstance(place, Path) else place[0].parent
-        self.said = str(place) if isinstance(place, Path) else ", ".join(map(str, place))
+        self.label = str(place) if isinstance(place, Path) else ", ".join(map(str, place))
         self.bytes_read = 0
         self.tensors: dict[str, Stored] = {}
         files: Mapping[Path, Sequence[str]] = _files(place) if isinstance(place, Path) else dict.fromkeys(place, ())

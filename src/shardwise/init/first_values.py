@@ -242,7 +242,7 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
         found = match(model, WeightFiles(wishes.weights), strict=wishes.strict)
     except (CheckpointError, ModelError) as error:
         refusal = f"{type(error).__name__}:{error}"
-    refusals = [said for said in world.exchange(refusal.encode(), "birth") if said]
+    refusals = [answer for answer in world.exchange(refusal.encode(), "birth") if answer]
     if refusals or found is None:
         kind, _, text = refusals[0].decode().partition(":")
         raise (CheckpointError if kind == "CheckpointError" else ModelError)(text)

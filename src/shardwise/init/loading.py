@@ -101,7 +101,7 @@ class _Read:
         return tensor.copy_(self.found.read(self.name, Span(0, tensor.numel())).view(tensor.shape))
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.found.files.said}"
+        return f"{self.name} of {self.found.files.label}"
 
 
 def read_part(tensor: Tensor, origin: Origin, span: Span) -> Tensor | None:

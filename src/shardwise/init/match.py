@@ -141,12 +141,12 @@ def _fits(conversions: Conversions, known: set[str]) -> int:
 
 def _note(files: WeightFiles, missing: list[str], unexpected: list[str]) -> str:
     """A sentence about what `strict=False` ignores; empty if there is nothing."""
-    said = []
+    problems = []
     if missing:
-        said.append(f"the files lack {some(missing)}, which keep the values of a new model (random, mostly)")
+        problems.append(f"the files lack {some(missing)}, which keep the values of a new model (random, mostly)")
     if unexpected:
-        said.append(f"the model lacks {some(unexpected)}, which are not used")
-    return f"{files.place}: {'; '.join(said)}." if said else ""
+        problems.append(f"the model lacks {some(unexpected)}, which are not used")
+    return f"{files.place}: {'; '.join(problems)}." if problems else ""
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -199,12 +199,12 @@ def _odd(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _refuse(files: WeightFiles, wrong: list[str], missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    said = list(wrong)
+    problems = list(wrong)
     if missing := list(missing):
-        said.append(f"the files lack {some(missing)}")
+        problems.append(f"the files lack {some(missing)}")
     if unexpected := list(unexpected):
-        said.append(f"the model lacks {some(unexpected)}")
-    if said:
+        problems.append(f"the model lacks {some(unexpected)}")
+    if problems:
         hint = ""
         if missing and unexpected:
             hint = (
@@ -213,4 +213,4 @@ def _refuse(files: WeightFiles, wrong: list[str], missing: Iterable[str], unexpe
             )
         elif missing or unexpected:
             hint = " strict=False accepts that; what the files lack keeps its initial values."
-        raise ModelError(f"{files.place} has weights of another model: {'; '.join(said)}.{hint}")
+        raise ModelError(f"{files.place} has weights of another model: {'; '.join(problems)}.{hint}")

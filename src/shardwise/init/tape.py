@@ -62,7 +62,7 @@ class Ref:
             num_bytes *= size
         return num_bytes == self.origin.num_bytes and 0 not in self.stride
 
-    def said(self) -> str:
+    def identity(self) -> str:
         return f"{self.origin.number}{self.shape}{self.stride}{self.offset}{self.dtype}"
 
 
@@ -83,13 +83,13 @@ class Operation:
     default_dtype: torch.dtype
     generator_state: Tensor | None
 
-    def said(self) -> Iterator[bytes | memoryview]:
+    def identity(self) -> Iterator[bytes | memoryview]:
         """Everything that determines its result, for a digest."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
         yield f"{self.function} {structure} {self.default_dtype}".encode()
         for leaf in leaves:
             if isinstance(leaf, Ref):
-                yield leaf.said().encode()
+                yield leaf.identity().encode()
             elif isinstance(leaf, Tensor):
                 yield f"{leaf.shape} {leaf.dtype}".encode()
                 yield tensor_bytes(leaf)
@@ -139,7 +139,7 @@ def digest_of(origins: Iterable[Origin]) -> bytes:
     """Equal on two ranks if they would compute the same values, element for element."""
     digest = hashlib.sha256()
     for operation in _leading_to(origins):
-        for part in operation.said():
+        for part in operation.identity():
             digest.update(part)
     return digest.digest()
 

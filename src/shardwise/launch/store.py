@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from shardwise.comm import Meeting, last_status
+from shardwise.comm import StartupBarrier, last_status
 from shardwise.job_token import Seal, new_token
 
 
@@ -62,7 +62,7 @@ class LauncherStore(RendezvousHandler):
     def cancel_rendezvous(self, attempt: int, ended: list[int], living: list[int]) -> None:
         """Tell `living` ranks that wait in `World.join` for one that has `ended`."""
         if ended and living:
-            Meeting(self._store, str(attempt), seal=Seal(self.token, str(attempt))).cancel_without(ended, living)
+            StartupBarrier(self._store, str(attempt), seal=Seal(self.token, str(attempt))).cancel_without(ended, living)
 
     def get_backend(self) -> str:
         """A name for elastic's events."""

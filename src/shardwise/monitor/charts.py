@@ -30,8 +30,8 @@ class Series:
     is_faint: bool = False
 
 
-def line_chart(series: Sequence[Series], *, unit: str, said: Callable[[float], str] = "{:.4g}".format) -> str:
-    """Lines over steps; `unit` names the y axis, and `said` formats its values."""
+def line_chart(series: Sequence[Series], *, unit: str, fmt: Callable[[float], str] = "{:.4g}".format) -> str:
+    """Lines over steps; `unit` names the y axis, and `fmt` formats its values."""
     kept = [Series(one.name, thinned(one.points), one.colour, one.is_faint) for one in series if one.points]
     if not kept:
         return ""
@@ -47,11 +47,11 @@ def line_chart(series: Sequence[Series], *, unit: str, said: Callable[[float], s
         across = (x - first) / ((last - first) or 1.0) * (WIDTH - LEFT - RIGHT)
         return f"{LEFT + across:.1f},{HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM):.1f}"
 
-    parts = [_grid(low, high, place, first, said), _steps(first, last)]
+    parts = [_grid(low, high, place, first, fmt), _steps(first, last)]
     for one in kept:
         drawn = " ".join(place(x, y) for x, y in one.points)
         faint = ' stroke-opacity="0.3"' if one.is_faint else ""
-        title = f"<title>{escape(one.name)}: {escape(said(one.points[-1][1]))} at step {one.points[-1][0]:.0f}</title>"
+        title = f"<title>{escape(one.name)}: {escape(fmt(one.points[-1][1]))} at step {one.points[-1][0]:.0f}</title>"
         if len(one.points) == 1:
             x, _, y = drawn.partition(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{one.colour}">{title}</circle>')
@@ -61,12 +61,12 @@ def line_chart(series: Sequence[Series], *, unit: str, said: Callable[[float], s
     return f"{legend([(one.name, one.colour) for one in kept if not one.is_faint])}{_svg(HEIGHT, parts, unit)}"
 
 
-def _grid(low: float, high: float, place: Callable[[float, float], str], x: float, said: Callable[[float], str]) -> str:
+def _grid(low: float, high: float, place: Callable[[float, float], str], x: float, fmt: Callable[[float], str]) -> str:
     lines = []
     for tick in ticks(low, high):
         y = place(x, tick).partition(",")[2]
         lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="grid"/>')
-        lines.append(f'<text x="{LEFT - 6}" y="{y}" class="tick" text-anchor="end" dy="4">{escape(said(tick))}</text>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y}" class="tick" text-anchor="end" dy="4">{escape(fmt(tick))}</text>')
     return "".join(lines)
 
 
@@ -95,7 +95,7 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def bars(rows: Sequence[Row], said: Callable[[float], str], *, stacked: bool) -> str:
+def bars(rows: Sequence[Row], fmt: Callable[[float], str], *, stacked: bool) -> str:
     """One row per name with its parts, stacked along the row or one below the other."""
     if not rows:
         return ""
@@ -109,7 +109,7 @@ def bars(rows: Sequence[Row], said: Callable[[float], str], *, stacked: bool) ->
         x = float(left)
         for part, value in parts:
             length = value / longest * (WIDTH - left - 110)
-            title = f"<title>{escape(name)}, {escape(part)}: {escape(said(value))}</title>"
+            title = f"<title>{escape(name)}, {escape(part)}: {escape(fmt(value))}</title>"
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="{thick}" fill="{colours[part]}">'
                 f"{title}</rect>"
@@ -118,7 +118,7 @@ def bars(rows: Sequence[Row], said: Callable[[float], str], *, stacked: bool) ->
                 x += length
             else:
                 at = f'x="{x + length + 6:.1f}" y="{y + 11:.1f}"'
-                drawn.append(f'<text {at} class="tick">{escape(said(value))}</text>')
+                drawn.append(f'<text {at} class="tick">{escape(fmt(value))}</text>')
                 y += thick + 2
         y += thick + 6 if stacked else 6
     return f"{legend(list(colours.items()))}{_svg(math.ceil(y), drawn, 'bars')}"
@@ -143,8 +143,8 @@ def timeline(events: Sequence[Mapping[str, Any]]) -> str:
         length = max(0.6, (end - begin) / ((stop - start) or 1.0) * width)
         y = 4 + bands.index((rank, track)) * (thick + 3)
         at = f'x="{x:.2f}" y="{y}" width="{length:.2f}" height="{thick}"'
-        said = f"{escape(name)}: {(end - begin) / 1e3:.3f} ms, from {(begin - start) / 1e3:.3f} ms"
-        drawn.append(f'<rect {at} fill="{_colour(name)}" fill-opacity="0.75"><title>{said}</title></rect>')
+        label = f"{escape(name)}: {(end - begin) / 1e3:.3f} ms, from {(begin - start) / 1e3:.3f} ms"
+        drawn.append(f'<rect {at} fill="{_colour(name)}" fill-opacity="0.75"><title>{label}</title></rect>')
     height = 4 + len(bands) * (thick + 3) + 20
     drawn.append(f'<text x="{left}" y="{height - 6}" class="tick">0 ms</text>')
     end_text = f"{(stop - start) / 1e3:.1f} ms"
@@ -190,10 +190,10 @@ def _colour(name: str) -> str:
 
 def legend(names: Sequence[tuple[str, str]]) -> str:
     """A legend for the colours."""
-    said = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names)
-    return f'<p class="legend">{said}</p>' if len(names) > 1 else ""
+    items = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names)
+    return f'<p class="legend">{items}</p>' if len(names) > 1 else ""
 
 
 def _svg(height: float, parts: Sequence[str], label: str) -> str:
-    said = f'role="img" aria-label="{escape(label)}"'
-    return f'<svg viewBox="0 0 {WIDTH} {height}" {said}>{"".join(parts)}</svg>'
+    attributes = f'role="img" aria-label="{escape(label)}"'
+    return f'<svg viewBox="0 0 {WIDTH} {height}" {attributes}>{"".join(parts)}</svg>'

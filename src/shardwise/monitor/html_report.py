@@ -96,29 +96,29 @@ def _head(view: RunView) -> str:
         figures.append(f"{format_seconds(view.seconds_per_step)} a step")
     written = datetime.fromtimestamp(view.now, UTC).isoformat(timespec="seconds")
     return (
-        f'<p><span class="state {view.status}">{escape(view.said)}</span></p>'
+        f'<p><span class="state {view.status}">{escape(view.status_text)}</span></p>'
         f"<p>{escape('  ·  '.join(figures))}</p>"
         f'<p class="dim">{escape("  ·  ".join(word for word in told if word))}<br>written {written}</p>'
     )
 
 
 def _faults(view: RunView) -> str:
-    said = []
+    notes = []
     if view.status == "crashed":
-        said.append(("error", view.said))
+        notes.append(("error", view.status_text))
     if view.damage:
-        said.append(("warning", view.damage))
+        notes.append(("warning", view.damage))
     for line in view.lines:
         if line["kind"] == "end" and line.get("error"):
-            said.append(("error", f"after step {line['step']}: {line['error']}"))
+            notes.append(("error", f"after step {line['step']}: {line['error']}"))
         elif line["kind"] == "resume":
-            said.append(("", f"went on after step {line['step']} on {line['world_size']} ranks, {line['started']}"))
+            notes.append(("", f"went on after step {line['step']} on {line['world_size']} ranks, {line['started']}"))
         elif line["kind"] == "fault":
-            said.append(("error", f"after step {line['step']}: {_verdict(line)}"))
-    said += [(note.level, f"{_moment(note.time)}rank {note.rank}: {note.text}") for note in view.notes[-MOST_NOTES:]]
+            notes.append(("error", f"after step {line['step']}: {_verdict(line)}"))
+    notes += [(note.level, f"{_moment(note.time)}rank {note.rank}: {note.text}") for note in view.notes[-MOST_NOTES:]]
     if len(view.notes) > MOST_NOTES:
-        said.append(("", f"These are the last {MOST_NOTES} of {len(view.notes)} notes of ranks."))
-    return "".join(f'<p class="note {escape(level)}">{escape(text)}</p>' for level, text in said)
+        notes.append(("", f"These are the last {MOST_NOTES} of {len(view.notes)} notes of ranks."))
+    return "".join(f'<p class="note {escape(level)}">{escape(text)}</p>' for level, text in notes)
 
 
 def _verdict(line: Line) -> str:
@@ -141,9 +141,9 @@ def _curves(view: RunView) -> Iterator[tuple[str, str]]:
     yield "Loss", line_chart([*series, Series("validation", checked, COLOURS[1])], unit="loss")
     for unit in ("tokens", "samples"):
         points = column(view.steps, f"{unit}_per_second")
-        yield f"Throughput, {unit} a second", line_chart([Series(unit, points)], unit=unit, said=format_count)
+        yield f"Throughput, {unit} a second", line_chart([Series(unit, points)], unit=unit, fmt=format_count)
     seconds = column(view.steps, "seconds")
-    yield "Seconds a step", line_chart([Series("seconds", seconds)], unit="seconds", said=format_seconds)
+    yield "Seconds a step", line_chart([Series("seconds", seconds)], unit="seconds", fmt=format_seconds)
     yield "Norm of the gradient", line_chart([Series("norm", column(view.steps, "norm"))], unit="norm")
     yield "Learning rate", line_chart([Series("lr", column(view.steps, "lr"))], unit="lr")
 
@@ -159,7 +159,7 @@ def _ranks(view: RunView) -> str:
     if not rows:
         return ""
     kinds = {"computing": "computing", "waiting": "waiting", "between steps": "idle"}
-    parts = [(f"rank {one.rank}", [(said, rows[one.rank][name]) for said, name in kinds.items()]) for one in shown]
+    parts = [(f"rank {one.rank}", [(label, rows[one.rank][name]) for label, name in kinds.items()]) for one in shown]
     words = "".join(
         f'<tr class="{"slow" if one.is_slow else ""}"><td>rank {one.rank}</td>'
         f'<td class="words">{escape(one.words)}</td></tr>'
@@ -172,8 +172,8 @@ def _ranks(view: RunView) -> str:
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     kinds = most_of_all_ranks(rows)
     parts = [
-        (kind if tier == "device" else f"{kind} on {tier}", [("promised", float(said)), ("measured", float(held))])
-        for tier, kind, said, held in kinds
+        (kind if tier == "device" else f"{kind} on {tier}", [("promised", float(promised)), ("measured", float(held))])
+        for tier, kind, promised, held in kinds
     ]
     return bars(parts, format_bytes, stacked=False)
 

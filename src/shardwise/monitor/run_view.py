@@ -117,7 +117,7 @@ class RunView:
             return False
 
     @property
-    def said(self) -> str:
+    def status_text(self) -> str:
         """The status as a sentence."""
         silent = format_seconds(self.silent_seconds)
         step = self.steps[-1]["step"] if self.steps else 0
@@ -215,7 +215,7 @@ def as_json(view: RunView) -> str:
     last = view.steps[-1] if view.steps else {}
     state = {
         "status": view.status,
-        "said": view.said,
+        "status_text": view.status_text,
         "step": last.get("step", 0),
         "loss": last.get("loss"),
         "throughput": None if rate is None else {"per_second": rate[0], "of": rate[1]},

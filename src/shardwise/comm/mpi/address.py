@@ -1,7 +1,7 @@
-"""The meeting place of ranks started by MPI: rank 0 opens a store, and sends its address to the others by MPI.
+"""The store of ranks started by MPI: rank 0 opens a store, and sends its address to the others by MPI.
 
 No address or port has to be configured. The store is the same as under other launchers, and so are the board of faults,
-torch's own groups and the meeting.
+torch's own groups and the startup barrier.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class MpiTransport:
         self._progress = session.progress
         self._most_bytes = most_bytes
         self._lives: dict[int, Life] = {}
-        self._is_cut = threading.Event()
+        self._is_aborted = threading.Event()
         self._comms, self._num_tags = self._progress.call(lambda: _enough_tags(session, comm))
 
     def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
@@ -63,8 +63,8 @@ class MpiTransport:
     def closed_ranks(self) -> Collection[int]:
         return self.lost_ranks()
 
-    def cut(self) -> None:
-        self._is_cut.set()
+    def abort(self) -> None:
+        self._is_aborted.set()
         self._session.break_off()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class MpiTransport:
 
     def look(self, rank: int) -> None:
         """Raise `LinkError` if nothing more will come from a rank."""
-        if self._is_cut.is_set():
+        if self._is_aborted.is_set():
             raise LinkError(rank, f"Nothing came from rank {rank}.")
         life = self._lives.get(rank)
         if life is not None and life.has_ended():

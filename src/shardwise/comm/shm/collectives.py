@@ -167,9 +167,9 @@ class Shared:
     def transport(self, group: Group) -> str:
         return "shared memory" if self._is_near(group) else self._pairs.transport(group)
 
-    def cut(self) -> None:
-        self._neighbours.cut()
-        self._pairs.cut()
+    def abort(self) -> None:
+        self._neighbours.abort()
+        self._pairs.abort()
 
     def close(self) -> None:
         self._pairs.close()  # first: its background threads read what neighbours offer

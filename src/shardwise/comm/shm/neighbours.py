@@ -70,7 +70,7 @@ class Neighbours:
         self._num_offers = 0
         self._mapped: OrderedDict[tuple[int, int, int], tuple[Mapping, Tensor]] = OrderedDict()
         self._lives = {other: Life(pid) for other, pid in pids.items() if pid != os.getpid()}
-        self._is_cut = threading.Event()
+        self._is_aborted = threading.Event()
         self._lock = threading.RLock()
 
     @classmethod
@@ -196,14 +196,14 @@ class Neighbours:
 
     def wait_for(self, rank: int, look: Callable[[], Found | None]) -> Found:
         """The first result of `look` that is not `None`; called again whenever `rank` notifies. Raises `LinkError` if
-        that rank has ended or the wait is cut."""
+        that rank has ended or the wait is aborted."""
         changes = self._offer_tables[rank].changes
         while True:
             seen = changes.value
             found = look()
             if found is not None:
                 return found
-            if self._is_cut.is_set():
+            if self._is_aborted.is_set():
                 raise LinkError(rank, f"Nothing came from rank {rank}.")
             changes.wait_while(seen, _LOOK_SECONDS)
             if changes.value == seen and self._has_ended(rank) and look() is None:
@@ -213,9 +213,9 @@ class Neighbours:
         """Wake the ranks that wait for this one."""
         self._own.notify()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End every wait, now and from now on. From any thread."""
-        self._is_cut.set()
+        self._is_aborted.set()
         for table in tuple(self._offer_tables.values()):
             table.changes.wake()
 

@@ -107,9 +107,9 @@ def _prepare(plan: SshPlan, hosts: list[RemoteHost], answers: Answers) -> tuple[
     looked = look_at(connections, plan, answers)
     for connection in connections:
         connection.send("members", silence_seconds=plan.job.elastic.host_timeout_seconds)
-    said, problems = answers.collect(connections, "members", ANSWER_SECONDS, plan.job.python)
-    refuse(problems | {host.name: one["problem"] for host, one in said.items() if one["problem"]}, connections)
-    seen = [str(said[connection]["launcher"]) for connection in connections]
+    replies, problems = answers.collect(connections, "members", ANSWER_SECONDS, plan.job.python)
+    refuse(problems | {host.name: one["problem"] for host, one in replies.items() if one["problem"]}, connections)
+    seen = [str(replies[connection]["launcher"]) for connection in connections]
     address = plan.settings.address or _own_address(seen)
     listener = listen_at(address, plan.job.port or 0) if plan.settings.address else listen(plan.job.port, address)
     here, port = listener.getsockname()[:2]

@@ -216,7 +216,7 @@ class RemoteWorkers:
                 self._take(host, message)
 
     def _take(self, host: RemoteHost, message: Message) -> None:
-        match message["said"]:
+        match message["kind"]:
             case "output":
                 self._logs.write(self._attempt, message)
             case "member":

@@ -99,13 +99,13 @@ class HostChecks:
         assert host.connection is not None
         address, port = self._store
         problem = str(message["problem"])
-        if message["said"] == "facts":
+        if message["kind"] == "facts":
             host.ahead_seconds = float(message["time"]) - (host.asked_at + time.time()) / 2
             self._first_facts = self._first_facts or message
             versions = {"the first host": self._first_facts, host.name: message}
             problem = problem or contradictions(versions, __version__).get(host.name, "")
             host.connection.send("members", silence_seconds=self._silence_seconds)
-        elif message["said"] == "members":
+        elif message["kind"] == "members":
             host.connection.send("reach", address=address, port=port)
         elif problem:
             return f"it cannot reach this machine at {address}, port {port} ({problem})"

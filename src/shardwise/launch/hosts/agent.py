@@ -46,7 +46,7 @@ class HostAgent(HostServer):
         if not here:
             raise LaunchError("its address is not known, since SSH_CONNECTION is not set; give it with --master-addr")
         self._listener = listen(port, here)
-        self._say(said="listening", address=here, port=self._listener.getsockname()[1])
+        self._say(kind="listening", address=here, port=self._listener.getsockname()[1])
 
     def _do_prepare(self, run_id: str, token: str) -> None:
         """On the first host: create the store, or empty it for the next attempt."""
@@ -56,7 +56,7 @@ class HostAgent(HostServer):
             self._store = LauncherStore(self._listener, run_id, token)
         if self._store is not None:
             self._store.next_rendezvous()
-        self._say(said="prepared")
+        self._say(kind="prepared")
 
     def _do_start(self, first_rank: int, position: Message, attempt: Message, environment: dict[str, str]) -> None:
         self._ranks, self._first_rank, self._deadline, self._num_killed = Ranks(), first_rank, None, 0
@@ -98,7 +98,7 @@ class HostAgent(HostServer):
 
     def _do_last_status(self, attempt: int, ranks: list[int]) -> None:
         last = {} if self._store is None else {rank: self._store.last_status(rank, attempt) for rank in ranks}
-        self._say(said="last_status", statuses=[[rank, status] for rank, status in last.items()])
+        self._say(kind="last_status", statuses=[[rank, status] for rank, status in last.items()])
 
     def _watch(self) -> None:
         """Poll the ranks, and report changes."""
@@ -108,10 +108,10 @@ class HostAgent(HostServer):
         ended = [self._first_rank + local for local in self._ranks.ended_and_living()[0]]
         if ended != self._reported["ended"]:
             self._reported["ended"] = ended
-            self._say(said="ended", ranks=ended)
+            self._say(kind="ended", ranks=ended)
         if not self._reported["failed"] and self._ranks.any_failed(self._job.grace_seconds):
             self._reported["failed"] = True
-            self._say(said="failed")
+            self._say(kind="failed")
         if any_alive and self._deadline is not None and time.monotonic() > self._deadline:
             self._num_killed = self._ranks.kill()
             any_alive = False
@@ -122,7 +122,7 @@ class HostAgent(HostServer):
         ranks.kill_children()
         self._echo.close()
         ended = [replace(outcome, rank=self._first_rank + outcome.rank) for outcome in ranks.outcomes()]
-        self._say(said="over", outcomes=[outcome_as_message(one) for one in ended], killed=self._num_killed)
+        self._say(kind="over", outcomes=[outcome_as_message(one) for one in ended], killed=self._num_killed)
         self._ranks = None
 
     def _end_alone(self) -> None:

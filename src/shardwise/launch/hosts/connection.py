@@ -37,7 +37,7 @@ class Carrier(Protocol):
 
 
 class Connection:
-    """Puts the host's messages into `arrivals`, and `{"said": "lost"}` after the last one."""
+    """Puts the host's messages into `arrivals`, and `{"kind": "lost"}` after the last one."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Connection:
                 self._arrivals.put((self, message))
         self._readers[0].join(1)  # so that `complaints` are complete
         self._ssh.wait()
-        self._arrivals.put((self, {"said": "lost"}))
+        self._arrivals.put((self, {"kind": "lost"}))
 
     def _read_errors(self) -> None:
         assert self._ssh.stderr is not None

@@ -30,7 +30,7 @@ def look(directory: str, job: Job) -> Message:
     """Enter `directory`; return versions, the time, and why `job` cannot run here (`""` if it can)."""
     found = versions()
     return {
-        "said": "facts",
+        "kind": "facts",
         "python": found["python"],
         "shardwise": found["shardwise"],
         "torch": "" if found["torch"] == MISSING else found["torch"],

@@ -37,9 +37,9 @@ class Answers:
         self._is_stopped = is_stopped
 
     def collect(
-        self, hosts: Iterable[Connection], said: str, seconds: float, python: str
+        self, hosts: Iterable[Connection], kind: str, seconds: float, python: str
     ) -> tuple[dict[Connection, Message], dict[str, str]]:
-        """The `said` message of each host, and by name the reason why others sent none.
+        """The `kind` message of each host, and by name the reason why others sent none.
 
         A host that is lost meanwhile is marked so, even if it has answered or is not asked.
         """
@@ -55,14 +55,14 @@ class Answers:
             if arrival is None:
                 continue
             host, message = arrival
-            host.is_lost = host.is_lost or message["said"] == "lost"
+            host.is_lost = host.is_lost or message["kind"] == "lost"
             if host not in waiting:
                 continue
-            if message["said"] == said:
+            if message["kind"] == kind:
                 answers[host] = message
-            elif message["said"] == "lost":
+            elif message["kind"] == "lost":
                 problems[host.name] = str(connection_problem(host.status, host.complaints, python))
-            elif message["said"] == "problem":
+            elif message["kind"] == "problem":
                 problems[host.name] = str(message["text"])
             else:
                 continue
@@ -153,12 +153,12 @@ def look_at(hosts: list[Connection], plan: SshPlan, answers: Answers) -> dict[Co
         host.send("look", directory=plan.settings.directory, job=job_as_message(plan, host))
     seconds = plan.settings.connect_seconds + ANSWER_SECONDS
     facts, problems = answers.collect(hosts, "facts", seconds, plan.job.python)
-    problems |= {host.name: said["problem"] for host, said in facts.items() if said["problem"]}
+    problems |= {host.name: reply["problem"] for host, reply in facts.items() if reply["problem"]}
     in_order = {host.name: facts[host] for host in hosts if host in facts}
     problems |= contradictions(in_order, __version__)
     refuse(problems, hosts)
     midpoint = (asked_at + time.time()) / 2  # hosts answer when Python has started, the slowest last
-    return {host: (float(said["time"]) - midpoint, said) for host, said in facts.items()}
+    return {host: (float(reply["time"]) - midpoint, reply) for host, reply in facts.items()}
 
 
 def have_a_port(hosts: list[Connection], plan: SshPlan, answers: Answers) -> tuple[str, int]:
@@ -186,9 +186,9 @@ def require_reach(hosts: list[Connection], first: str, store: tuple[str, int], p
     reached, problems = answers.collect(hosts, "reached", ANSWER_SECONDS, python)
     cure = "is the port blocked? Open it and name it with --port, or name another address with --master-addr"
     problems |= {
-        host.name: f"it does not reach {first} at {address}, port {port} ({said['problem']}); {cure}"
-        for host, said in reached.items()
-        if said["problem"]
+        host.name: f"it does not reach {first} at {address}, port {port} ({reply['problem']}); {cure}"
+        for host, reply in reached.items()
+        if reply["problem"]
     }
     refuse(problems, hosts)
 

@@ -52,7 +52,7 @@ class MemberAgent(HostServer):
         problem = "" if hasattr(os, "pidfd_open") else "its system has no pidfd, which tells when a process ends"
         launcher = os.environ.get("SSH_CONNECTION", "").split()
         address = facts.own_address(os.environ)
-        self._say(said="members", address=address, launcher=launcher[0] if address else "", problem=problem)
+        self._say(kind="members", address=address, launcher=launcher[0] if address else "", problem=problem)
 
     def _do_begin(self) -> None:
         """Begin a new attempt, with an empty folder."""
@@ -81,8 +81,8 @@ class MemberAgent(HostServer):
         self._lives[number] = os.pidfd_open(pid)
         self._echoes[number] = Echo([files], lambda _: self._screens(number))
 
-    def _attempt(self, said: Message) -> Attempt:
-        return Attempt(**said)
+    def _attempt(self, message: Message) -> Attempt:
+        return Attempt(**message)
 
     def _do_end_member(self, number: int) -> None:
         if number in self._lives:
@@ -100,11 +100,11 @@ class MemberAgent(HostServer):
             self._ranks.kill_one(self._order[number])
 
     def _do_is_stopped(self, number: int, pid: int) -> None:
-        self._say(said="stopped", number=number, is_so=number in self._lives and is_stopped(pid))
+        self._say(kind="stopped", number=number, is_so=number in self._lives and is_stopped(pid))
 
     def _do_leave_out(self, steps: list[int]) -> None:
         self._notes.leave_out(steps)
-        self._say(said="left_out")
+        self._say(kind="left_out")
 
     def _do_record(self, line: dict[str, Any]) -> None:
         self._notes.record(line)
@@ -124,7 +124,7 @@ class MemberAgent(HostServer):
         now = time.monotonic()
         if now > self._beat_at:
             self._beat_at = now + self.silence_seconds / BEATS
-            self._say(said="beat")
+            self._say(kind="beat")
 
     def _report_end(self, number: int) -> None:
         os.close(self._lives.pop(number))
@@ -132,7 +132,7 @@ class MemberAgent(HostServer):
         outcome = replace(self._ranks.outcome(self._order[number]), rank=number)
         ran_out = self._oom_kills.has_risen()
         message = outcome_as_message(outcome)
-        self._say(said="member", outcome=message, ran_out=ran_out, skips=self._notes.skips())
+        self._say(kind="member", outcome=message, ran_out=ran_out, skips=self._notes.skips())
         self._echoes.pop(number).close()
 
     def _end_alone(self) -> None:

@@ -40,8 +40,8 @@ class PodAgent(MemberAgent):
     status: int | None = None
     """The exit status of the whole job, if it has ended."""
 
-    def _attempt(self, said: Message) -> Attempt:
-        return replace(super()._attempt(said), token=os.environ[VARIABLE])
+    def _attempt(self, message: Message) -> Attempt:
+        return replace(super()._attempt(message), token=os.environ[VARIABLE])
 
     def _do_over(self, status: int) -> None:
         self.status, self._is_done = status, True

@@ -142,25 +142,25 @@ class _HostsJob:
                 self._cancel_join_if_incomplete()
 
     def _take(self, host: Connection, message: Message) -> None:
-        said = message["said"]
-        if said == "output":
+        kind = message["kind"]
+        if kind == "output":
             self._logs.write(self._number, message)
-        elif said == "ended":
+        elif kind == "ended":
             self._ended[host] = list(message["ranks"])
-        elif said == "failed":
+        elif kind == "failed":
             self._end(signal.SIGTERM)
-        elif said == "signal":
+        elif kind == "signal":
             say(f"{host.name}: received SIGTERM; passed on to all ranks.")
             self._signals.received.append(signal.SIGTERM)
-        elif said == "over":
+        elif kind == "over":
             self._outcomes[host] = [outcome_from(one, self._ahead[host]) for one in message["outcomes"]]
             self._num_killed += int(message["killed"])
             if any(outcome.failed for outcome in self._outcomes[host]):
                 self._end(signal.SIGTERM)
-        elif said == "problem":
+        elif kind == "problem":
             say(f"{host.name}: {message['text']}.")
             self._lose(host)
-        elif said == "lost":
+        elif kind == "lost":
             self._lose_connection(host)
 
     def _lose_connection(self, host: Connection) -> None:
@@ -228,7 +228,7 @@ def _last_status(arrivals: Arrivals, host: Connection) -> dict[int, str]:
     deadline = time.monotonic() + _CLOSE_SECONDS
     while time.monotonic() < deadline:
         arrival = next_arrival(arrivals, 0.1)
-        if arrival is not None and arrival[0] is host and arrival[1]["said"] in ("last_status", "lost"):
+        if arrival is not None and arrival[0] is host and arrival[1]["kind"] in ("last_status", "lost"):
             return {int(rank): str(status) for rank, status in arrival[1].get("statuses", ())}
     return {}
 

@@ -48,7 +48,7 @@ class HostServer:
                 return
             if self._signals.received and not self._has_reported_signal:
                 self._has_reported_signal = True
-                self._say(said="signal", number=int(signal.SIGTERM))
+                self._say(kind="signal", number=int(signal.SIGTERM))
             self._watch()
 
     def _descriptors(self) -> Sequence[int]:
@@ -68,7 +68,7 @@ class HostServer:
         try:
             answer(**message)
         except (ShardwiseError, OSError) as error:
-            self._say(said="problem", text=str(error).rstrip("."))
+            self._say(kind="problem", text=str(error).rstrip("."))
 
     def _do_alive(self) -> None:
         """Nothing to do: the arrival of the message is noted elsewhere."""
@@ -79,7 +79,7 @@ class HostServer:
 
     def _do_reach(self, address: str, port: int) -> None:
         problem, self._address = facts.reach(address, port)
-        self._say(said="reached", problem=problem)
+        self._say(kind="reached", problem=problem)
 
     def _do_bye(self) -> None:
         self._is_done = True
@@ -108,7 +108,7 @@ class _Screen:
         text = block.decode(errors="backslashreplace")
         for start in range(0, len(text), MAX_TEXT_CHARS):
             part = text[start : start + MAX_TEXT_CHARS]
-            self._outbox.send({"said": "output", "rank": self._rank, "is_error": self._is_error, "text": part})
+            self._outbox.send({"kind": "output", "rank": self._rank, "is_error": self._is_error, "text": part})
         return None
 
     def flush(self) -> None:

@@ -101,7 +101,7 @@ REPORTS: dict[str, dict[str, Shape]] = {
     "left_out": {},
     "beat": {},
 }
-"""Messages of a host, by their key `said`."""
+"""Messages of a host, by their key `kind`."""
 
 
 class Sink(Protocol):
@@ -130,13 +130,13 @@ def order(line: bytes) -> Message | None:
 
 def report(line: bytes) -> Message | None:
     """The host's message in a line; None if the line is not a valid one."""
-    return _unpacked(line, "said", REPORTS)
+    return _unpacked(line, "kind", REPORTS)
 
 
 def is_about(message: Message, ranks: Container[int]) -> bool:
     """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. The last
     status of ranks is exempt, because it comes from the store."""
-    named = [message[key] for key in ("rank", "number") if key in message and message["said"] != "signal"]
+    named = [message[key] for key in ("rank", "number") if key in message and message["kind"] != "signal"]
     outcomes = [*message.get("outcomes", ()), *([message["outcome"]] if "outcome" in message else ())]
     named = [*named, *message.get("ranks", ()), *(outcome["rank"] for outcome in outcomes)]
     return all(rank in ranks for rank in named)

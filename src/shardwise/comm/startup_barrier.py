@@ -1,10 +1,10 @@
 """How ranks find out that all of them are there, before anything connects them.
 
-[Note: meetings] torch's own rendezvous waits silently for missing ranks, and always ends in a timeout, whatever the
-reason. So ranks meet in the store first: each registers, and checks who else has. A process that finds that the meeting
-cannot succeed (two processes have the same rank, two ranks disagree about the world size, the launcher sees one end)
-posts a fault there, which all others raise at once. A rank may meet the others several times, for one world after the
-other, and counts the meetings.
+[Note: startup barrier] torch's own rendezvous waits silently for missing ranks, and always ends in a timeout, whatever
+the reason. So ranks wait for each other in the store first: each registers, and checks who else has. A process that
+finds that this cannot succeed (two processes have the same rank, two ranks disagree about the world size, the launcher
+sees one end) posts a fault there, which all others raise at once. A rank may wait for the others several times, for one
+world after the other, and counts how often.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _MOST_SHOWN = 8
 _log = logging.getLogger("shardwise")
 
 
-class Meeting:
-    """The meetings of one attempt of a job, in its store. Store errors are raised as they come, `RuntimeError`."""
+class StartupBarrier:
+    """The barrier of one attempt of a job, in its store. Store errors are raised as they come, `RuntimeError`."""
 
     def __init__(self, store: Store, attempt: str, me: str = "", seal: Seal | None = None) -> None:
         """Keys carry the attempt, so that after a restart no rank reads what a dead attempt wrote. `me` identifies this
         process; the default is unique. Values that no member of the job has written raise `CommError`."""
         self._me = me or f"process {os.getpid()} on {socket.gethostname()}, begun at {_began():.2f}"
-        self._store = SealedStore(f"shardwise/attempt-{attempt}/meeting", store, seal or Seal())
+        self._store = SealedStore(f"shardwise/attempt-{attempt}/startup", store, seal or Seal())
 
-    def attend(
+    def wait(
         self, rank: int, size: int, place: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
     ) -> None:
         """Return once all `size` ranks are here; log which are missing after `patience_seconds`. All ranks call.
 
-        `place` names where they meet. With `is_host` the store ends with this process. Raises `FaultError`.
+        `place` names the store. With `is_host` the store ends with this process. Raises `FaultError`.
         """
         try:
             self._introduce(rank, size)
@@ -59,7 +59,7 @@ class Meeting:
         return Fault.from_json(self._store.compare_set("fault", "", fault.to_json()))
 
     def cancel_without(self, ended: Iterable[int], living: Iterable[int]) -> None:
-        """Cancel the meeting if one of the `living` ranks waits for one that has `ended`. For the launcher."""
+        """Cancel it if one of the `living` ranks waits for one that has `ended`. For the launcher."""
         begun = {rank: self._store.count(f"begun/{rank}") for rank in living}
         waiting = [number for rank, number in begun.items() if number > self._met(rank)]
         for rank in ended:
