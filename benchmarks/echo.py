@@ -33,7 +33,7 @@ class EchoTransport:
     def closed_ranks(self) -> tuple[int, ...]:
         return ()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """There is nobody whose message one could wait for."""
 
     def close(self) -> None:

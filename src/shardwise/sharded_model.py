@@ -354,6 +354,8 @@ class ShardedModel:
         self.parts.owner.require_trainable()
         if self.disk is not None:
             self.disk.require_whole()
+            if torch.is_grad_enabled():
+                self.disk.expect_step()
         if self.table.compute not in ("bf16", "fp16"):
             return None
         dtype = torch_dtype(self.table.compute)

@@ -164,3 +164,36 @@ def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
     ), done.stderr
     # One of the others may have been ended while it was still importing.
     assert "then raised shardwise.errors.FaultError: Rank 1 has ended, and well, before it met" in done.stderr
+
+
+MEETS_AGAIN = """
+import os
+import shardwise as sw
+from shardwise.errors import CommError
+
+rank = int(os.environ["RANK"])
+for number in range(9):
+    try:
+        with sw.World.join(60) as world:
+            assert world.exchange(bytes([number])) == [bytes([number])] * 3
+            if number % 3 == rank:
+                raise ValueError("as in a script that retries")
+            world.barrier()
+            raise AssertionError("a rank is missing")
+    except (ValueError, CommError):
+        pass
+with sw.World.join(60) as world:
+    print(f"mean {world.mean(rank)}", flush=True)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_ranks_meet_again_in_the_same_processes(tmp_path: Path) -> None:
+    """After a fault in each world before: no rank connects to what another one had in an earlier world, and closed."""
+    script = tmp_path / "train.py"
+    script.write_text(MEETS_AGAIN)
+    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", str(script)]
+    environment = {**os.environ, **warm.RANKS_TOO}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mean 1.0") == 3

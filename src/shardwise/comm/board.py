@@ -58,10 +58,14 @@ class StoreBoard:
     Values that no member of the job has written are ignored: see [Note: whom ranks believe] in `sealed.py`.
     """
 
-    def __init__(self, store: Store, size: int, seal: Seal | None = None) -> None:
-        """`store` must not be used by any other code. All `size` ranks of a world create their boards together."""
+    def __init__(self, store: Store, size: int, seal: Seal | None = None, number: int | None = None) -> None:
+        """`store` must not be used by any other code. All `size` ranks of a world create their boards together.
+
+        `number` is that of the world, the same on all ranks; the default is counted in the store.
+        """
         store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
-        number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
+        if number is None:
+            number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
         self._store = SealedStore(f"{KEY}/{number}", store, seal or Seal())
 
     @property
@@ -124,10 +128,11 @@ def last_status(store: Store, rank: int, prefix: str, seal: Seal | None = None) 
         return ""
 
 
-def board_of(size: int, seal: Seal, timeout_seconds: float) -> StoreBoard | None:
-    """A board in the store at which torch's process group met; `None` if that store has only one connection."""
+def board_of(size: int, seal: Seal, timeout_seconds: float, number: int | None = None) -> StoreBoard | None:
+    """A board in the store at which torch's process group met; `None` if that store has only one connection. `number`
+    as for `StoreBoard`."""
     store = compat.another_connection()
     if store is None:
         return None
     end_silence(compat.port_of(store), timeout_seconds)
-    return StoreBoard(store, size, seal)
+    return StoreBoard(store, size, seal, number)

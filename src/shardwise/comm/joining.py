@@ -53,6 +53,8 @@ class Opened:
     transport: JoinedTransport | None = None
     beside: dist.ProcessGroup | None = None
     """Gloo's group, if it is not torch's own."""
+    number: int | None = None
+    """How often the ranks of this attempt have met; `None` in a process group that was there."""
 
 
 def device_of(place: Place) -> RankDevice:
@@ -118,7 +120,8 @@ def open_process_group(
 ) -> Opened:
     """Meet the other ranks, then open torch's group: gloo or MPI for host memory, and another backend for devices.
 
-    Keys carry the attempt, so that after a restart no rank reads what a dead generation wrote.
+    Keys carry the attempt and how often its ranks have met, so that no rank reads what a dead generation wrote, or an
+    earlier world of the same processes: gloo would connect to the addresses of that one.
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
@@ -134,7 +137,7 @@ def open_process_group(
             store = _store_at(host, port, place, timeout, deadline, patience_seconds, is_host=is_host)
         rank, size = place.rank, place.size
         assert size is not None
-        StartupBarrier(store, attempt, seal=Seal.of(env)).wait(
+        number = StartupBarrier(store, attempt, seal=Seal.of(env)).wait(
             rank,
             size,
             where,
@@ -142,9 +145,9 @@ def open_process_group(
             patience_seconds=patience_seconds,
             is_host=is_host,
         )
-        own_store = PrefixStore(f"shardwise/attempt-{attempt}", store)
+        own_store = PrefixStore(f"shardwise/attempt-{attempt}/startup-{number}", store)
         device, why = agreed_device(own_store, rank, size, place)
-        return open_groups(own_store, rank, size, timeout, Opened(device, why), by_mpi=by_mpi)
+        return open_groups(own_store, rank, size, timeout, Opened(device, why, number=number), by_mpi=by_mpi)
     except (CommError, ConfigError):
         raise  # its message is complete
     except (RuntimeError, OSError) as error:

@@ -41,14 +41,15 @@ class StartupBarrier:
 
     def wait(
         self, rank: int, size: int, place: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
-    ) -> None:
+    ) -> int:
         """Return once all `size` ranks are here; log which are missing after `patience_seconds`. All ranks call.
 
-        `place` names the store. With `is_host` the store ends with this process. Raises `FaultError`.
+        The result counts how often they have been here together, the same on all. `place` names the store. With
+        `is_host` the store ends with this process. Raises `FaultError`.
         """
         try:
             self._introduce(rank, size)
-            self._gather(rank, size, place, timeout_seconds, patience_seconds)
+            return self._gather(rank, size, place, timeout_seconds, patience_seconds)
         except FaultError:
             if is_host:
                 time.sleep(3 * _PAUSES[1])  # let the others read it too
@@ -85,7 +86,7 @@ class StartupBarrier:
                 f"Start all ranks with the same.",
             )
 
-    def _gather(self, rank: int, size: int, place: str, timeout_seconds: float, patience_seconds: float) -> None:
+    def _gather(self, rank: int, size: int, place: str, timeout_seconds: float, patience_seconds: float) -> int:
         number = self._store.add(f"begun/{rank}", 1)
         here = [f"here/{number}/{other}" for other in range(size)]
         self._store.set(here[rank], "here")
@@ -106,6 +107,7 @@ class StartupBarrier:
         self._store.set(f"met/{rank}", str(number))
         if number > 1:  # all have left the previous one
             self._store.delete_key(f"here/{number - 1}/{rank}")
+        return number
 
     def _refuse(self, rank: int, text: str) -> NoReturn:
         """Raise the fault, after posting it for the others unless there is one."""

@@ -201,7 +201,7 @@ class World:
             opened = Opened(device_of(place))
             (open_mpi if by_mpi else open_beside)(opened)
         assert opened.transport is not None
-        board = board_of(dist.get_world_size(), Seal.of(env), timeout_seconds)
+        board = board_of(dist.get_world_size(), Seal.of(env), timeout_seconds, opened.number)
         world = cls(
             dist.get_rank(),
             dist.get_world_size(),

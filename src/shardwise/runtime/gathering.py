@@ -24,6 +24,9 @@ class Gathering:
         """Whether code between two computations has read parameters."""
         self.watcher: Reach | None = None
         """The mode that watches every operation just now; it is paused during our own actions."""
+        self._num_borrowed = 0
+        self._written: list[Unit] = []
+        """Units that code has changed which has borrowed some."""
 
     def open(self, unit: Unit) -> None:
         """Gather `unit` and make its parameters plain tensors, for as long as it computes."""
@@ -114,12 +117,29 @@ class Gathering:
         absent = [flat for unit in units for flat in unit.flats if not flat.is_whole]
         for unit in units:
             self.ensure_whole(unit)
+        self._num_borrowed += 1
         try:
             self._settle(absent, [flat for unit in units for flat in unit.flats if flat.spec.gathers_behind_step])
             yield
         finally:
+            self._num_borrowed -= 1
             for flat in absent:
                 flat.free_full()
+            if not self._num_borrowed:
+                written, self._written = self._written, []
+                for unit in written:
+                    self.free(unit)
+
+    def note_written(self, unit: Unit) -> None:
+        """The resting parameters of `unit` have changed between two computations. All ranks call.
+
+        It may be whole, from a forward that no backward has followed: that is freed, once no code that writes several
+        at a time has borrowed it.
+        """
+        if self._num_borrowed:
+            self._written.append(unit)
+        else:
+            self.free(unit)
 
     def finish_updates(self) -> None:
         """All parameters are what the step before has made them, and the host has waited for it."""

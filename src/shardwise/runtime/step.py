@@ -87,7 +87,11 @@ class Step:
             shared_buffers.open()
 
     def restore_params(self) -> None:
-        """Bring the master weights, which have been written, back to the parameters."""
+        """Bring the master weights, which have been written, back to the parameters.
+
+        What is gathered, by a forward that no backward has followed, has the values before, and is freed.
+        """
+        self._gathering.free_all()
         self._programs.restore.run()
         self._gathering.await_updates()
         self.close_params()

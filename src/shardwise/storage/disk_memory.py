@@ -5,7 +5,8 @@ step.
 Code that reads or writes one (access, checkpoints, a change of plan) passes it to `DiskRows.read` and `write`, which
 bypass the page cache and work in pieces: a process holds no more of a file than it asks for, and a disk error is raised
 like any other. In a step a file is read whole into one of a few buffers, where the optimizer finds its tensors; it is
-written back from there while the next one, read in the meantime, is updated.
+written back from there while the next one, read in the meantime, is updated. The first file is read while the model
+computes, from the first forward on that a step can follow; if it is changed before the step, it is read again.
 
 The addresses are those of the file mapped into memory, so code that reads them directly still gets the right values:
 kernels keep mapped pages coherent with direct I/O. They are not used while the file is in a buffer.
@@ -22,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,6 +56,7 @@ class DiskRows:
         self.buffer: Tensor | None = None
         """A copy of the whole file, from `DiskMemory.fetch` to `evict`."""
         self._kept_for: list[threading.Event] = []
+        self._num_writes = 0
 
     def has(self, tensor: Tensor) -> bool:
         """Whether `tensor` is an address in the file."""
@@ -77,6 +80,11 @@ class DiskRows:
         """How often the addresses have been written through, by torch's counter."""
         return self._mapped._version
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one after each write to the file between steps, by whichever way."""
+        return self._num_writes, self.num_changes
+
     def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """The values that the flat `tensor` stands for, in memory: in `out`, if given, which has its dtype and
         length."""
@@ -89,6 +97,7 @@ class DiskRows:
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Write `values`, flat and of any dtype and device, to the place that `tensor` stands for."""
         self.await_readers()
+        self._num_writes += 1
         for start, stop, place in self._pieces(tensor):
             size = tensor.element_size()
             part = values[start // size : stop // size].to("cpu", tensor.dtype).contiguous()
@@ -143,6 +152,21 @@ class DiskRows:
         return self._here[start:stop].view(dtype)
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """Rows that are being read into a buffer before a step wants them."""
+
+    rows: DiskRows
+    buffer: Tensor
+    pending: Pending
+    version: tuple[int, int]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it still has what is in the file. A read that has failed may succeed if it is repeated."""
+        return self.rows.version == self.version and not self.pending.has_failed
+
+
 class DiskMemory:
     """The files of one rank in the plan's folder, and the buffers that a step reads them into.
 
@@ -174,7 +198,7 @@ class DiskMemory:
         self._left: list[DiskRows] = []
         self._reads = DiskReads(self._pool_for_reads)
         self._pool: BufferPool | None = None
-        self._reading: tuple[DiskRows, Tensor, Pending] | None = None
+        self._ahead: _Ahead | None = None
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
         self._buffer_bytes = 0
         self._is_torn = False
@@ -242,6 +266,11 @@ class DiskMemory:
 
     # -- a step -----------------------------------------------------------------------------------------
 
+    def expect_step(self) -> None:
+        """A step will follow: start to read the rows that it updates first, while the model computes."""
+        if self._ahead is None and self._rows and not self._is_torn:
+            self._ahead = self._start(self._rows[0], self._take())
+
     def fetch(self, rows: DiskRows) -> None:
         """Bring all of `rows` into a buffer, and start to read the next rows.
 
@@ -251,18 +280,15 @@ class DiskMemory:
         """
         self.begin_change()
         self.forget_read(rows)
-        ahead, self._reading = self._reading, None
-        if ahead is not None and ahead[0] is not rows:
-            self._succeeds(ahead[2])
-            self._require_pool().give_back(ahead[1])
-            ahead = None
-        _, buffer, pending = ahead if ahead is not None else self._start(rows, self._take())
-        if not self._succeeds(pending):
-            buffer.zero_()
-        rows.buffer = buffer
+        if self._ahead is not None and not (self._ahead.rows is rows and self._ahead.is_usable):
+            self._drop_ahead()
+        ahead, self._ahead = self._ahead or self._start(rows, self._take()), None
+        if not self._succeeds(ahead.pending):
+            ahead.buffer.zero_()
+        rows.buffer = ahead.buffer
         place = self._rows.index(rows) + 1
         if place < len(self._rows) and self._has_free():
-            self._reading = self._start(self._rows[place], self._take())
+            self._ahead = self._start(self._rows[place], self._take())
 
     def evict(self, rows: DiskRows, release: Callable[[], None]) -> None:
         """Start to write `rows` back. Its buffer may be read until `release` has been called."""
@@ -282,16 +308,14 @@ class DiskMemory:
     def begin_replacing(self) -> None:
         """Everything here is about to be replaced, until `settle`; checksums of the old content no longer count."""
         self.begin_change()
+        self._drop_ahead()
         for rows in self._every:
             rows.await_readers()
             rows.file.forget_checksums()
 
     def settle(self) -> None:
         """Wait until a step, or a replacement of everything, is completely on the disk."""
-        ahead, self._reading = self._reading, None
-        if ahead is not None:
-            self._succeeds(ahead[2])
-            self._require_pool().give_back(ahead[1])
+        self._drop_ahead()
         while self._writing:
             self._finish_write()
         self._is_torn = bool(self._fault)
@@ -321,13 +345,13 @@ class DiskMemory:
         """After a failed step: tensors refer to their files again, whatever is in them. Call `settle` once all are
         replaced."""
         under_way = [pending for _, pending, _ in self._writing]
-        for pending in (*under_way, *([self._reading[2]] if self._reading is not None else [])):
+        for pending in (*under_way, *([self._ahead.pending] if self._ahead is not None else [])):
             with contextlib.suppress(TierError):  # the step that failed has raised it, or would have
                 pending.wait()
         self._reads.forget_all()
         for rows in self._rows:
             rows.buffer = None
-        self._reading, self._pool, self._fault = None, None, ""
+        self._ahead, self._pool, self._fault = None, None, ""
         self._writing.clear()
 
     def close(self) -> None:
@@ -340,12 +364,19 @@ class DiskMemory:
 
     # -- buffers ----------------------------------------------------------------------------------------
 
-    def _start(self, rows: DiskRows, buffer: Tensor) -> tuple[DiskRows, Tensor, Pending]:
+    def _start(self, rows: DiskRows, buffer: Tensor) -> _Ahead:
         if self._fault:
             buffer.zero_()
         reading = Pending(()) if self._fault else rows.file.read(0, buffer[: rows.file.num_bytes])
         self._follow(f"read {rows.name} states", reading)
-        return rows, buffer, reading
+        return _Ahead(rows, buffer, reading, rows.version)
+
+    def _drop_ahead(self) -> None:
+        """Take the buffer of what was read ahead back. Nobody uses that, so it does not matter whether it succeeded."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.pending.settle()
+            self._require_pool().give_back(ahead.buffer)
 
     def _follow(self, what: str, pending: Pending) -> None:
         if self.timeline.is_on:

@@ -208,6 +208,7 @@ class ParamHome:
         flat_values = values.reshape(-1)
         owner.agreement.broadcast(flat, flat_values, self.slot)
         flat.accept_edit(self._index, flat_values)
+        owner.runner.gathering.note_written(self._unit)
         owner.runner.step.close_params()
 
     def whole(self) -> Whole:

@@ -1,0 +1,82 @@
+"""Values are loaded or set after a forward that no backward follows, as where a script looks at a loss first: what that
+forward has gathered is not taken for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import Transformer, adamw, batches
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: {"preset": name} for name in ("ddp", "zero1", "zero3", "zero3-kept", "zero3-offload")},
+    "hpz": {"preset": "hpz", "mesh": {"node": 1, "local": 2}},
+    "infinity": {"preset": "infinity"},
+    "params on disk": {"preset": "infinity", "rows": {"param": {"tier": "disk"}}},
+}
+
+
+def load(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
+    engine.load_state_dict(values)
+
+
+def put(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        engine.set(name, value)
+
+
+def edit(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in engine.module.named_parameters():
+            param.copy_(values[name])
+
+
+def gather(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
+    with engine.gathered(write=True):
+        for name, param in engine.module.named_parameters():
+            param.data.copy_(values[name])
+
+
+@one_in(8)
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("write", [load, put, edit, gather])
+@pytest.mark.parametrize("name", PLANS)
+def test_values_written_after_a_forward_without_a_backward(
+    name: str, write: Callable[[sw.Engine, dict[str, torch.Tensor]], None], shares_memory: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4, rows=12)
+    halved = {key: 0.5 * value for key, value in model.state_dict().items()}
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    for number, batch in enumerate(data):
+        if number == 2:
+            plain.load_state_dict(halved)
+        plain(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        replica = replicas[world.rank]
+        plan = {**PLANS[name], **({"disk": str(tmp_path)} if PLANS[name]["preset"] == "infinity" else {})}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            for number, batch in enumerate(data):
+                if number == 2:
+                    assert engine(*batch).isfinite()
+                    write(engine, halved)
+                engine.backward(engine(*batch))
+                engine.step()
+            return engine.state_dict()
+
+    for found in run_ranks(2, rank, shares_memory=shares_memory):
+        for key, value in plain.state_dict().items():
+            assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
