@@ -174,7 +174,7 @@ def _cut_by_hand(model: nn.Module, total: Sum) -> nn.Module:
 
 
 def _between(forward: Callable[..., Tensor], total: Sum) -> Callable[..., Tensor]:
-    def abort(x: Tensor, *rest: Tensor) -> Tensor:
+    def cut(x: Tensor, *rest: Tensor) -> Tensor:
         made: Tensor = _Reduced.apply(forward(_Copied.apply(x, total), *rest), total)  # type: ignore[no-untyped-call]
         return made
 

@@ -380,7 +380,7 @@ def test_sockets_are_shut_even_if_an_abort_fails() -> None:
         world.collectives(CPU)._groups.abort = abort
         world._host.abort = lambda: was_aborted.append(world.rank)  # type: ignore[method-assign, assignment, func-returns-value]
         with pytest.raises(RuntimeError, match="no"):
-            world._cut()
+            world._abort()
 
     devices.run(2, rank)
     assert sorted(was_aborted) == [0, 1]
