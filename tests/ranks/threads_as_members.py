@@ -234,7 +234,7 @@ def run_members(
             crowd.die(member, has_ended=member in results)
             if membership.world is not None and member not in results:
                 membership.world.close(Killed())
-                membership.world._cut()  # no thread of a process that is gone waits for anything
+                membership.world._abort()  # no thread of a process that is gone waits for anything
 
     members = range(num_ranks + num_newcomers)
     threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in members]
