@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ CALM_STEPS = 20
 PATIENCE_SECONDS = 120.0
 NAMES = {
     "shardwise": "shardwise, --elastic",
+    "gpt": "shardwise, --elastic, a GPT",
     "torchft": "torchft",
     "torchrun": "torchrun, restarted",
     "horovod": "Horovod Elastic",
@@ -52,6 +53,7 @@ class Job:
     preset: str = "zero3"
     steps: int = FOREVER
     elastic: bool = True
+    ranks: int = RANKS
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -114,7 +116,16 @@ def main(args: argparse.Namespace, console: Console) -> int:
         write_result(file, result)
         console.print(_said(preset, result["forms"][f"shardwise, {preset}"]), markup=False)
     result["curve"] = _curve("zero3", 3)
-    result["steady"] = _steady(3 if args.quick else 7)
+    rounds = 3 if args.quick else 7
+    result["steady"] = {
+        f"zero3, {RANKS} ranks": _steady(
+            lambda elastic: Job("shardwise", _folder(), steps=300, elastic=elastic), rounds
+        ),
+        "zero3, 2 ranks, GPT small": _steady(
+            lambda elastic: Job("gpt", _folder(), steps=12, elastic=elastic, ranks=2), max(3, rounds // 2)
+        ),
+    }
+    write_result(file, result)
     for form, most in (("torchft", num_kills), ("torchrun", 3), ("horovod", 1)):
         why = _why_not(form)
         if why:
@@ -137,9 +148,9 @@ def _folder() -> Path:
 def _commands(job: Job) -> list[tuple[list[str], dict[str, str]]]:
     """What is started, with what besides in the environment."""
     script = [SCRIPT, job.form, str(job.folder), str(job.steps), job.preset]
-    if job.form == "shardwise":
-        elastic = ["--elastic", f"2:{RANKS}", "--retries", "1000"] if job.elastic else []
-        return [([*launcher(RANKS), *elastic, *script], {})]
+    if job.form in ("shardwise", "gpt"):
+        elastic = ["--elastic", f"{job.ranks // 2}:{job.ranks}", "--retries", "1000"] if job.elastic else []
+        return [([*launcher(job.ranks), *elastic, *script], {})]
     if job.form == "torchrun":
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "100"]
         # without it torch 2.13 does not come back: restarted ranks read the addresses of dead ones
@@ -150,6 +161,7 @@ def _commands(job: Job) -> list[tuple[list[str], dict[str, str]]]:
         hosts.chmod(0o755)
         run = ["horovodrun", "-np", str(RANKS), "--min-np", "2", "--host-discovery-script", str(hosts), "--gloo"]
         return [([*run, sys.executable, *script], {})]
+    os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer
 
     if job.lighthouse is None:
@@ -259,31 +271,45 @@ def _step_seconds(lines: Sequence[Line]) -> float:
 
 
 def _curve(preset: str, num_kills: int) -> dict[str, float]:
-    """How far the losses of a run with kills are from those of one without, by step."""
-    calm = Job("shardwise", _folder(), preset, steps=(num_kills + 1) * 400)
-    calm.start()
-    try:
-        calm.wait("the run ends", lambda: calm.processes[0].poll() is not None, 600)
-    finally:
-        calm.end()
-    calm.look()
+    """How far the losses of a run with kills are from those of one without, by step; and how far those of one rank less
+    are, undisturbed, which sum in another order."""
+    calm, fewer = (
+        Job("shardwise", _folder(), preset, steps=(num_kills + 1) * 400, elastic=False, ranks=ranks)
+        for ranks in (RANKS, RANKS - 1)
+    )
+    for job in (calm, fewer):
+        job.start()
+        try:
+            job.wait("the run ends", lambda job=job: job.processes[0].poll() is not None, 600)
+        finally:
+            job.end()
+        job.look()
     killed = Job("shardwise", _folder(), preset)
     _killed(killed, num_kills)
-    expected = {line["step"]: line["loss"] for line in calm.lines}
-    off = [
+    steps = {line["step"] for line in killed.lines} & {line["step"] for line in calm.lines}
+    return {
+        "steps": len(steps),
+        "largest_relative": _deviation(killed, calm, steps),
+        "with_fewer_ranks": _deviation(fewer, calm, steps),
+    }
+
+
+def _deviation(one: Job, other: Job, steps: set[int]) -> float:
+    """The largest relative difference of their losses at `steps`."""
+    expected = {line["step"]: line["loss"] for line in other.lines}
+    return max(
         abs(line["loss"] - expected[line["step"]]) / expected[line["step"]]
-        for line in killed.lines
-        if line["step"] in expected
-    ]
-    return {"steps": len({line["step"] for line in killed.lines} & expected.keys()), "largest_relative": max(off)}
+        for line in one.lines
+        if line["step"] in steps
+    )
 
 
-def _steady(num_rounds: int) -> dict[str, float]:
+def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, float]:
     """Seconds of a step with and without `--elastic`, in turns."""
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(num_rounds):
         for elastic in found:
-            job = Job("shardwise", _folder(), steps=300, elastic=elastic)
+            job = job_of(elastic)
             job.start()
             try:
                 job.wait("the run ends", lambda job=job: job.processes[0].poll() is not None)
@@ -320,8 +346,13 @@ def _show(result: dict[str, Any], console: Console) -> None:
     headings = ["", "kills", "until a step", "worst", "steps lost", "pause to grow", "step"]
     show_figures(f"kill -9 of one of {RANKS} ranks", headings, rows, console)
     if "curve" in result:
-        console.print(f"losses: {result['curve']['largest_relative']:.1e} from those of an undisturbed run, relative")
+        curve = result["curve"]
+        console.print(
+            f"losses of {curve['steps']} steps: {curve['largest_relative']:.1e} from those of an undisturbed run, "
+            f"relative; those of one rank less, undisturbed, {curve['with_fewer_ranks']:.1e}"
+        )
     if "steady" in result:
-        console.print(f"a step with --elastic takes {result['steady']['over']:+.1%}")
+        for name, found in result["steady"].items():
+            console.print(f"{name}: a step of {found['plain_seconds'] * 1e3:.1f} ms takes {found['over']:+.1%} elastic")
     for form, why in result["not_run"].items():
         console.print(f"{NAMES[form]}: not run; {why}", markup=False)

@@ -1,6 +1,6 @@
 """A rank of `python -m benchmarks elastic`: a small model trained by one of several elastic libraries.
 
-elastic_rank.py FORM FOLDER STEPS PRESET     FORM: shardwise, torchrun, torchft or horovod
+elastic_rank.py FORM FOLDER STEPS PRESET     FORM: shardwise, gpt (of shardwise), torchrun, torchft or horovod
 
 Writes a line for each step that it has committed: what, when, of how many ranks, the loss where all ranks know it.
 """
@@ -21,6 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+from benchmarks.model import batch_of as tokens_of
+from benchmarks.model import build_model
+from benchmarks.sizes import SIZES
 
 ROWS, WIDTH, NUM_LAYERS = 12, 256, 4
 SAVE_EVERY = 10
@@ -79,6 +83,24 @@ def shardwise_form(folder: Path, num_steps: int, preset: str) -> None:
         loader.close()
 
 
+def gpt_form(folder: Path, num_steps: int, preset: str) -> None:
+    """A model that computes for longer than its ranks talk."""
+    import shardwise as sw
+
+    size = SIZES["small"]
+    model = build_model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with (
+        sw.World.join(timeout_seconds=60) as world,
+        sw.shard(model, preset, optimizer=optimizer, world=world) as engine,
+    ):
+        told, tokens = Told(folder, f"rank-{world.rank}"), tokens_of(size, world.rank)
+        while engine.num_steps < num_steps:
+            engine.backward(engine(tokens))
+            engine.step()
+            told.committed(engine.num_steps, engine.world.size, None)
+
+
 def torchrun_form(folder: Path, num_steps: int, _: str) -> None:
     """DDP, restarted from its last checkpoint, of every tenth step."""
     dist.init_process_group("gloo")
@@ -104,8 +126,9 @@ def torchrun_form(folder: Path, num_steps: int, _: str) -> None:
 
 
 def torchft_form(folder: Path, num_steps: int, _: str) -> None:
-    """A replica group of one rank, as torchft's own example of DDP has it."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    """A replica group of one rank. Gradients are averaged by the manager in one call: with torchft 0.2.0 and torch 2.13
+    its `DistributedDataParallel` ends a survivor, whose failed allreduce returns no future (`assert fut._fut`)."""
+    from torchft import Manager, Optimizer, ProcessGroupGloo
 
     group = os.environ["REPLICA_GROUP_ID"]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -130,12 +153,17 @@ def torchft_form(folder: Path, num_steps: int, _: str) -> None:
         hostname="127.0.0.1",
     )
     told = Told(folder, f"replica-{group}")
-    wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    optimizer = Optimizer(manager, inner)
     while manager.current_step() < num_steps:
         before = manager.current_step()
         optimizer.zero_grad()
         x, y = batch_of(before, int(group) % 4, 4)
-        functional.mse_loss(wrapped(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        together = torch._utils._flatten_dense_tensors(grads)
+        manager.allreduce(together).wait()
+        for grad, part in zip(grads, torch._utils._unflatten_dense_tensors(together, grads), strict=True):
+            grad.copy_(part)
         optimizer.step()
         if manager.current_step() > before:
             told.committed(manager.current_step(), manager.num_participants(), None)
@@ -171,6 +199,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[
 
 FORMS = {
     "shardwise": shardwise_form,
+    "gpt": gpt_form,
     "torchrun": torchrun_form,
     "torchft": torchft_form,
     "horovod": horovod_form,

@@ -439,6 +439,35 @@ def parts_called(loop: Loop) -> Any:
     return Local(loss.item())
 
 
+@action(LOSS, "`model(x)` with gradients enabled and no backward: a loss that is only looked at")
+def looked_at(loop: Loop) -> Any:
+    return Local(loop.loss().item())
+
+
+@action(LOSS, "the same, and then `model.load_state_dict(...)`")
+def looked_at_and_loaded(loop: Loop) -> Any:
+    other = {
+        name: value * 0.9 if value.is_floating_point() else value for name, value in loop.model.state_dict().items()
+    }
+    first = loop.loss().item()
+    loop.model.load_state_dict(other)
+    loss = loop.backward()
+    loop.update()
+    return Local(first), Local(loss.item())
+
+
+@action(LOSS, "the same, and then `p.copy_(tensor)` under `no_grad`")
+def looked_at_and_copied(loop: Loop) -> Any:
+    other = {name: 0.9 * p.detach().clone() for name, p in loop.params()}
+    first = loop.loss().item()
+    with torch.no_grad():
+        for name, p in loop.params():
+            p.copy_(other[name])
+    loss = loop.backward()
+    loop.update()
+    return Local(first), Local(loss.item())
+
+
 @action(LOSS, "only `model.head(features)`, of features computed without gradients (a probe)")
 def probe(loop: Loop) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:

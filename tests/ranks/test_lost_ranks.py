@@ -184,7 +184,7 @@ def race(
 
     results = run_members(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
     if isinstance(plant, DiesAt):
-        assert results.keys() == set(range(NUM_RANKS)) - plant.deaths.keys(), "who dies is drawn, and that they do not"
+        assert results.keys().isdisjoint(plant.deaths), "a rank that was to die has not come that far"
     for found, state, _, size in results.values():
         assert size == len(results)
         assert sorted(found) == list(range(NUM_STEPS))
