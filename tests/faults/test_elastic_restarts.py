@@ -36,7 +36,7 @@ def launched(out: Path, plan: dict[str, object], *options: str) -> subprocess.Co
     )
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", PLANS)
 def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import one_in
+
 SCRIPT = Path(__file__).with_name("full_disk_rank.py")
 
 
@@ -16,6 +18,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
+@one_in(2)
 @pytest.mark.parametrize("first", ["before", "later"])
 def test_training_continues_on_a_full_disk(first: str, tmp_path: Path) -> None:
     """On a file system of its own; only where this user may make one."""

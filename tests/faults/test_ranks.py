@@ -106,7 +106,7 @@ def the_letter(outcomes: list[Outcome]) -> FaultError:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("what", ["backward", "step"])
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
-@one_in(4)
+@one_in(6)
 def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
     error = the_letter(train(skip_at(1, step, what), preset))
     if step == 0:  # ranks also agree, as long as there is no program, so they may wait along two lines

@@ -13,6 +13,7 @@ import torch
 from shardwise.comm.members import joining
 from shardwise.comm.members.membership import StoreMembership
 from shardwise.elastic.preparing import prepare
+from tests.thorough import thorough_only
 
 LOOP = """
 import json, sys
@@ -34,6 +35,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_loop_imports_nothing_more_once_its_rank_has_joined(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(LOOP)

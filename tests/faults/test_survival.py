@@ -75,7 +75,7 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
         assert one["resumed"] == ([first, {}] if first else None), "where the others are, though nobody has saved"
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kills"),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from launching import launch
 
+from tests.thorough import thorough_only
+
 TRAINS = """
 import copy, sys
 import torch
@@ -66,6 +68,7 @@ print("equal")
 """
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_dropout_comes_to_the_bits_of_the_plain_model(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TRAINS)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from shardwise.data import Loader, Samples, Workers
 from shardwise.errors import ConfigError, DataError
+from tests.thorough import thorough_only
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,7 @@ def workers_alive() -> list[str]:
     return [child.name for child in multiprocessing.active_children() if child.name.startswith("shardwise-data")]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_processes_make_the_same_batches_and_their_failures_are_named(tmp_path: Path) -> None:
     """One test, because starting a process costs seconds."""
     mark = tmp_path / "killed"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launching import launch
 
+from tests.thorough import thorough_only
+
 MODEL, UNIT = 256, 16
 """MiB; a unit of the model is one tensor."""
 SLACK = 16
@@ -29,6 +31,7 @@ def write_zeros(path: Path, *, num_blocks: int, width: int) -> None:
         file.truncate(file.tell() + num_blocks * size)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_deferred_init_takes_a_shard_a_unit_and_a_tensor(tmp_path: Path) -> None:
     zeros = tmp_path / "model.safetensors"

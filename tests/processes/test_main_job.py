@@ -13,6 +13,7 @@ import pytest
 import warm
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.monitor import Record, read_record
+from tests.thorough import thorough_only
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "stdlib_gpt" / "train.py"
@@ -123,6 +124,7 @@ def _wait_for_steps(out: Path, steps: int, job: subprocess.Popen[str]) -> None:
     pytest.fail(f"no {steps} steps within 30 s: {job.communicate()[0]}")
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_pipeline_trains_it_to_the_same_losses_and_another_plan_goes_on(tmp_path: Path) -> None:
     plan = tmp_path / "pp.yaml"
     plan.write_text("preset: zero1\nmesh: {pp: 2}\naccumulate: 2\n")

@@ -41,6 +41,7 @@ from benchmarks.traffic import tcp_sent_bytes
 from shardwise.cli.bench import find_checkout, python_of
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import Attempt, rank_environment
+from tests.thorough import thorough_only
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -288,6 +289,7 @@ def test_without_a_checkout_the_verb_says_that_it_needs_one(tmp_path: Path) -> N
         find_checkout([tmp_path, tmp_path / "not there"])
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_verb_hands_on_what_it_is_given() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "bench", "peers", "--sizes", "huge"],

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]

@@ -18,9 +18,9 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError, TierError
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(8)
+pytestmark = one_in(12)
 NUM_BLOCKS = 4
 FAULTS = {
     "full when a file is made": ("reserve", errno.ENOSPC, "forward", r"written\. .* cannot be made: No space left"),
@@ -117,6 +117,7 @@ def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
     assert run_ranks(2, run(breaks=True)) == [losses[2:] for losses in run_ranks(2, run(breaks=False))]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_room_is_asked_for_by_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many ranks as share the disk, less what is there already."""
     model, (batch,) = Transformer(), batches(1, rows=48)
@@ -151,6 +152,7 @@ def test_room_is_asked_for_by_the_rehearsal(tmp_path: Path, monkeypatch: pytest.
     run_ranks(2, rank)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_change_of_plan_moves_activations_elsewhere(tmp_path: Path) -> None:
     """From policy to policy and folder to folder, with the same losses; no folder is kept that is not used."""
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(12)
+pytestmark = one_in(18)
 
 Tensor = torch.Tensor
 STEPS = 2

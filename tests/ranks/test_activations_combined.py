@@ -28,7 +28,7 @@ from shardwise.errors import CommError
 from shardwise.storage import HostMemory
 from tests.thorough import one_in
 
-pytestmark = one_in(16)
+pytestmark = one_in(24)
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ from twins import VOCAB, WIDTH, Run, Transformer, assert_same, batches, plain_ru
 import shardwise as sw
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 

@@ -20,7 +20,7 @@ from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
 Tensor = torch.Tensor
-pytestmark = [one_in(6), pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
+pytestmark = [one_in(9), pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
 HOSTS = ["aabb", "abab", "aaab", "baab", "aabbcc", "aaabb", "abc"]
 CHUNK = 40
 CPU = torch.device("cpu")

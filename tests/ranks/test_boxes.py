@@ -15,9 +15,9 @@ import shardwise as sw
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 Tensor = torch.Tensor
 MESHES: list[tuple[str, dict[str, int]]] = [
@@ -69,6 +69,7 @@ def trained(folder: Path, preset: str, mesh: dict[str, int]) -> dict[str, Tensor
     return run_ranks(int(num_ranks), rank)[0]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("source", MESHES[:4], ids=str)
 def test_checkpoints_move_between_products(source: tuple[str, dict[str, int]], tmp_path: Path) -> None:
     expected = trained(tmp_path, *source)

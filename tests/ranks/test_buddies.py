@@ -105,7 +105,7 @@ CASES = [
 ]
 
 
-@one_in(7)
+@one_in(11)
 @pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
 def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
@@ -117,7 +117,7 @@ def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
         race(PLANS[name], deaths, folder, loop=loop, shares_memory=shares_memory, hosts=hosts)
 
 
-@one_in(11)
+@one_in(17)
 @pytest.mark.parametrize("portion", list(range(3, 43, 2)))
 @pytest.mark.parametrize(("name", "loop"), [("zero1", "plain"), ("zero3", "engine"), ("hpz", "train_step")])
 def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, portion: int, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, por
     assert len(void) == 2, "a host was lost"
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("portion", list(range(16, 26)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
     """The host that dies second takes along a step that was taken at the second attempt."""
@@ -133,7 +133,7 @@ def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -
     assert len(void) == 2, "two hosts were lost"
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("hosts", ["1 2 1", "3 1", "1 1 1 1", "mixed"])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp", "hpz"])
 def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
         race(PLANS[name], HostDiesAt(deaths), folder, hosts=HOSTS[hosts])
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("at", [24, 33, 41, 47, 58])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ class DiesBeforeOthersHaveItsUpdate:
         self.monkeypatch.setattr(session, "_share_change_wishes", share_and_die)
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_before_its_neighbour_has_its_update(
@@ -335,7 +335,7 @@ def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
     }
 
 
-@one_in(7)
+@one_in(11)
 @pytest.mark.parametrize("portion", [17, 20, 21, 25, 27, 28, 29, 35])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
@@ -378,7 +378,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
             assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("hosts", ["aabbb", "aabba", "aabbc"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
 def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ class DiesBehindItsStep:
         self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_with_what_it_has_updated_on_its_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

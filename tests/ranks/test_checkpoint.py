@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state import content
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]

@@ -22,7 +22,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
-from tests.thorough import drawn, varies
+from tests.thorough import drawn, thorough_only, varies
 
 IN_MEMORY = sorted(name for name, one in PRESETS.items() if one.optim.tier != "disk")
 ROWS = 24  # divides among 1, 2, 3, 4 and 8 ranks
@@ -95,6 +95,7 @@ def steps_of(engine: sw.Engine) -> set[float]:
 MESHES = {"hsdp": {"node": 2, "local": 2}, "hpz": {"node": 2, "local": 2}}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @varies
 def test_every_preset_reads_every_preset(tmp_path: Path) -> None:
     data = batches(4, rows=ROWS)

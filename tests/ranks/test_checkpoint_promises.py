@@ -389,7 +389,7 @@ ADAMS = {"AdamW", "Adam", "our AdamW", "our narrow AdamW"}
 
 
 @pytest.mark.parametrize("wrote", OPTIMIZERS)
-@one_in(3)
+@one_in(5)
 def test_another_optimizers_states_are_refused(wrote: str, tmp_path: Path) -> None:
     """What keeps the same states goes on from them; settings, such as momentum, come from the checkpoint."""
 

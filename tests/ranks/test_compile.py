@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.runtime.compiled import _compiled
 from shardwise.testing import run_ranks
+from tests.thorough import thorough_only
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, and needs no C++ compiler
 
@@ -41,6 +42,7 @@ def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) 
     assert 1 <= counters["stats"]["unique_graphs"] <= 2  # the three blocks share one
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 def test_more_blocks_than_torch_recompiles_for_are_all_compiled(use_cache: bool) -> None:
     torch._dynamo.reset()

@@ -136,7 +136,7 @@ def replicas(num: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (3, 2)), ((4, 3), (1, 1)), ((1, 2), (4, 1))])
-@one_in(3)
+@one_in(5)
 def test_a_run_goes_on_at_another_world_size_as_if_never_stopped(
     source: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ def trained(world: sw.World, preset: str, model: nn.Module, data_place: int) -> 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("preset", ONE_AXIS)
-@one_in(4)
+@one_in(6)
 def test_two_models_train_side_by_side_as_if_alone(
     preset: str, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_before_the_step_counts(change: str, rows: dict[str, Any], tmp_path: Path) -> None:

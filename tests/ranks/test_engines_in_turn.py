@@ -22,7 +22,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_engine_after_one_with_stages_trains_like_the_plain_model(name: str) -> None:
     """Ranks with different stages have gathered different units, which is no contradiction for what comes then."""

@@ -69,7 +69,7 @@ MORE: list[dict[str, Any]] = [{}, {"accumulate": 2, "clip_grad_norm": 1e9}]
 CASES = [(name, more, loop) for name in PLANS for more in MORE for loop in ("engine", "plain")]
 
 
-@one_in(7)
+@one_in(11)
 @pytest.mark.parametrize(("name", "more", "loop"), [one for one in CASES if one[2] == "engine" or not one[1]])
 def test_deaths_and_newcomers_change_no_bit(name: str, more: dict[str, Any], loop: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 6)):

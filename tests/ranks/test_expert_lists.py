@@ -71,7 +71,7 @@ def in_one_form(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
     return stacked(other).state_dict()
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("mesh", "plan"),

@@ -26,9 +26,9 @@ from shardwise.experts import Router
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(8)
+pytestmark = one_in(12)
 
 Tensor = torch.Tensor
 NUM_RANKS = 2
@@ -88,6 +88,7 @@ class _evenly:
         return (first + second) % self.router.num_experts, weights
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(
     ("preset", "settings", "load", "bounds"),
     [
@@ -169,6 +170,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("kind", PLANS)
 def test_explain_promises_what_a_live_engine_does(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

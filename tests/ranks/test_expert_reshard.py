@@ -89,7 +89,7 @@ def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *,
 
 
 @thorough_only("takes long")
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("name", ORDERS)
 def test_one_run_through_many_dealings(name: str) -> None:
     """Five experts, which divide among no number of ranks; a frozen part, biases of routers."""
@@ -100,6 +100,7 @@ def test_one_run_through_many_dealings(name: str) -> None:
     assert_same(run, whole_run(model, data, after_step=update_biases))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_with_split_attention() -> None:
     torch.manual_seed(0)
     model = CutTransformer()

@@ -37,7 +37,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import MoE, auxiliary_loss, update_biases
 from shardwise.testing import run_ranks
-from tests.thorough import drawn, one_in, varies
+from tests.thorough import drawn, one_in, thorough_only, varies
 
 Tensor = torch.Tensor
 NUM_STEPS = drawn(2, 10)
@@ -91,7 +91,7 @@ def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> 
     return run
 
 
-@one_in(12)
+@one_in(18)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["accumulated", "recomputed", "frozen", "lamb"])
 def test_loops(kind: str, preset: str) -> None:
@@ -116,13 +116,13 @@ def test_loops(kind: str, preset: str) -> None:
 OFFLOADED = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(("preset", "rows"), [("zero3", OFFLOADED), ("zero1", {"optim": {"tier": "host"}})])
 def test_experts_rest_on_the_host_too(preset: str, rows: dict[str, Any]) -> None:
     race(mixture(balance_loss=0.05), preset, {"dp": 2, "ep": 2}, rows=rows)
 
 
-@one_in(8)
+@one_in(12)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_muon_updates_the_matrices_beside_experts(preset: str) -> None:
     def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -213,7 +213,7 @@ def _summed(model: Mixture, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten(), reduction="sum")
 
 
-@one_in(8)
+@one_in(12)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_near(precision: str) -> None:
     model, data = mixture(balance_loss=0.05), batches(3, 8)
@@ -243,7 +243,7 @@ class Decoder(pipelined.Decoder):
                 nn.init.normal_(param, std=0.1)
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize(
     ("preset", "schedule", "mesh"),
     [
@@ -283,7 +283,7 @@ CUT_EXPERTS = ("blocks.*.up", "blocks.*.down")
 TENSOR = {**split_models.TENSOR, "plan": {k: v for k, v in split_models.TENSOR["plan"].items() if k not in CUT_EXPERTS}}
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [("zero1", {"dp": 2, "ep": 2, "tp": 2}), ("zero3", {"ep": 2, "tp": 2}), ("ddp", {"tp": 2, "ep": 2})],
@@ -312,7 +312,7 @@ class SplitMixture(nn.Module):
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + auxiliary_loss(self)
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [("zero3", {"ep": 2, "sp": 2}), ("zero1", {"dp": 2, "ep": 2, "sp": 2}), ("ddp", {"sp": 2, "ep": 2})],
@@ -332,6 +332,7 @@ def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
 # -- what an engine does with whole tensors ---------------------------------------------------------------
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_checkpoint_goes_between_numbers_of_ranks(tmp_path: Path) -> None:
     """Each job resumes from the one before, takes a step, and saves; together they train like the whole model."""
     jobs = [

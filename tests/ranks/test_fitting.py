@@ -21,7 +21,7 @@ from shardwise.config import PolicyName
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.fitting import Choice
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 MIB = 2**20
 FAST = Calibration("here", {}, HostFigures(1e15, 1e9, 1, ""))
@@ -119,7 +119,7 @@ def pipelined(preset: str, schedule: str, **more: Any) -> dict[str, Any]:
     }
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "disk"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_stages_of_a_pipeline_take_the_same_choice(
@@ -167,6 +167,7 @@ def test_stages_of_a_pipeline_take_the_same_choice(
         assert all(torch.equal(fitted[1][name], value) for name, value in asked[1].items())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_stages_that_do_not_fit_are_refused_before_anything_changes() -> None:
     models = [Decoder(num_blocks=4) for _ in range(2)]
     data = stage_batches(1, 8)

@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError, ModelError
 from shardwise.formats.torch_files import load_file as load_torch_file
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 Tensor = torch.Tensor

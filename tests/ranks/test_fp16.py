@@ -28,7 +28,7 @@ from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 MESH = {"node": 2, "local": 2}
 CASES: list[Any] = [("zero3", 2, None), ("zero2", 3, None), ("zero1", 2, None), ("ddp", 2, None), ("hsdp", 4, MESH)]

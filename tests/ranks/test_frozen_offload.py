@@ -17,7 +17,7 @@ from shardwise.config import Offload
 from shardwise.errors import ConfigError
 from shardwise.placement.offload import Offloaded, UnitNumel
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 HOST = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
 
@@ -87,7 +87,7 @@ SHARES: dict[str, dict[str, float]] = {
 }
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("trained", ["adapters", "head", "block"])
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])
 @pytest.mark.parametrize("case", SHARES)
@@ -139,6 +139,7 @@ def test_a_frozen_model_generates_from_where_its_share_rests(rest: str, tmp_path
         assert_kept(found["report"])
 
 
+@one_in(3)
 @pytest.mark.parametrize("trained", ["head", "adapters", "nothing"])
 def test_a_budget_counts_frozen_parameters(trained: str) -> None:
     """It is refused only below what rows would keep, and takes the least that fits."""
@@ -164,6 +165,7 @@ def test_a_budget_counts_frozen_parameters(trained: str) -> None:
         run_ranks(2, lambda world: promised(world, budget={"device": least - 1}))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_budget_puts_frozen_parameters_on_the_disk(tmp_path: Path) -> None:
     model, data = frozen_but("adapters", num_blocks=9), batches(2)
     ruled = sharded_run(model, batches(1), "zero3", 2, None, adamw, after=placed, rows=HOST)

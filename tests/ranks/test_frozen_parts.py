@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 Tensor = torch.Tensor
 WIDTH, ROWS, NUM_STEPS = 6, 12, 6

@@ -102,7 +102,7 @@ WITHOUT_PARTS = copy.deepcopy(UNDIVIDED)
 WITHOUT_PARTS["plan"]["blocks.*.attn.qkv"] = "column"
 
 
-@one_in(5)
+@one_in(8)
 @pytest.mark.parametrize(
     ("heads", "tensor", "said"),
     [
@@ -140,7 +140,7 @@ def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_righ
             run_ranks(2, rank)
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize(
     ("heads", "tensor", "num_ranks"),
     [

@@ -19,7 +19,7 @@ from twins import (
 import shardwise as sw
 from tests.thorough import one_in
 
-pytestmark = one_in(14)
+pytestmark = one_in(21)
 
 HOST = {"tier": "host"}
 STATES = {"optim": HOST}

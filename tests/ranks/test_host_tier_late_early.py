@@ -15,7 +15,7 @@ from shardwise.errors import CommError
 from shardwise.storage import Copied, Flat, HostMemory
 from tests.thorough import one_in
 
-pytestmark = one_in(12)
+pytestmark = one_in(18)
 
 Tensor = torch.Tensor
 HOST = {"tier": "host"}

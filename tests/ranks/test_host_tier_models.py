@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(10)
+pytestmark = one_in(15)
 
 Optimizers = list[torch.optim.Optimizer]
 HOST = {"tier": "host"}

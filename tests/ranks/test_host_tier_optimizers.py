@@ -31,7 +31,7 @@ from shardwise.storage import Flat
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(10)
+pytestmark = one_in(15)
 
 Tensor = torch.Tensor
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

@@ -197,7 +197,7 @@ NEVER: dict[str, tuple[Plan, MakeOptimizer]] = {
 
 
 @pytest.mark.parametrize("name", NEVER)
-@one_in(3)
+@one_in(5)
 def test_the_host_never_waits(name: str, waits: Waits) -> None:
     steady_step(waits, *NEVER[name], Transformer)
     assert waits.found == {}

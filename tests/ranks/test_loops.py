@@ -13,7 +13,7 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, adamw, assert_same
 import shardwise as sw
 from tests.thorough import one_in
 
-pytestmark = one_in(8)
+pytestmark = one_in(12)
 
 SOME = [*PRESETS_2, PRESETS_2X2[0], PRESETS_2X2[1]]
 IDS = [f"{name}-{n}" for name, n, _ in SOME]

@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(24)
+pytestmark = one_in(36)
 
 
 def on_devices(num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:

@@ -73,7 +73,7 @@ def trained(
     return run / "record.jsonl"
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("lost", [0, 2])
 def test_what_is_logged_in_a_void_iteration_is_not_written(lost: int, early: bool, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class DiesInModule:
             norm.register_forward_hook(die)
 
 
-@one_in(7)
+@one_in(16)
 @pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", PLANS)
@@ -91,7 +91,7 @@ def test_a_rank_dies_in(name: str, place: str, loop: str, tmp_path: Path) -> Non
     assert sorted(void) == [rank for rank in range(NUM_RANKS) if rank != VICTIM]
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path) -> None:

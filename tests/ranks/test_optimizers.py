@@ -35,7 +35,7 @@ from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(12)
+pytestmark = one_in(18)
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None), ("zero2", 4, None), ("zero3", 1, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]

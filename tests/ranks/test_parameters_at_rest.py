@@ -17,7 +17,7 @@ from shardwise.errors import FaultError, ModelError, StateError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 Tensor = torch.Tensor
 Use = Callable[[sw.Engine, Any, torch.optim.Optimizer], Any]

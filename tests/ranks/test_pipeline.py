@@ -18,7 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(10)
+pytestmark = one_in(15)
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES, CLIP = 3, 4, 0.5

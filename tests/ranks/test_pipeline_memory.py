@@ -20,7 +20,7 @@ from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(8)
+pytestmark = one_in(12)
 
 Tensor = torch.Tensor
 MICRO_BATCHES, ROWS, LENGTH = 8, 8, 64

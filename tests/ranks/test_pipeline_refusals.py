@@ -20,7 +20,7 @@ from shardwise.pipeline.staged import Absent
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 

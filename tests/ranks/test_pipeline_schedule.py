@@ -18,7 +18,7 @@ from shardwise.program import parse
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(20)
+pytestmark = one_in(30)
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES, CLIP = 4, 4, 0.5

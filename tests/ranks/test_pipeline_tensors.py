@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 

@@ -16,7 +16,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(5)
+pytestmark = one_in(8)
 
 Tensor = torch.Tensor
 SIZES = {
@@ -144,7 +144,7 @@ def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "opt", "falcon", "bert"])
-@one_in(4)
+@one_in(8)
 def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) -> None:
     """A stage receives a part of each sequence; its masks and positions are those of whole ones."""
     torch.manual_seed(0)

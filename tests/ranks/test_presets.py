@@ -22,7 +22,7 @@ from twins import (
 import shardwise as sw
 from tests.thorough import one_in
 
-pytestmark = one_in(12)
+pytestmark = one_in(18)
 
 ALL = [*PRESETS_2, *PRESETS_4, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None), ("hsdp", 4, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in ALL]

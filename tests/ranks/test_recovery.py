@@ -15,9 +15,9 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batch
 
 import shardwise as sw
 from shardwise.errors import StateError
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(8)
+pytestmark = one_in(12)
 
 Tensor = torch.Tensor
 CASES = [*PRESETS_2, *PRESETS_2X2]
@@ -267,6 +267,7 @@ def test_gradients_that_went_with_a_backward_that_raised_are_asked_for(set_to_no
             assert torch.allclose(state[name], param.detach(), atol=1e-6), name
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_engines_come_and_go_without_a_trace(model: Transformer) -> None:
     """Five engines over one model: no hooks left, and no more tensors than before."""
     x, y = batches(1)[0]

@@ -30,7 +30,7 @@ from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 CPU = torch.device("cpu")
 GENERATOR_BYTES = torch.get_rng_state().nbytes

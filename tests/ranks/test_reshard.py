@@ -19,9 +19,9 @@ import shardwise.optim  # its tables are not to be counted
 from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 TWO = {"node": 2, "local": 2}
 PLANS: dict[str, dict[str, Any]] = {
@@ -194,6 +194,7 @@ def test_a_graph_of_the_old_plan_is_refused_in_a_sentence() -> None:
         engine.step()
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("hosts", [None, ["a", "b"]], ids=["one-host", "two-hosts"])
 def test_the_peak_is_one_unit_more(hosts: list[str] | None) -> None:
     """All that is alive at once on one rank of two while things move, by the storages that torch makes."""

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from tests.thorough import one_in
 
-pytestmark = one_in(8)
+pytestmark = one_in(12)
 
 WHOLE = {"param": {"shard": []}, "held": {"shard": []}}
 COPIED = {kind: {"shard": []} for kind in ("param", "held", "grad", "optim")}

@@ -19,7 +19,7 @@ from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(10)
+pytestmark = one_in(15)
 
 ONE_AXIS = sorted(name for name, one in PRESETS.items() if len(one.axes) == 1 and one.optim.tier != "disk")
 SPLIT = {"sp": 2}

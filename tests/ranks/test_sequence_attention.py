@@ -20,7 +20,7 @@ from shardwise.sequence import Layout, Visibility, Weighing, blocks, fused, ring
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 BATCH, TOKENS, DIM = 2, 16, 8

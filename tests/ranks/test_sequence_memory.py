@@ -16,9 +16,9 @@ import shardwise as sw
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(3)
+pytestmark = one_in(5)
 
 Tensor = torch.Tensor
 ROWS, TOKENS, NUM_RANKS = 4, 128, 2
@@ -59,6 +59,7 @@ def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]
     return run_ranks(NUM_RANKS, rank)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_what_a_rank_holds_of_its_tokens_is_promised(attention: str, recomputes: bool) -> None:
@@ -71,6 +72,7 @@ def test_what_a_rank_holds_of_its_tokens_is_promised(attention: str, recomputes:
         assert 0.85 * held <= made <= 1.05 * held
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_a_model_of_transformers_is_rehearsed_without_a_message(attention: str) -> None:
     model = small_transformers.llama()

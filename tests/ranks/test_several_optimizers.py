@@ -51,7 +51,7 @@ def trained(model: Any, optimizers: list[torch.optim.Optimizer], halves: Any) ->
 
 
 @pytest.mark.parametrize("place", PLACES, ids=[f"{preset}-{shares}" for preset, shares in PLACES])
-@one_in(4)
+@one_in(6)
 def test_each_steps_and_zeroes_its_own(place: tuple[str, bool], tmp_path: Path) -> None:
     torch.manual_seed(0)
     start = Transformer()

@@ -33,7 +33,7 @@ from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
 Tensor = torch.Tensor
-pytestmark = [one_in(4), pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
+pytestmark = [one_in(6), pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
 CPU = torch.device("cpu")
 MESH = {"node": 2, "local": 2}
 

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(11)
+pytestmark = one_in(17)
 
 NUM_STEPS = 3
 CUT = {**TENSOR, "plan": {**TENSOR["plan"], "tokens": "vocabulary"}}
@@ -87,6 +87,7 @@ def test_parts_of_sequences_between_stages(schedule: str) -> None:
     assert_same(runs, unsplit(model, data, clip=CLIP))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_lamb_takes_the_norms_of_whole_parameters() -> None:
     def lamb(model: nn.Module) -> torch.optim.Optimizer:
         return sw.optim.Lamb(model.parameters(), lr=0.01)

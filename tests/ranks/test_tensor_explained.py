@@ -16,7 +16,7 @@ from shardwise.cli.main import main
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 MODEL = f"""
 import sys

@@ -31,7 +31,7 @@ from shardwise.tensor import products
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(9)
+pytestmark = one_in(14)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]
@@ -156,6 +156,7 @@ def test_training_between_hosts_is_that_of_the_unsplit_model(preset: str, tensor
     assert_equal(sharded(Apart, preset, tensor, hosts=hosts), plain(seeded(Apart), 2))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
 def test_training_on_devices_is_that_of_the_unsplit_model(tensor: dict[str, Any], when: When) -> None:
@@ -326,6 +327,7 @@ def test_models_of_all_kinds(name: str, where: str) -> None:
     assert_equal(sharded(build, "zero2", tensor, **more), plain(seeded(build), 2))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
 @pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])
 def test_activations_that_are_recomputed_or_offloaded(tensor: dict[str, Any], policy: str) -> None:
@@ -370,6 +372,7 @@ def test_ranks_that_share_heads(sequence: bool) -> None:
     assert_equal(sharded(FewKeys, "zero2", asked, dp=1, tp=4, hosts="aabb"), plain(seeded(FewKeys)))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_autocast_equals_that_without_overlap(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
     """Bit for bit equal to sums without overlap, and close to the unsplit model."""

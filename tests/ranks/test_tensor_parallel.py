@@ -22,7 +22,7 @@ from shardwise.tensor import draws
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]

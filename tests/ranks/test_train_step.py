@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES = 3, 2

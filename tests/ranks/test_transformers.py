@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 
 def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:

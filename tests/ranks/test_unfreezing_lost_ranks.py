@@ -38,7 +38,7 @@ def adam(model: nn.Module, *, adds: bool) -> torch.optim.Optimizer:
     return adam_of_trained(model) if adds else torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
-@one_in(5)
+@one_in(8)
 @pytest.mark.parametrize("num_newcomers", [0, 1])
 @pytest.mark.parametrize(
     ("step", "point"), [(1, "forward"), (1, "step"), (2, "begin"), (2, "forward"), (2, "step"), (4, "forward")]

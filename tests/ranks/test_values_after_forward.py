@@ -45,7 +45,7 @@ def gather(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
             param.data.copy_(values[name])
 
 
-@one_in(8)
+@one_in(12)
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("write", [load, put, edit, gather])
 @pytest.mark.parametrize("name", PLANS)
