@@ -268,7 +268,9 @@ def _disk_of_a_step(engine: Engine, batch: Tensor) -> dict[str, Any]:
             seconds.append((max(times) - min(times)) / 1e6)
             hidden.append(hidden_share(events))
             updates.append(sum(event["dur"] for event in events if is_work(event)) / 1e6)
-    num_bytes = 2 * engine.memory().measured_on_disk["optim"]
+    assert engine._sharded.disk is not None
+    first = engine._sharded.disk._rows[0].file.num_bytes  # read while the model computes
+    num_bytes = 2 * engine.memory().measured_on_disk["optim"] - first
     told = {"bytes": num_bytes, "seconds": seconds, "hidden": hidden, "update_seconds": updates}
     return {**told, "picture": picture(events)}
 

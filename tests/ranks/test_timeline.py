@@ -93,7 +93,8 @@ def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> N
 
 
 def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each unit's states are read and written once, and the next is read while one is updated."""
+    """Each unit's states are read and written once, and the next is read while one is updated; the first while the
+    model computes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     disk = DiskFigures(1e9, 1e9, 3, 2**16, True, "today")
     write_calibration(Calibration("here", {str(tmp_path): disk}))
@@ -104,8 +105,8 @@ def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, mo
         assert engine._sharded.disk is not None
         queue = engine._sharded.disk._queue
         assert (queue.depth, queue.block_bytes) == (3, 2**16)
-        engine.backward(engine(x, y))
         with engine.timeline(tmp_path / "step.json"):
+            engine.backward(engine(x, y))
             engine.step()
         units = [unit.name for unit in engine._sharded.sharding.units]
     events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -116,5 +117,7 @@ def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, mo
             ]
     begun = {event["name"]: event["ts"] for event in events if event["ph"] == "b"}
     updates = [event for event in events if event["ph"] == "X" and event["name"].startswith("update")]
+    first_grad = min(event["ts"] for event in events if event["ph"] == "X" and " grad " in event["name"])
+    assert begun[f"read {units[0]} states"] < first_grad, "in the forward"
     for unit, before in zip(units[1:], updates[:-1], strict=True):
         assert begun[f"read {unit} states"] <= before["ts"]
