@@ -296,12 +296,9 @@ def _curve(preset: str, num_kills: int) -> dict[str, float]:
 
 def _deviation(one: Job, other: Job, steps: set[int]) -> float:
     """The largest relative difference of their losses at `steps`."""
-    expected = {line["step"]: line["loss"] for line in other.lines}
-    return max(
-        abs(line["loss"] - expected[line["step"]]) / expected[line["step"]]
-        for line in one.lines
-        if line["step"] in steps
-    )
+    expected = {line["step"]: float(line["loss"]) for line in other.lines}
+    found = [(float(line["loss"]), expected[line["step"]]) for line in one.lines if line["step"] in steps]
+    return max(abs(loss - of_other) / of_other for loss, of_other in found)
 
 
 def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, float]:

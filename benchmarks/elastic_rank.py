@@ -160,10 +160,10 @@ def torchft_form(folder: Path, num_steps: int, _: str) -> None:
         x, y = batch_of(before, int(group) % 4, 4)
         functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        together = torch._utils._flatten_dense_tensors(grads)
+        together = torch.cat([grad.flatten() for grad in grads])
         manager.allreduce(together).wait()
-        for grad, part in zip(grads, torch._utils._unflatten_dense_tensors(together, grads), strict=True):
-            grad.copy_(part)
+        for grad, part in zip(grads, together.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
         optimizer.step()
         if manager.current_step() > before:
             told.committed(manager.current_step(), manager.num_participants(), None)
