@@ -162,7 +162,7 @@ def torchft_form(folder: Path, num_steps: int, _: str) -> None:
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         together = torch.cat([grad.flatten() for grad in grads])
         manager.allreduce(together).wait()
-        for grad, part in zip(grads, together.split([grad.numel() for grad in grads]), strict=True):
+        for grad, part in zip(grads, torch.split(together, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
         optimizer.step()
         if manager.current_step() > before:
