@@ -317,6 +317,7 @@ class ShardedModel:
         if not self.gradients.judge():
             optimizer.updates.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
+        self.runner.gathering.free_before_update(self.runner.passes.current.kept)
         self.runner.step.open_params()
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)

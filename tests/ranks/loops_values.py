@@ -468,6 +468,14 @@ def looked_at_and_copied(loop: Loop) -> Any:
     return Local(first), Local(loss.item())
 
 
+@action(LOSS, "`model(x)` looked at between backward and step, with gradients enabled")
+def looked_at_before_step(loop: Loop) -> Any:
+    loss = loop.backward()
+    second = loop.loss().item()
+    loop.update()
+    return Local(loss.item()), Local(second), Local(loop.loss().item())
+
+
 @action(LOSS, "only `model.head(features)`, of features computed without gradients (a probe)")
 def probe(loop: Loop) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:

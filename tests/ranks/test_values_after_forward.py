@@ -1,11 +1,12 @@
-"""Values are loaded or set after a forward that no backward follows, as where a script looks at a loss first: what that
-forward has gathered is not taken for them."""
+"""Parameters change after a forward that no backward follows, as where a script looks at a loss: what that forward has
+gathered is not taken for them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,5 +79,74 @@ def test_values_written_after_a_forward_without_a_backward(
             return engine.state_dict()
 
     for found in run_ranks(2, rank, shares_memory=shares_memory):
+        for key, value in plain.state_dict().items():
+            assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
+
+
+class Boxed(torch.nn.Module):
+    """A block whose output nobody can watch, so that it is kept whole until its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(values=torch.tanh(self.linear(x.values)))
+
+
+class Boxes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Boxed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        box = SimpleNamespace(values=x)
+        for block in self.blocks:
+            box = block(box)
+        values: torch.Tensor = box.values
+        return (values - y).square().mean()
+
+
+def boxes() -> tuple[torch.nn.Module, list[Any]]:
+    return Boxes(), [(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(4)]
+
+
+def transformer() -> tuple[torch.nn.Module, list[Any]]:
+    return Transformer(), list(batches(4, rows=12))
+
+
+@one_in(4)
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("build", [transformer, boxes])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_after_a_forward_without_a_backward(
+    name: str, build: Callable[[], tuple[torch.nn.Module, list[Any]]], shares_memory: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, data = build()
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    expected = []
+    for batch in data:
+        plain(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(plain(*batch).item())
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[dict[str, torch.Tensor], list[float]]:
+        replica = replicas[world.rank]
+        plan = {**PLANS[name], **({"disk": str(tmp_path)} if PLANS[name]["preset"] == "infinity" else {})}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            losses = []
+            for batch in data:
+                engine.backward(engine(*batch))
+                assert engine(*batch).isfinite()
+                engine.step()
+                losses.append(engine(*batch).item())
+            return engine.state_dict(), losses
+
+    for found, losses in run_ranks(2, rank, shares_memory=shares_memory):
+        assert losses == pytest.approx(expected, rel=1e-5)
         for key, value in plain.state_dict().items():
             assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key

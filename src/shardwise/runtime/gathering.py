@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from shardwise.errors import CommError
@@ -167,6 +167,24 @@ class Gathering:
                 if flat.failed_update is None:  # its readers get the error, and nothing else of it is on its way
                     self._executor.movers[flat.name].params.wait_full()
                 flat.free_full()
+                flat.free_held()
+
+    def free_before_update(self, kept: Collection[str]) -> None:
+        """Parameters are about to change: free what forwards that no backward has followed have left gathered of them.
+
+        Units `kept` for a backward whose beginning will not be seen, or for a graph, stay whole, and are gathered again
+        when they are next used.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.state is ABSENT or flat.spec.resident or not flat.spec.trainable:
+                    continue
+                self._executor.movers[flat.name].params.wait_full()
+                if flat.stays or unit.name in kept:
+                    flat.owes_free = True
+                else:
+                    unit.rest()
+                    flat.free_full()
                 flat.free_held()
 
     def owe_frees(self, unit: Unit, block: BoundBlock) -> None:

@@ -46,10 +46,14 @@ class ParamMover:
     def fetch_param(self, _: Action) -> None:
         """Start to copy the resting parameters from the host, or from a disk, to their place in `full`."""
         flat = self.flat
-        if flat.state is not ABSENT:
+        if flat.is_whole and flat.owes_free:  # it has been updated since
+            flat.owes_free = False
+            flat.state = GATHERING
+        elif flat.state is ABSENT:
+            flat.allocate_full()
+        else:
             return
         self._spread = flat.spec.table.param.shard
-        flat.allocate_full()
         part = self._part_of_full(self._spread)
         if flat.spec.rests_on_disk:
             self._arriving = flat.reading = self._read(part)
@@ -109,10 +113,12 @@ class ParamMover:
         flat = self.flat
         if flat.is_whole and not flat.owes_free:
             return
-        if flat.is_whole:  # other ranks have freed it and need this one's part; what arrives equals what is there
+        if flat.is_whole:  # other ranks have freed it and need this one's part, or it has been updated since
             flat.owes_free = False
             self._spread = shard
             flat.state = GATHERING
+            if flat.shared is None:
+                self._part_of_full(shard).copy_(source)
         if flat.state is GATHERING and axis not in self._spread:
             return
         if flat.state is ABSENT:
