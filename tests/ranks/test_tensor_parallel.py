@@ -476,7 +476,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "heads": (
         {"plan": {"blocks.*.attn.qkv": {"style": "column", "parts": 3, "heads": 5}}},
         ModelError,
-        r"blocks.0.attn.qkv has 24 features, which do not make 5 heads",
+        r"blocks.0.attn.qkv has 24 features, which are not divisible into 5 heads",
     ),
     "parts": (
         {"plan": {"blocks.*.attn.qkv": {"style": "column", "parts": 5}}},
