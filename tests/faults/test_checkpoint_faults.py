@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 from launching import launch
 
 from shardwise.checkpoint import checkpoints_in
+from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("checkpoint_faults.py")
 DIES = Path(__file__).with_name("dies_while_saving.py")
@@ -33,6 +34,7 @@ def test_faults_of_one_process(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == scenarios
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """On a file system of 2.5 MiB in a mount namespace of its own; only where this user may make one."""
     mounted = f"mount -t tmpfs -o size=2500k tmpfs {tmp_path}"

@@ -20,6 +20,7 @@ from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
 from tests.ranks.threads_as_members import ThreadMembership, run_members
 from tests.ranks.twins import VOCAB, Transformer
+from tests.thorough import one_in
 
 Tensor = torch.Tensor
 RANKS, MICRO, GAS, LENGTH = 2, 2, 2, 6
@@ -76,6 +77,7 @@ def trained(engine: deepspeed.DeepSpeedEngine, steps: list[Tensor], rank: int) -
     return losses, norms
 
 
+@one_in(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
     """Six steps, the last three after a checkpoint that another stage's engine goes on from."""

@@ -108,6 +108,7 @@ def test_what_a_rank_holds_of_its_experts_tokens_is_promised(
         assert least * held(promised) <= made <= most * held(promised)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_experts_with_a_capacity_that_lie_whole_are_rehearsed_too() -> None:
     model = mixture(capacity_factor=0.5)
     x, y = (torch.randint(0, VOCAB, (96, 6)) for _ in range(2))

@@ -283,6 +283,7 @@ CUT_EXPERTS = ("blocks.*.up", "blocks.*.down")
 TENSOR = {**split_models.TENSOR, "plan": {k: v for k, v in split_models.TENSOR["plan"].items() if k not in CUT_EXPERTS}}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @one_in(5)
 @pytest.mark.parametrize(
     ("preset", "mesh"),

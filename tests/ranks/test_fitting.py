@@ -27,6 +27,7 @@ MIB = 2**20
 FAST = Calibration("here", {}, HostFigures(1e15, 1e9, 1, ""))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a rank rehearses, by a calibration in which copies cost nothing; what is promised then fits."""
     torch.manual_seed(0)

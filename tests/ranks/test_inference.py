@@ -18,7 +18,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.inference import Inference
 from shardwise.storage import Unit
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}
 
@@ -28,6 +28,7 @@ def prompts(num: int) -> list[torch.Tensor]:
     return [torch.randint(0, 97, (1, 3 + rank), generator=numbers) for rank in range(num)]
 
 
+@one_in(3)
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("keep", KEEP)
 def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str) -> None:
@@ -52,6 +53,7 @@ def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str)
         assert working == 0
 
 
+@one_in(3)
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("preset", ["zero3", "zero1", "hsdp"])
 def test_any_method_between_training_steps(preset: str, keep: str) -> None:
@@ -118,6 +120,7 @@ def test_training_inside_is_refused() -> None:
         pass
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
 def test_compiled_units_generate_uncompiled_and_train_on_compiled() -> None:
     replicas = [Transformer() for _ in range(2)]

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 pytestmark = one_in(8)
 
@@ -152,6 +152,7 @@ def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) ->
     race(build(kind).train(), {"preset": "zero1", **plan})
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("mesh", [{"pp": 2, "sp": 2}, {"pp": 2, "tp": 2, "sp": 2}], ids=["pp sp", "pp tp sp"])
 def test_sequences_are_split_by_the_model_or_micro_batch_by_micro_batch(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)

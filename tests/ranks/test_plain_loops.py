@@ -80,7 +80,7 @@ def marked(name: str) -> Any:
 
 @varies
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [marked(name) for name in (NAMES if THOROUGH else NAMES[::2])])
+@pytest.mark.parametrize("name", [marked(name) for name in (NAMES if THOROUGH else NAMES[::3])])
 def test_equal_or_refused_by_a_sentence(name: str) -> None:
     script = (name, "step", name, "step", "evaluate")
     places = places_for(name)

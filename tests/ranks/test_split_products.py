@@ -114,6 +114,7 @@ def test_frozen_parts_and_lower_precision() -> None:
     assert narrow[0].losses == pytest.approx(twin.losses, rel=2e-2)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_checkpoint_goes_between_products_and_one_process(tmp_path: Any) -> None:
     """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
     model = net(tied=True)

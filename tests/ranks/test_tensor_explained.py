@@ -14,7 +14,7 @@ from test_split_products import CUT, net
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 pytestmark = one_in(6)
 
@@ -31,6 +31,7 @@ def batch():
 """
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_explained_bytes_and_memory_are_those_of_a_run(

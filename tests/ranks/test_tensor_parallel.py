@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.tensor import draws
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 pytestmark = one_in(9)
 
@@ -195,6 +195,7 @@ def test_on_devices_whenever_collectives_act(tensor: dict[str, Any], when: When)
     assert devices.num_works == devices.num_waited
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_frozen_parts() -> None:
     def build() -> nn.Module:
         model = Transformer(tied=False)
@@ -301,6 +302,7 @@ def verified(build: Build, tensor: dict[str, Any], **plan: Any) -> list[float]:
     return run_ranks(4, rank)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}])
 def test_verify_accepts_a_correct_split_and_changes_nothing(plan: dict[str, Any]) -> None:
     assert len(set(verified(Transformer, TENSOR, **plan))) == 2

@@ -457,6 +457,7 @@ def stepped(engine: sw.Engine, steps: range, act: Act, optimizer: torch.optim.Op
         engine.step()
 
 
+@one_in(3)
 @pytest.mark.parametrize("how", ["resume", "load_optimizer_state_dict", "optimizer.load_state_dict"])
 @pytest.mark.parametrize(("build", "act"), [(momentum, unfreeze), (adam_of_trained, unfreeze_and_add)])
 def test_states_are_loaded_after_unfreezing_and_before_a_forward(
