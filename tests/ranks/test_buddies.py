@@ -155,6 +155,19 @@ def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> Non
     race(PLANS[name], HostDiesAt({2: at}, as_host=False), tmp_path, hosts=HOSTS["2 2"])
 
 
+def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_lost[0]` is true while the gathers of what the step `at_step` has updated are started."""
+    for mover in engine._sharded.runner.gathering._executor.movers.values():
+        gather = mover.params.gather_updated
+
+        def gather_or_lose(action: Any, gather: Any = gather) -> None:
+            is_lost[0] = engine.num_steps == at_step - 1
+            gather(action)
+            is_lost[0] = False
+
+        monkeypatch.setattr(mover.params, "gather_updated", gather_or_lose)
+
+
 class DiesBeforeOthersHaveItsUpdate:
     """A member on a host that lives is gone when all have committed a step, and nobody has what it has updated."""
 
@@ -168,15 +181,7 @@ class DiesBeforeOthersHaveItsUpdate:
         session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
         assert session is not None
         share = session._share_change_wishes
-        for mover in engine._sharded.runner.gathering._executor.movers.values():
-            gather = mover.params.gather_updated
-
-            def gather_or_lose(action: Any, gather: Any = gather) -> None:
-                is_lost[0] = engine.num_steps == self.at_step - 1
-                gather(action)
-                is_lost[0] = False
-
-            self.monkeypatch.setattr(mover.params, "gather_updated", gather_or_lose)
+        mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def start_or_lose(background: Background, line: str, steps: Callable[[], None]) -> Any:
             is_mine = is_lost[0] and threading.get_ident() == mine
@@ -429,15 +434,7 @@ class DiesBehindItsStep:
         session, send = engine._session, engine.world.transport.send
         assert session is not None
         share, is_lost = session._share_change_wishes, [False]
-        for mover in engine._sharded.runner.gathering._executor.movers.values():
-            gather = mover.params.gather_updated
-
-            def gather_or_lose(action: Any, gather: Any = gather) -> None:
-                is_lost[0] = engine.num_steps == self.at_step - 1
-                gather(action)
-                is_lost[0] = False
-
-            self.monkeypatch.setattr(mover.params, "gather_updated", gather_or_lose)
+        mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
             return Pending([], lambda: None) if is_lost[0] else send(tensor, rank, tag)

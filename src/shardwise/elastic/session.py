@@ -26,8 +26,8 @@ Then its iteration becomes void on all of them, and what it began with is restor
 forward that meets a fault then is repeated. So is a single function that reads parameters between steps, such as one
 that averages weights: see `_recover_read`. But what was read before it is not read again, so for a loop with such code
 the commit waits for the gathers, and a fault is noticed there by all ranks. Whether a loop has such code is not known
-before the second commit, so the first one always waits. So do all commits of ranks on several hosts without copies on
-other hosts (`survive: host`), which could not return to the step before if a rank is lost with its part of an update.
+before the second commit, so the first one always waits. So do all commits without copies on other hosts (one host, or
+`survive: host`): the ranks could not return to the step before if one is lost with its part of an update.
 """
 
 from __future__ import annotations
