@@ -79,7 +79,9 @@ class Crowd:
             dead = {one for one, name in enumerate(self.hosts) if name == host}
             self.doomed |= dead
             self._living -= dead
-            shutil.rmtree(self.folder_of(host))
+            folder = self.folder_of(host)
+            while folder.exists():  # threads of its ranks, which do not die at once, may be making files there
+                shutil.rmtree(folder, ignore_errors=True)
             self._changed.notify_all()
 
     def die(self, member: int, *, has_ended: bool) -> None:
