@@ -150,22 +150,25 @@ def promise_of(
 
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
-    if sharded.pipeline is None:
-        activations = rehearse(
-            sharded.model,
-            sharding.units,
-            batch,
-            device=sharding.device,
-            compute=compute,
-            loss=loss,
-            around=around,
-            treatments=treatments,
-        )
-        return _footprint(sharded, specs, activations), activations, (activations.host_bytes, activations.disk_bytes)
-    staged = sharded.pipeline.staged
-    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
-    activations = stages.activations(sharded.pipeline.exchange)
-    return _footprint(sharded, specs, activations), activations, stages.moved
+    with sharded.world.journal.unobserved():
+        if sharded.pipeline is None:
+            activations = rehearse(
+                sharded.model,
+                sharding.units,
+                batch,
+                device=sharding.device,
+                compute=compute,
+                loss=loss,
+                around=around,
+                treatments=treatments,
+            )
+            moved = activations.host_bytes, activations.disk_bytes
+        else:
+            staged = sharded.pipeline.staged
+            stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
+            activations = stages.activations(sharded.pipeline.exchange)
+            moved = stages.moved
+    return _footprint(sharded, specs, activations), activations, moved
 
 
 def _require_room(sharded: ShardedModel, activations: Activations) -> None:

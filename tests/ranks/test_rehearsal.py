@@ -316,6 +316,30 @@ def test_what_a_module_keeps_is_not_replaced() -> None:
     assert all(param.grad is None and type(param) is nn.Parameter for param in model.parameters())
 
 
+def test_a_watchdog_that_asks_where_the_rank_is_changes_no_count() -> None:
+    """Whoever reads a frame keeps its variables, and what is freed later is counted for longer."""
+    with sw.shard(Transformer(), "zero1", optimizer=None) as engine:
+        journal, batch = engine.world.journal, batches(1, 1)[0]
+        counted = engine.rehearse(batch)
+        found: set[tuple[str, str]] = set()
+        is_over = threading.Event()
+
+        def ask() -> None:
+            while not is_over.is_set():
+                status = journal.status(0, 0.0)
+                found.add((status.call, status.place))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            assert engine.rehearse(batch) == counted
+        finally:
+            is_over.set()
+            asking.join()
+    assert {call for call, place in found if "twins.py" in place} == set(), "it has read the frames of the model"
+    assert "rehearse()" in {call for call, _ in found}
+
+
 # --- what cannot be rehearsed ------------------------------------------------------------------------
 
 

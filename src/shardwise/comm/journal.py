@@ -115,6 +115,8 @@ class Journal:
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
         self._thread_id = threading.get_ident()
+        self._place: tuple[str, str] | None = None
+        """Where this rank is, while its frames are not to be read: see `unobserved`."""
         self._lines: dict[str, LineRecord] = {}
         """By the name of the group, which identifies its ranks."""
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
@@ -197,6 +199,16 @@ class Journal:
         know."""
         self.error = in_words(error) if error is not None else ""
 
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Inside `with`, the watchdog does not read the frames of this thread, but reports it to be where it is now.
+        For code that counts live bytes: whoever reads a frame keeps its variables, and tensors would be freed later."""
+        self._place = _outwards_in_words(sys._getframe())
+        try:
+            yield
+        finally:
+            self._place = None
+
     def close(self) -> None:
         """Refuse to send anything from here on. An earlier fault stays the reason."""
         if self.fault is None:
@@ -239,7 +251,7 @@ class Journal:
     def status(self, beat: int, seconds: float) -> Status:
         """The report for the other ranks. `seconds`: for how long nothing has changed."""
         entry = self.awaited()
-        call, place = _where(self._thread_id)
+        call, place = self._place or _where(self._thread_id)
         action, moment = self.action, self.moment
         if entry is not None:
             record = next((found for found in tuple(entry.line.recent) if found[0] == entry.number), None)
@@ -369,5 +381,9 @@ def _without_collections() -> Iterator[None]:
 def _where(thread_id: int) -> tuple[str, str]:
     """The library function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
     with _without_collections():
-        call, users = _outwards(sys._current_frames().get(thread_id))
-        return call, f"{Path(users.f_code.co_filename).name}:{users.f_lineno}" if users is not None else ""
+        return _outwards_in_words(sys._current_frames().get(thread_id))
+
+
+def _outwards_in_words(frame: FrameType | None) -> tuple[str, str]:
+    call, users = _outwards(frame)
+    return call, f"{Path(users.f_code.co_filename).name}:{users.f_lineno}" if users is not None else ""
