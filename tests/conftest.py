@@ -28,3 +28,12 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the search for garbage need not go through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """`AGAIN=1` repeats what failed in a whole run. After one that broke off, with other tests not run at all, there is
+    nothing to repeat: continuous integration would take it for passed."""
+    is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not is_whole and session.config.pluginmanager.hasplugin("dsession") and session.config.cache is not None:
+        session.config.cache.set("cache/lastfailed", {})
