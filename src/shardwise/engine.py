@@ -1,8 +1,9 @@
 """`shard` a model by a plan, and train it as before.
 
 `sharded_model.py` takes the steps. The parts of `Engine` are in `engine_training.py` (whole steps with their
-micro-batches), `engine_sequences.py`, `engine_state.py` (reading, writing and saving the state of a live engine,
-through `access.py` and `state.py`) and `engine_reports.py` (reports for people, from `report.py`).
+micro-batches), `engine_sequences.py`, `engine_reports.py` (reports for people, from `report.py`), `engine_state.py`
+(reading, writing and saving the state of a live engine, through `access.py` and `state.py`) and `engine_in_job.py`
+(ranks that are lost or join).
 """
 
 from __future__ import annotations

@@ -20,17 +20,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.comm.members import Announcement, MemberMessage
+from shardwise.launch.elastic.deadlines import dies_too_long, is_stopped_too_long, too_late
 from shardwise.launch.elastic.leave_requests import LeaveRequests
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.report import ranks_in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
-STOPPED_SECONDS = 0.5
-"""After this time without an answer, a member that the system has stopped is given up."""
-DYING_SECONDS = 2
-"""How long a member that has raised may take to end."""
-SILENT_SECONDS = 30
-"""How long a running member may not answer."""
 _MAX_NOT_FORMED = 5
 
 
@@ -154,7 +149,7 @@ class Rendezvous:
     def tick(self, now: float) -> None:
         """Give up members that have not answered for too long."""
         for process in self.processes.values():
-            if process.is_dying_since is not None and now - process.is_dying_since > DYING_SECONDS:
+            if dies_too_long(process, now):
                 self._give_up(process, "raised, and did not end")
         if self.state == "lost" or not self.members:
             return
@@ -162,20 +157,18 @@ class Rendezvous:
         late = [one for one in living if (one.opened < self.generation if is_entering else one.ready is None)]
         if self.state == "formed" and len(late) == len(living):
             return  # all are training
-        expected = self.generation, "over" if self.state == "gathering" else "entering"
+        told = self.generation, "over" if self.state == "gathering" else "entering"
         for process in late:
-            seconds = now - self._since
-            is_silent = process.heard != expected or self.state == "formed"
-            if is_silent and seconds > STOPPED_SECONDS and self.is_stopped(process.number, process.pid):
+            seconds, has_heard = now - self._since, process.heard == told
+            if (not has_heard or self.state == "formed") and is_stopped_too_long(process, seconds, self.is_stopped):
                 self._give_up(process, "was stopped, and did not answer")
-            elif process.heard != expected and seconds > SILENT_SECONDS:
-                self._give_up(process, f"did not answer for {SILENT_SECONDS} s")
-            elif seconds > process.patience_seconds + SILENT_SECONDS:
-                self._give_up(process, f"did not rejoin the others for {seconds:.0f} s")
+            elif why := too_late(process, seconds, has_heard=has_heard):
+                self._give_up(process, why)
 
     def stop(self, why: str) -> None:
         """End the job."""
-        self._end(why)
+        self.state, self.why_lost = "lost", why
+        self._publish(Announcement("end", self.generation, text=why))
 
     def can_spare(self, numbers: Collection[int]) -> bool:
         """Whether enough would remain without these members: other members, and processes that wait to join."""
@@ -293,14 +286,19 @@ class Rendezvous:
         least = 1 if self.requests.is_stopping else self.least
         if self.former and not staying:
             if not self.is_ending:
-                self._end("No rank is left that has the state of the training.")
+                self.stop("No rank is left that has the state of the training.")
         elif self._num_not_formed > _MAX_NOT_FORMED:
-            self._end("The ranks could not form a new generation, though none of them died.")
+            self.stop("The ranks could not form a new generation, though none of them died.")
         elif len(staying) + len(coming) >= least or (can_come and not lets_in):
             self._enter([process.number for process in (*staying, *coming)], now)
-        elif not can_come and not (self.generation < 0 and all_ended_well(self.processes)):
-            left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
-            self._end(f"{left}, and the job needs {self.least} (--elastic).")
+        elif not can_come:
+            self._stop_for_lack(len(staying))
+
+    def _stop_for_lack(self, num_staying: int) -> None:
+        """End the job, which no process can join any more, unless it has ended well before its first generation."""
+        if self.generation >= 0 or not all_ended_well(self.processes):
+            left = f"{num_staying} rank{' is' if num_staying == 1 else 's are'} left"
+            self.stop(f"{left}, and the job needs {self.least} (--elastic).")
 
     def _coming(self, num_staying: int) -> list[Process]:
         """Those that may join the next generation."""
@@ -313,13 +311,7 @@ class Rendezvous:
         for process in leaving:
             process.is_alive = False
             self.num_left += 1
-        self._turn_away(
-            [process.number for process in leaving], "This rank has asked to leave, and the others continue."
-        )
-
-    def _end(self, why: str) -> None:
-        self.state, self.why_lost = "lost", why
-        self._publish(Announcement("end", self.generation, text=why))
+        self._turn_away([process.number for process in leaving], _HAS_ASKED)
 
     def _enter(self, members: list[int], now: float) -> None:
         members = by_host(members, self.processes)
@@ -341,6 +333,7 @@ class Rendezvous:
         self.announcements.append(announcement)
 
 
+_HAS_ASKED = "This rank has asked to leave, and the others continue."
 _TAKEN_FOR_LOST = (
     "The others took this rank for lost and continue without it. It can return only as a new process, which the "
     "launcher starts by itself."
