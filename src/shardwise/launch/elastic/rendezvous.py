@@ -31,10 +31,8 @@ _MAX_NOT_FORMED = 5
 
 @dataclass
 class Rendezvous:
-    """`least` members are needed to continue, and at most `most` are admitted.
-
-    `can_grow` tells whether more processes are expected. Decisions are in `announcements` and `kills`, which
-    the caller empties.
+    """`least` members are needed to continue, and at most `most` are admitted. `can_grow` tells whether more processes
+    are expected. Decisions are in `announcements` and `kills`, which the caller empties.
     """
 
     least: int
@@ -198,7 +196,7 @@ class Rendezvous:
     @property
     def is_awaited(self) -> bool:
         """Whether a process is starting or waits to join, so that messages are polled more often."""
-        return any(process.is_alive and not process.is_member for process in self.processes.values())
+        return bool(self._others())
 
     def _living(self) -> list[Process]:
         """Members of the generation announced last that are alive and not done, by rank."""
@@ -310,7 +308,7 @@ class Rendezvous:
         """Dismiss members that have asked to leave."""
         for process in leaving:
             process.is_alive = False
-            self.num_left += 1
+        self.num_left += len(leaving)
         self._turn_away([process.number for process in leaving], _HAS_ASKED)
 
     def _enter(self, members: list[int], now: float) -> None:
