@@ -36,6 +36,7 @@ PATIENCE_SECONDS = 120.0
 NAMES = {
     "shardwise": "shardwise, --elastic",
     "gpt": "shardwise, --elastic, a GPT",
+    "gpt-4": "shardwise, --elastic, a GPT",
     "torchft": "torchft",
     "torchrun": "torchrun, restarted",
     "horovod": "Horovod Elastic",
@@ -124,6 +125,9 @@ def main(args: argparse.Namespace, console: Console) -> int:
         "zero3, 2 ranks, GPT small": _steady(
             lambda elastic: Job("gpt", _folder(), steps=12, elastic=elastic, ranks=2), max(3, rounds // 2)
         ),
+        "zero3, 2 ranks, GPT small, 4 micro-batches a step": _steady(
+            lambda elastic: Job("gpt-4", _folder(), steps=8, elastic=elastic, ranks=2), max(3, rounds // 2)
+        ),
     }
     write_result(file, result)
     for form, most in (("torchft", num_kills), ("torchrun", 3), ("horovod", 1)):
@@ -148,7 +152,7 @@ def _folder() -> Path:
 def _commands(job: Job) -> list[tuple[list[str], dict[str, str]]]:
     """What is started, with what besides in the environment."""
     script = [SCRIPT, job.form, str(job.folder), str(job.steps), job.preset]
-    if job.form in ("shardwise", "gpt"):
+    if job.form in ("shardwise", "gpt", "gpt-4"):
         elastic = ["--elastic", f"{job.ranks // 2}:{job.ranks}", "--retries", "1000"] if job.elastic else []
         return [([*launcher(job.ranks), *elastic, *script], {})]
     if job.form == "torchrun":

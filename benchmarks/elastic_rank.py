@@ -1,6 +1,6 @@
 """A rank of `python -m benchmarks elastic`: a small model trained by one of several elastic libraries.
 
-elastic_rank.py FORM FOLDER STEPS PRESET     FORM: shardwise, gpt (of shardwise), torchrun, torchft or horovod
+elastic_rank.py FORM FOLDER STEPS PRESET     FORM: shardwise, gpt or gpt-4 (of shardwise), torchrun, torchft or horovod
 
 Writes a line for each step that it has committed: what, when, of how many ranks, the loss where all ranks know it.
 """
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def shardwise_form(folder: Path, num_steps: int, preset: str) -> None:
         loader.close()
 
 
-def gpt_form(folder: Path, num_steps: int, preset: str) -> None:
+def gpt_form(folder: Path, num_steps: int, preset: str, num_micro_batches: int = 1) -> None:
     """A model that computes for longer than its ranks talk."""
     import shardwise as sw
 
@@ -92,12 +93,15 @@ def gpt_form(folder: Path, num_steps: int, preset: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with (
         sw.World.join(timeout_seconds=60) as world,
-        sw.shard(model, preset, optimizer=optimizer, world=world) as engine,
+        sw.shard(
+            model, {"preset": preset, "accumulate": num_micro_batches}, optimizer=optimizer, world=world
+        ) as engine,
     ):
         told, tokens = Told(folder, f"rank-{world.rank}"), tokens_of(size, world.rank)
         while engine.num_steps < num_steps:
-            engine.backward(engine(tokens))
-            engine.step()
+            for _ in range(num_micro_batches):
+                engine.backward(engine(tokens))
+                engine.step()
             told.committed(engine.num_steps, engine.world.size, None)
 
 
@@ -200,6 +204,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[
 FORMS = {
     "shardwise": shardwise_form,
     "gpt": gpt_form,
+    "gpt-4": partial(gpt_form, num_micro_batches=4),
     "torchrun": torchrun_form,
     "torchft": torchft_form,
     "horovod": horovod_form,
