@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.comm import Line, World, require_same_batch
+from shardwise.comm import BatchCheck, Line, World
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
@@ -115,7 +115,7 @@ def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: Worl
     split.carry_out(line, regions)
     model.register_forward_pre_hook(lambda *_: regions.reset())
     model.register_forward_hook(lambda *_: regions.end())
-    model.register_forward_pre_hook(_FirstBatchCheck(line), with_kwargs=True)
+    model.register_forward_pre_hook(_CheckBatch(BatchCheck(line, device)), with_kwargs=True)
 
 
 def carry_out_experts(
@@ -139,14 +139,17 @@ def synchronize_generators(model: nn.Module, mesh: Mesh, world: World) -> Genera
     return generators
 
 
-class _FirstBatchCheck:
-    """A forward pre-hook that compares, once, the batches of the ranks of a line."""
+class _CheckBatch:
+    """A forward pre-hook that compares the batches of the ranks of a line: all that the first call is given, and of
+    later ones in training what is given as it is. Caches, which objects and nested tuples have, differ between ranks.
+    """
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._is_done = False
+    def __init__(self, check: BatchCheck) -> None:
+        self._check = check
 
-    def __call__(self, _: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        if not self._is_done:
-            self._is_done = True
-            require_same_batch(named_tensors(args, kwargs), self._line)
+    def __call__(self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if self._check.is_first:
+            self._check.see(named_tensors(args, kwargs))
+        elif model.training and torch.is_grad_enabled():
+            given = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+            self._check.see({name: value for name, value in given.items() if isinstance(value, torch.Tensor)})

@@ -451,6 +451,21 @@ def test_stages_that_are_given_other_batches_are_told_so() -> None:
         run_ranks(2, rank)
 
 
+def test_stages_are_told_so_in_a_later_step_too() -> None:
+    models = [Decoder(num_blocks=2) for _ in range(2)]
+    losses = []
+
+    def rank(world: sw.World) -> None:
+        (first, second) = batches(2, 4)
+        with sw.shard(models[world.rank], plan(), optimizer=adamw(models[world.rank]), world=world) as engine:
+            losses.append(engine.train_step(first))
+            engine.train_step(second if world.rank else first)
+
+    with pytest.raises(DataError, match=r"Ranks 0 and 1 share .* 'pp', .* micro-batch 0, argument 0"):
+        run_ranks(2, rank)
+    assert len(losses) == 2
+
+
 def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     """A loss function that raises before anything was sent leaves nothing behind on a single rank."""
     torch.manual_seed(0)

@@ -549,6 +549,25 @@ def test_ranks_that_share_a_sample_but_get_different_batches_are_refused() -> No
         run_ranks(4, rank)
 
 
+def test_later_batches_of_ranks_that_share_a_sample_are_compared_too() -> None:
+    models = [seeded(Transformer) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"tp": 2}, "tensor": TENSOR}
+    num_steps = []
+
+    def rank(world: sw.World) -> None:
+        optimizer = torch.optim.AdamW(models[world.rank].parameters())
+        with sw.shard(models[world.rank], plan, optimizer=optimizer, world=world) as engine:
+            for step in range(3):
+                batch = tokens(step + world.rank * (step == 2))
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+                num_steps.append(step)
+
+    with pytest.raises(DataError, match=r"Ranks 0 and 1 share each sample along the mesh axis 'tp', .* argument 0"):
+        run_ranks(2, rank)
+    assert sorted(num_steps) == [0, 0, 1, 1]
+
+
 def test_a_missing_summed_style_is_detected() -> None:
     asked = {**UNEVEN, "plan": {name: rule for name, rule in UNEVEN["plan"].items() if name != "head_norm"}}
     with pytest.raises(ModelError, match=r"The gradient of head_norm.(weight|bias) has norms from .* the style summed"):

@@ -9,7 +9,7 @@ from shardwise.comm.journal import Journal
 from shardwise.comm.line import Line, Passing, Started
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups
-from shardwise.comm.same_batch import require_same_batch
+from shardwise.comm.same_batch import BatchCheck, require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small import sum_small
 from shardwise.comm.startup_barrier import StartupBarrier
@@ -18,6 +18,7 @@ from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.comm.world import EVERYBODY, Host, Watched, World
 
 __all__ = [
+    "BatchCheck",
     "EVERYBODY",
     "Buffers",
     "Collectives",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardwise.comm import Line, World, link_between, require_same_batch
+from shardwise.comm import BatchCheck, Line, World, link_between
 from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss
 from shardwise.pipeline.across import AcrossStages
@@ -89,7 +89,7 @@ class Pipeline:
         self._line = world.group(mesh, AXIS)
         self._collectives = world.collectives(device)
         self._device = device
-        self._has_seen_batch = False
+        self._batches = BatchCheck(self.line, device)
         from shardwise.pipeline.losses_aside import LossesAside  # only ranks with a pipeline load them
         from shardwise.pipeline.on_every_stage import OnEveryStage
 
@@ -283,16 +283,13 @@ class Pipeline:
         return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), _form_of(part)
 
     def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
-        """In the first step, raise unless all ranks of the pipeline were given the same batch."""
-        if self._has_seen_batch:
-            return
-        self._has_seen_batch = True
+        """Raise unless all ranks of the pipeline were given the same batch."""
         named = {
             f"micro-batch {number}, {name}": tensor
             for number, part in enumerate(parts)
             for name, tensor in named_tensors(part.args, part.kwargs).items()
         }
-        require_same_batch(named, self.line)
+        self._batches.see(named)
 
     # -- the end of a step ------------------------------------------------------------------------------
 
