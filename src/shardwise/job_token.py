@@ -37,9 +37,9 @@ class Seal:
         self._key = hmac.digest(token.encode(), attempt.encode(), "sha256") if token else b""
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> Seal:
-        """The seal for the job and attempt in the environment of a rank."""
-        return cls(env.get(VARIABLE, ""), env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    def of(cls, env: Mapping[str, str], token: str = "") -> Seal:
+        """The seal for the job and attempt in the environment of a rank. `token` is used if that has none."""
+        return cls(env.get(VARIABLE, "") or token, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def within(self, scope: str) -> Seal:
         """The seal for one part of an attempt, such as a generation: content from another part is not accepted."""

@@ -30,6 +30,7 @@ from shardwise.comm.fault import Fault
 from shardwise.comm.members import Announcement, LauncherChannel, MemberMessage, generation_prefix, scope_of
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.messages import reports_as_text, reports_of_text
+from shardwise.comm.mpi.address import Invitation
 from shardwise.comm.status import Status
 from shardwise.elastic.causes import Classifier
 from shardwise.elastic.signs import End
@@ -188,6 +189,18 @@ def test_a_generations_board_believes_nothing_of_another_generation() -> None:
     assert (after.fault(), after.read(1)) == (None, None)
     assert last_status(store, 1, places[1], Seal("token").within(scope_of(1))) == ""
     assert "rank 1" in last_status(store, 1, places[0], Seal("token").within(scope_of(0)))
+
+
+@varies
+@FUZZED
+@given(st.data())
+def test_an_invitation_by_mpi_is_whole_or_refused(data: st.DataObject) -> None:
+    invitation = Invitation(("10.0.0.1", "10.1.0.1"), 29_500, "host", "mark", "token")
+    assert Invitation.from_bytes(invitation.to_bytes()) == invitation
+    with contextlib.suppress(CommError):
+        found = Invitation.from_bytes(damaged(data, invitation.to_bytes()))
+        assert all(isinstance(text, str) for text in (*found.addresses, found.host, found.mark, found.token))
+        assert type(found.port) is int
 
 
 class TestMembers:

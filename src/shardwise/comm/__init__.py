@@ -18,8 +18,8 @@ from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.comm.world import EVERYBODY, Host, Watched, World
 
 __all__ = [
-    "BatchCheck",
     "EVERYBODY",
+    "BatchCheck",
     "Buffers",
     "Collectives",
     "Communicator",

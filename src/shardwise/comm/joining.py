@@ -55,6 +55,8 @@ class Opened:
     """Gloo's group, if it is not torch's own."""
     number: int | None = None
     """How often the ranks of this attempt have met; `None` in a process group that was there."""
+    seal: Seal = field(default_factory=Seal)
+    """Authenticates what the ranks write into the store."""
 
 
 def device_of(place: Place) -> RankDevice:
@@ -129,15 +131,17 @@ def open_process_group(
     who, where = f"Rank {place.rank}" + (f" of {place.size}" if place.size else ""), f"{host}:{port}"
     try:
         deadline = time.monotonic() + timeout_seconds
+        token = ""
         if by_mpi:
-            place, store, where = _store_by_mpi(place, env, timeout, deadline, patience_seconds)
+            place, store, where, token = _store_by_mpi(place, env, timeout, deadline, patience_seconds)
             is_host = place.rank == 0
         else:
             is_host = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             store = _store_at(host, port, place, timeout, deadline, patience_seconds, is_host=is_host)
         rank, size = place.rank, place.size
         assert size is not None
-        number = StartupBarrier(store, attempt, seal=Seal.of(env)).wait(
+        seal = Seal.of(env, token)
+        number = StartupBarrier(store, attempt, seal=seal).wait(
             rank,
             size,
             where,
@@ -147,7 +151,8 @@ def open_process_group(
         )
         own_store = PrefixStore(f"shardwise/attempt-{attempt}/startup-{number}", store)
         device, why = agreed_device(own_store, rank, size, place)
-        return open_groups(own_store, rank, size, timeout, Opened(device, why, number=number), by_mpi=by_mpi)
+        opened = Opened(device, why, number=number, seal=seal)
+        return open_groups(own_store, rank, size, timeout, opened, by_mpi=by_mpi)
     except (CommError, ConfigError):
         raise  # its message is complete
     except (RuntimeError, OSError) as error:
@@ -179,8 +184,9 @@ def _store_at(
 
 def _store_by_mpi(
     place: Place, env: Mapping[str, str], timeout: datetime.timedelta, deadline: float, patience_seconds: float
-) -> tuple[Place, Store, str]:
-    """This process's rank by MPI, and a store whose address rank 0 sends by MPI. All ranks call."""
+) -> tuple[Place, Store, str, str]:
+    """This process's rank by MPI, a store whose address rank 0 sends by MPI, that address, and a token that only the
+    ranks know. All ranks call."""
     from shardwise.comm.mpi.address import addresses_of_this_host, confirm, connect, invite, invited
     from shardwise.comm.mpi.session import checked_session
 
@@ -188,7 +194,7 @@ def _store_by_mpi(
     place = replace(place, rank=session.rank, size=session.size)
     if place.rank != 0:
         invitation = invited(session, deadline, patience_seconds)
-        return place, *connect(invitation, session.size, timeout, deadline)
+        return place, *connect(invitation, session.size, timeout, deadline), invitation.token
     is_local = place.local_size == place.size
     # local ranks connect by the loopback interface, others by any: listen on the former, or on all
     listener = listen_at("127.0.0.1" if is_local else "", number_in(env, "MASTER_PORT", 0))
@@ -205,8 +211,9 @@ def _store_by_mpi(
         master_listen_fd=listener.detach(),
     )
     session.kept.append(store)  # other ranks may still use the board when this rank has closed its world
-    confirm(store, invite(session, addresses, port))
-    return place, store, f"{addresses[0]}:{port}"
+    invitation = invite(session, addresses, port)
+    confirm(store, invitation)
+    return place, store, f"{addresses[0]}:{port}", invitation.token
 
 
 def open_groups(

@@ -1,7 +1,7 @@
 """Checks that ranks that share a sample were given the same one.
 
-[Note: how often] Batches on a CPU are all compared: a checksum and a small message. Reading values on a device waits for
-everything that is queued there, so of those the first, second, fourth, eighth and so on are compared.
+[Note: how often] Batches on a CPU are all compared: a checksum and a small message. Reading values on a device waits
+for everything that is queued there, so of those the first, second, fourth, eighth and so on are compared.
 """
 
 from __future__ import annotations

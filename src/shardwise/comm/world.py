@@ -198,10 +198,10 @@ class World:
                 return cls(0, 1, Nobody(), device=device_of(place))
             opened = open_process_group(place, env, timeout_seconds, patience_seconds, by_mpi=by_mpi)
         else:
-            opened = Opened(device_of(place))
+            opened = Opened(device_of(place), seal=Seal.of(env))
             (open_mpi if by_mpi else open_beside)(opened)
         assert opened.transport is not None
-        board = board_of(dist.get_world_size(), Seal.of(env), timeout_seconds, opened.number)
+        board = board_of(dist.get_world_size(), opened.seal, timeout_seconds, opened.number)
         world = cls(
             dist.get_rank(),
             dist.get_world_size(),

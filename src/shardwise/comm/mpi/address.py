@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -23,33 +24,48 @@ from shardwise.comm.life import host_identity
 from shardwise.comm.mpi.progress import Steps
 from shardwise.comm.mpi.session import Session
 from shardwise.errors import CommError
+from shardwise.job_token import new_token
 
 _TAG, _MOST_BYTES = 29_513, 16_384
 _SECONDS_TO_ANSWER = 2
-_TOKEN = "shardwise/mpi-token"
+_MARK = "shardwise/mpi-mark"
+_NO_INVITATION = (
+    "What rank 0 sent by MPI is not the address of its store. Do all ranks have the same version of shardwise?"
+)
 _log = logging.getLogger("shardwise")
 
 
+@dataclass(frozen=True)
 class Invitation:
-    """What rank 0 sends to the others."""
+    """What rank 0 sends to the others. `mark` names a key of its store; `token` is the job's, unless the environment
+    has one, and is never in the store."""
 
-    def __init__(self, addresses: Sequence[str], port: int, host: str, token: str) -> None:
-        self.addresses = tuple(addresses)
-        self.port = port
-        self.host = host
-        self.token = token
+    addresses: tuple[str, ...]
+    port: int
+    host: str
+    mark: str
+    token: str
 
     def to_bytes(self) -> bytes:
-        return json.dumps(vars(self)).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Invitation:
-        return cls(**json.loads(data))
+        """Raises `CommError` for anything else."""
+        try:
+            found = dict(json.loads(data))
+            invitation = cls(tuple(found.pop("addresses")), **found)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CommError(f"{_NO_INVITATION} ({error}).") from error
+        texts = (*invitation.addresses, invitation.host, invitation.mark, invitation.token)
+        if not all(isinstance(text, str) for text in texts) or type(invitation.port) is not int:
+            raise CommError(f"{_NO_INVITATION}.")
+        return invitation
 
 
 def invite(session: Session, addresses: Sequence[str], port: int) -> Invitation:
     """Send all others the address at which rank 0 listens. Returns at once."""
-    invitation = Invitation(addresses, port, host_identity(), secrets.token_hex(16))
+    invitation = Invitation(tuple(addresses), port, host_identity(), secrets.token_hex(16), new_token())
     data = bytearray(invitation.to_bytes())
     assert len(data) <= _MOST_BYTES, "a host has few addresses"
     world = session.mpi.COMM_WORLD
@@ -82,7 +98,7 @@ def connect(invitation: Invitation, size: int, timeout: datetime.timedelta, dead
                 store = TCPStore(
                     address, invitation.port, size, is_master=False, timeout=timeout, wait_for_workers=False
                 )
-                if store.check([f"{_TOKEN}/{invitation.token}"]):  # otherwise it is a different store at this address
+                if store.check([f"{_MARK}/{invitation.mark}"]):  # otherwise it is a different store at this address
                     return store, f"{address}:{invitation.port}"
         if time.monotonic() > deadline:
             raise OSError(
@@ -94,7 +110,7 @@ def connect(invitation: Invitation, size: int, timeout: datetime.timedelta, dead
 
 def confirm(store: TCPStore, invitation: Invitation) -> None:
     """Rank 0 calls this before the others connect."""
-    store.set(f"{_TOKEN}/{invitation.token}", "here")
+    store.set(f"{_MARK}/{invitation.mark}", "here")
 
 
 def addresses_of_this_host() -> list[str]:
