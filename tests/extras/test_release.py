@@ -1,4 +1,7 @@
-"""The sdist and the wheel that people install: built, checked, installed into a clean environment and used there."""
+"""The sdist and the wheel that people install: built, checked, installed into a clean environment and used there.
+
+The environment finds the packages of this one, without those that shardwise does not require.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 USE = """
@@ -19,6 +27,26 @@ with sw.shard(model, "zero3", optimizer=torch.optim.AdamW(model.parameters())) a
     engine.backward(engine(torch.randn(2, 4)).square().mean())
     engine.step()
 print(sw.__version__)
+"""
+
+
+DECLARED_ONLY = """
+import sys
+from importlib.machinery import PathFinder
+
+class Declared:
+    invalidate_caches = PathFinder.invalidate_caches
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name in {modules} else PathFinder.find_spec(name, path, target)
+
+    @staticmethod
+    def find_distributions(*args, **kwargs):
+        found = PathFinder.find_distributions(*args, **kwargs)
+        return (one for one in found if one.name.lower().replace("_", "-").replace(".", "-") in {names})
+
+sys.meta_path[:] = [Declared if finder is PathFinder else finder for finder in sys.meta_path]
 """
 
 
@@ -36,6 +64,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def with_all_required(requirements: Iterable[str]) -> set[str]:
+    """The names of packages that `requirements` and what they require bring along, as installed here."""
+    waiting, known = list(requirements), set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if name not in known and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            known.add(name)
+            with suppress(PackageNotFoundError):  # an optional part that is not installed here
+                waiting += requires(name) or []
+    return known
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_clean_environment_can_use_the_wheel(built: Path, tmp_path: Path) -> None:
@@ -45,7 +86,15 @@ def test_a_clean_environment_can_use_the_wheel(built: Path, tmp_path: Path) -> N
     run(python, "-m", "pip", "install", "--no-index", "--no-deps", wheel, cwd=tmp_path)
     purelib = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     beneath = [path for path in sys.path if path.endswith("site-packages")]
-    (purelib / "dependencies.pth").write_text("\n".join(beneath))
+    declared = run(
+        python, "-c", "import importlib.metadata as m; print(*m.requires('shardwise'), sep='\\n')", cwd=tmp_path
+    )
+    names = {"shardwise", *with_all_required(declared.strip().splitlines())}
+    owners = packages_distributions()
+    modules = {module for module, its in owners.items() if not names.intersection(map(canonicalize_name, its))}
+    (purelib / "declared_only.py").write_text(DECLARED_ONLY.format(modules=modules, names=names))
+    (purelib / "dependencies.pth").write_text("\n".join([*beneath, "import declared_only"]))
+    assert run(python, "-c", "import importlib.util as u; print(u.find_spec('transformers'))", cwd=tmp_path) == "None\n"
     version = wheel.name.split("-")[1]
     assert run(python, "-c", USE, cwd=tmp_path).strip() == version
     shardwise = tmp_path / "clean/bin/shardwise"
