@@ -405,6 +405,14 @@ class TestOddRuns:
         assert "rank 99slow: computes 5.0 times as long as others" in page.text
         assert "and 36 more, none of them slow" in page.text
 
+    def test_ranks_have_their_bytes_of_each_tier(self, run: Path) -> None:
+        screen = io.StringIO()
+        Console(file=screen, width=120).print(page(read_run(run)))
+        heading, first, second = screen.getvalue().splitlines()[5:8]
+        assert heading.split() == ["rank", "computing", "waiting", "between", "device", "host", "process"]
+        assert "4.0 KiB  1.0 MiB  256.0 MiB" in first
+        assert "4.0 KiB  1.0 MiB  256.0 MiB" in second
+
     def test_a_page_fits_a_small_terminal(self, run: Path) -> None:
         with (run / "record.jsonl").open("a") as file:
             many = rows(*[(0.1, 0, 0.4)] * 99, (0.5, 0, 0))

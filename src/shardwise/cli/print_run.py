@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.monitor.run_view import RunView, most_of_all_ranks
+from shardwise.monitor.run_view import RunView, bytes_by_tier, most_of_all_ranks
 from shardwise.monitor.slowness import chosen, others
 from shardwise.units import format_bytes, format_count, format_seconds
 
@@ -82,17 +82,21 @@ def _figures(view: RunView) -> Text:
 
 def _ranks(view: RunView, most: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="ranks, time per step", title_justify="left")
-    for name in ("rank", "computing", "waiting", "between", "process", ""):
+    held = bytes_by_tier(view.memory())
+    tiers = list(dict.fromkeys(tier for one in held for tier in one))
+    for name in ("rank", "computing", "waiting", "between", *tiers, "process", ""):
         table.add_column(name, justify="left" if not name else "right")
     verdicts = view.verdicts()
     order = chosen(verdicts, most)
     for verdict in order:
         row = view.ranks()[verdict.rank]
         times = (format_seconds(row[name]) for name in ("computing", "waiting", "idle"))
+        mine = held[verdict.rank] if verdict.rank < len(held) else {}
+        tensors = (format_bytes(mine.get(tier, 0)) for tier in tiers)
         style = "red" if verdict.is_slow else ""
-        table.add_row(str(verdict.rank), *times, format_bytes(row["process"]), verdict.words, style=style)
+        table.add_row(str(verdict.rank), *times, *tensors, format_bytes(row["process"]), verdict.words, style=style)
     if len(verdicts) > len(order):
-        table.add_row("", "", "", "", "", others(verdicts, order))
+        table.add_row(*[""] * (5 + len(tiers)), others(verdicts, order))
     return table
 
 

@@ -239,3 +239,9 @@ def most_of_all_ranks(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str,
                     both = found.setdefault((tier, kind), [0, 0])
                     both[place] = max(both[place], num_bytes)
     return [(tier, kind, both[0], both[1]) for (tier, kind), both in found.items() if any(both)]
+
+
+def bytes_by_tier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """The bytes measured on each tier, by rank, without empty tiers."""
+    sums = [{tier: sum(kinds.values()) for tier, kinds in row.get("measured", {}).items()} for row in rows]
+    return [{tier: num_bytes for tier, num_bytes in one.items() if num_bytes} for one in sums]
