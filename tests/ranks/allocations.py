@@ -1,4 +1,4 @@
-"""Bytes that torch allocates, counted where it does: every new storage that an operation of this thread returns."""
+"""Counts the bytes that torch allocates: every new storage that an operation of this thread returns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Inside `with`: the most that was alive at once of what was allocated there, `peak_bytes`.
+    """Inside `with`, records in `peak_bytes` the largest amount of newly allocated memory alive at once.
 
-    Storages that were there before are not counted when they are resized, nor is memory that is not torch's.
+    Resizing older storages does not count, nor does memory that torch does not manage.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class Allocations(TorchDispatchMode):
 
 
 def profiled_peak(step: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator had handed out at once during `step`, over those at its start.
+    """The largest amount that torch's CPU allocator had allocated at once during `step`, minus the amount at its start.
 
-    Scratch of kernels is in it. `step` is run once before, for what torch keeps for good.
+    This includes scratch memory of kernels. `step` is run once before, so that memory that torch keeps is not counted.
     """
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -1,4 +1,4 @@
-"""What tests with threads as ranks leave behind is removed, since the next one runs in the same process."""
+"""Cleanup after tests with threads as ranks, since the next test runs in the same process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """Threads share torch's default process group, so none of them can destroy it."""
+    """Destroy torch's default process group after each test: threads share it, so no rank can destroy it."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A model whose constructor does everything that constructors do."""
+"""A model whose constructor uses everything that constructors commonly do."""
 
 from __future__ import annotations
 

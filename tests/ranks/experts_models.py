@@ -1,4 +1,4 @@
-"""A small model with experts, its training on ranks that share them, and the same in one process."""
+"""A small model with experts, trained on ranks that share the experts, and in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class ExpertBlock(Block):
-    """With experts in the place of its MLP."""
+    """A block with experts instead of its MLP."""
 
     def __init__(self, width: int, **experts: Any) -> None:
         super().__init__(width)
@@ -37,7 +37,7 @@ class ExpertBlock(Block):
 
 
 class Mixture(nn.Module):
-    """A Transformer of which every block but the first has experts. Returns its loss, with that of its routers."""
+    """A Transformer with experts in every block but the first. Returns the loss, including the routers' one."""
 
     def __init__(self, *, recomputes: bool = False, num_blocks: int = 3, **experts: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def mixture(**settings: Any) -> Mixture:
 
 @dataclass
 class Run:
-    """By step losses, gradient norms and all gradients; parameters at the end, and what was asked for."""
+    """Losses, gradient norms and all gradients of each step; final parameters, and the result of `after`."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ def whole_run(
     make_optimizer: MakeOptimizer = adamw,
     after_step: Callable[[nn.Module], None] | None = None,
 ) -> Run:
-    """One process, whole batches, nothing of an engine."""
+    """Training in one process, with whole batches and without an engine."""
     model = copy.deepcopy(model)
     optimizer, run = make_optimizer(model), Run()
     for batch in data:
@@ -123,7 +123,7 @@ def dealt_run(
     shares_memory: bool = True,
     **plan: Any,
 ) -> Run:
-    """The same over the ranks of `mesh`, with what `after` returns at the end on each rank."""
+    """The same training on the ranks of `mesh`. `extra` has what `after` returned on each rank."""
     replicas = [copy.deepcopy(model) for _ in range(math.prod(mesh.values()))]
     settings = {"preset": preset, "mesh": dict(mesh), **plan}
 

@@ -1,8 +1,8 @@
-"""Devices and process groups that are not there: threads as ranks, tensors on the CPU, the library's own code above.
+"""Fake devices and process groups: threads as ranks and tensors on the CPU, beneath the library's real code.
 
-A collective on a device acts some time between the call and `wait`. Here it acts at one of the two ends, or at either
-by lot, and until then its outputs are NaN: what reads them too early, frees or changes what is on its way, or never
-waits, shows at once.
+A collective on a device runs some time between the call and `wait`. Here it runs at one of these two ends, or at a
+random one of them, and until then its outputs are NaN. Code that reads them too early, frees or changes tensors that
+are in flight, or never waits, is therefore detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HANG_SECONDS = 20
 
 
 class Race(RuntimeError):
-    """Something was read, written or freed while it was on its way."""
+    """A tensor was read, written or freed while it was in flight."""
 
 
 @dataclass
@@ -41,13 +41,13 @@ class Group:
 
 
 class Devices:
-    """What the ranks of one run have in common."""
+    """The state that the ranks of one run share."""
 
     def __init__(self, when: When = "late", *, can_split: bool = True, seed: int = 0) -> None:
         self.when = when
         self.can_split = can_split
         self.made: dict[int, list[tuple[str, Any]]] = {}
-        """By rank, the groups that it was asked to make, in order."""
+        """For each rank, the groups that it was asked to create, in order."""
         self.num_works: Counter[str] = Counter()
         self.num_waited: Counter[str] = Counter()
         self.aborted: list[int] = []
@@ -71,12 +71,12 @@ class Devices:
             self._changed.notify_all()
 
     def has_come(self, key: object) -> bool:
-        """Whether the first of them has given."""
+        """Whether the first rank has given its tensors."""
         with self._changed:
             return 0 in self._given.get(key, {})
 
     def take(self, key: object, num_ranks: int) -> list[list[Tensor]]:
-        """What all of them have given, by place; blocks until they have."""
+        """The tensors of all ranks, by place; blocks until all have given theirs."""
         with self._changed:
             box = self._given.setdefault(key, {})
             if not self._changed.wait_for(lambda: len(box) == num_ranks, timeout=HANG_SECONDS):
@@ -84,7 +84,7 @@ class Devices:
             return [box[place] for place in range(num_ranks)]
 
     def run(self, num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:
-        """`run_ranks`, with a device for every rank."""
+        """`run_ranks` with a device for every rank."""
 
         def rank(world: sw.World) -> Any:
             self.join(world)
@@ -101,7 +101,7 @@ class Devices:
 
 
 class FakeGroups:
-    """One rank's `ProcessGroups`."""
+    """The `ProcessGroups` of one rank."""
 
     backend = "fake"
 
@@ -181,7 +181,7 @@ class FakeGroups:
         return self._work("broadcast", group, sources, outs, act)
 
     def send(self, tensor: Tensor, rank: int, group: Group) -> FakeWork:
-        """A message is a collective of two; those one way between two ranks come in the order of sending."""
+        """A message is a collective of two ranks. Messages from one rank to another arrive in the order of sending."""
         return self._work("message", self._way(self.rank, rank, group), [tensor], [], None)
 
     def receive(self, tensor: Tensor, rank: int, group: Group) -> FakeWork:
@@ -191,7 +191,7 @@ class FakeGroups:
         return self._work("message", self._way(rank, self.rank, group), [], [tensor], act)
 
     def _way(self, source: int, target: int, group: Group) -> Group:
-        """Two ranks of a line; the numbers of other collectives are not those of its messages."""
+        """A group for messages from `source` to `target`, numbered separately from other collectives of the line."""
         assert {source, target} <= set(group.ranks)
         return Group((source, target), (group.number + 1) * 1000 + source)
 
@@ -201,7 +201,7 @@ class FakeGroups:
             self.devices.aborted.append(self.rank)
 
     def destroy(self, group: Group) -> None:
-        """Nothing is left of it."""
+        """Nothing to do: a fake group has no resources."""
 
     def _work(
         self,
@@ -212,12 +212,12 @@ class FakeGroups:
         act: Callable[[list[list[Tensor]], int], object] | None,
     ) -> FakeWork:
         self._num_works[group.number] += 1
-        # Lines of one number are of one axis: the ranks tell them apart.
+        # Lines of one axis share a number; their ranks distinguish them.
         key = group.ranks, group.number, self._num_works[group.number], verb
         self.devices.count(self.devices.num_works, verb)
         work = FakeWork(self.devices, key, group.ranks.index(self.rank), list(sources), list(outs), act)
         at_once = self.devices.acts_at_issue(self.rank, self._num_works.total())
-        if verb == "message" and outs:  # the host goes on before it has been sent
+        if verb == "message" and outs:  # the host continues before the message has been sent
             at_once = at_once and self.devices.has_come(key)
         work.begin(at_once=at_once)
         return work
@@ -225,7 +225,7 @@ class FakeGroups:
 
 @dataclass
 class FakeWork:
-    """A collective on its way on one rank. What it reads may not change, and what it fills may not be touched."""
+    """One rank's part of a collective in flight. Its inputs may not change, and its outputs may not be touched."""
 
     devices: Devices
     key: tuple[Ranks, int, int, str]
@@ -233,7 +233,7 @@ class FakeWork:
     sources: list[Tensor]
     outs: list[Tensor]
     act: Callable[[list[list[Tensor]], int], object] | None
-    """`None` for what only gives, and need not wait for the others."""
+    """`None` for an operation that only sends, and does not wait for the others."""
     is_done: bool = False
     _kept: list[Tensor] = field(default_factory=list)
     _poisoned: list[Tensor] = field(default_factory=list)
@@ -272,7 +272,7 @@ class FakeWork:
         self.is_done = True
 
     def _outside_of_sources(self, out: Tensor) -> list[Tensor]:
-        """The parts of a floating `out`, flat, that are no source as well."""
+        """The flat parts of a floating-point `out` that do not overlap with a source."""
         if not out.numel() or not out.is_floating_point():
             return []
         size, parts, start = out.element_size(), [], 0
@@ -286,7 +286,7 @@ class FakeWork:
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """In the dtype that travels, as a backend does."""
+    """The sum in the dtype that is sent, as a backend computes it."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
@@ -319,7 +319,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """It remembers of which device it is; asked under another one, it would open a context there."""
+    """An event remembers its device: a query while another device is current would open a context there."""
 
     def __init__(self, accelerator: FakeAccelerator, index: int) -> None:
         self.accelerator = accelerator
@@ -333,7 +333,7 @@ class FakeEvent:
         self.stream = stream
         if stream is not None:
             stream.copies = [one for one in stream.copies if not one.is_landed]
-            self.copies = list(stream.copies)  # copies of one stream are done one after the other
+            self.copies = list(stream.copies)  # copies of one stream are done in order
 
     def query(self) -> bool:
         self.accelerator.note("query", self)
@@ -346,8 +346,8 @@ class FakeEvent:
 
 
 class FakeCopy:
-    """A copy between pinned memory and the device. Once computation is ordered after it, what is on the device may be
-    used; what is on the host only once the host has waited."""
+    """A copy between pinned memory and the device. A copy to the device may be used once computation is ordered after
+    it; a copy to the host only once the host has waited."""
 
     def __init__(self, accelerator: FakeAccelerator, out: Tensor, source: Tensor, *, at_once: bool) -> None:
         self.accelerator = accelerator
@@ -363,7 +363,7 @@ class FakeCopy:
             self._fill()
 
     def order(self) -> None:
-        """The device goes on after it."""
+        """Later work on the device is ordered after this copy."""
         if not self.is_ordered:
             self.is_ordered = True
             self.accelerator.count_waited()
@@ -372,7 +372,7 @@ class FakeCopy:
                 self._fill()
 
     def land(self) -> None:
-        """The host goes on after it."""
+        """The host has waited for this copy."""
         if not self.is_landed:
             if not self.is_evict or not self.is_ordered:
                 self.check_source()
@@ -400,7 +400,7 @@ class Noted:
 
 
 class FakeAccelerator:
-    """A kind of device with as many as one likes; which is the current one, each thread has for itself."""
+    """A device type with any number of devices. Each thread has its own current device."""
 
     kind = "cuda"
 
@@ -420,7 +420,7 @@ class FakeAccelerator:
         self._defaults = {index: FakeStream(self, index) for index in range(num_devices)}
 
     def fill_evicted(self, source: Tensor) -> None:
-        """What is on its way to the host, and is fetched again behind it, is there by then: the host need not wait."""
+        """Complete copies to the host that are now fetched back. The fetch follows them, so the host need not wait."""
         self._evicts = [one for one in self._evicts if not one.is_done]
         for one in self._evicts:
             if one.is_ordered and one.out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
@@ -488,7 +488,7 @@ class FakeAccelerator:
             self._devices.count(self._devices.num_waited, "copy")
 
     def check_sources(self) -> None:
-        """What the host has never waited for may be read at any time, up to the end."""
+        """A fetch that the host never waited for may still read its source at the end of the run."""
         for one in self._fetches:
             if not one.is_landed:
                 one.check_source()
@@ -517,6 +517,6 @@ class FakeAccelerator:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether this process has memory there."""
+    """Whether this process has memory mapped at `address`."""
     ranges = (line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)

@@ -1,4 +1,4 @@
-"""Calls in forked children: one that ends by a signal, or never, is a result like any other."""
+"""Calls in forked children. A child that is killed by a signal, or hangs, is a result like any other."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SERVER = multiprocessing.get_context("forkserver")
 
 
 class Died(Exception):
-    """The child ended by a signal, or was ended because it took too long."""
+    """The child was killed by a signal, crashed, or was killed because it took too long."""
 
 
 def preload(*modules: str) -> None:
-    """Import what the children need, once for all of them, and start the process that they are forked from.
+    """Import once what all children need, and start the process that they are forked from.
 
-    It finds modules where this process does, which Python 3.11's own `set_forkserver_preload` does not see to. It
-    computes in one thread: OpenMP's threads are not there after a fork, and numbers may depend on how many there are.
+    That process gets this process's module path, which Python 3.11's own `set_forkserver_preload` does not pass on. It
+    computes in one thread: OpenMP's threads do not survive a fork, and results may depend on the number of threads.
     """
     _SERVER.set_forkserver_preload(list(modules))
     needed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -42,9 +42,9 @@ def preload(*modules: str) -> None:
 
 
 def call_each(call: Callable[[Any], Any], items: Sequence[Any], *, seconds: float) -> list[Any]:
-    """`call(item)` for each item, all in one child while it lives, each within `seconds`.
+    """Call `call(item)` for each item, all in one child as long as it lives, each within `seconds`.
 
-    Where a child ended, the item's result is a `Died`, and the items after it have another child.
+    If a child dies, the item's result is a `Died`, and a new child takes the remaining items.
     """
     results: list[Any] = []
     while len(results) < len(items):
@@ -65,7 +65,7 @@ def _results(call: Callable[[Any], Any], items: Sequence[Any], seconds: float, t
     results: list[Any] = []
     try:
         while len(results) < len(items):
-            if not here.poll(seconds + (20 if not results else 0)):  # the first waits for the imports too
+            if not here.poll(seconds + (20 if not results else 0)):  # the first one includes the time of the imports
                 results.append(Died(f"hang: nothing for {seconds:.0f} s"))
                 break
             results.append(here.recv())
@@ -88,7 +88,7 @@ def _ended_by(status: int | None) -> str:
 
 
 def _work(there: Any, call: Callable[[Any], Any], items: list[Any], trace: str) -> None:
-    """`trace` is a file for what all threads were doing if a signal ends this process."""
+    """`trace` is a file to which all threads' stacks are written if a signal kills this process."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -101,8 +101,8 @@ def _work(there: Any, call: Callable[[Any], Any], items: list[Any], trace: str) 
     for item in items:
         try:
             result = call(item)
-        except BaseException:  # told to whoever waits for it
+        except BaseException:  # reported to the parent process
             result = Died(f"crash: {traceback.format_exc()}")
         there.send(result)
     there.close()
-    os._exit(0)  # threads of a world that broke may still wait for something
+    os._exit(0)  # threads of a broken world may still be waiting

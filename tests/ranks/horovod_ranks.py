@@ -11,7 +11,7 @@ from shardwise.testing import run_ranks
 
 
 def on_ranks(size: int, work: Callable[[], Any], **options: Any) -> list[Any]:
-    """The results of `work()` on `size` threads as ranks. `options` are those of `run_ranks`."""
+    """Run `work()` on `size` threads as ranks, and return the results. `options` are passed to `run_ranks`."""
 
     def rank(world: sw.World) -> Any:
         hvd.init(world)

@@ -1,4 +1,4 @@
-"""What a forked child runs of the matrix, whose actions are all known here."""
+"""Runs one case of the matrix in a forked child. Importing this module registers all actions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ torch.set_num_threads(1)
 
 
 def cell(case: tuple[tuple[str, ...], str, bool]) -> Verdict:
-    """`race` of a script, a preset, and whether memory is shared."""
+    """`race` with a script, a preset, and whether ranks share memory."""
     warnings.simplefilter("ignore")
     return race(*case)

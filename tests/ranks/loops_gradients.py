@@ -1,4 +1,4 @@
-"""Actions of the matrix: gradients read, written, clipped, zeroed; how steps are taken."""
+"""Actions of the matrix: gradients read, written, clipped and zeroed; ways to take a step."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ def clip_with_norm(loop: Loop) -> Any:
 
 
 def zeroing(name: str, about: str, zero: Any) -> None:
-    """Gradients are dropped that way after a backward that is not to count, and after the step."""
+    """Drop gradients with `zero` after a backward that should not count, and again after the step."""
 
     def act(loop: Loop) -> Any:
         loop.backward()

@@ -1,8 +1,8 @@
-"""What plain PyTorch loops do, each written once over a model, an optimizer and a batch, and raced.
+"""Operations of plain PyTorch loops, each written once for a model, an optimizer and a batch, and compared.
 
-The same code runs on a plain twin, which goes through the half batches in turn, and on two ranks that have one half
-each. What an action returns and what the parameters come to must be the same, or the action is refused in a sentence
-and has changed nothing: the twin leaves out what was refused.
+The same code runs on a plain twin, which processes the two half batches in turn, and on two ranks that each have one
+half. The values that an action returns and the final parameters must be equal, or the action must be refused with a
+clear error and have changed nothing. The twin skips refused actions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Small, with what real models have: a scalar parameter, one that is never used, a frozen one, a buffer."""
+    """A small model with what real models have: a scalar parameter, an unused one, a frozen one, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer whose update shows the size of a gradient, which Adam's would hide."""
+    """An optimizer whose update depends on the size of a gradient; Adam's would hide it."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
@@ -73,14 +73,14 @@ def cross_entropy(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Te
 
 @dataclass(frozen=True)
 class Local:
-    """What each rank sees of its own half, such as a loss: the ranks' mean is the twin's."""
+    """A value of each rank's own half, such as a loss. The mean over ranks must equal the twin's value."""
 
     value: Any
 
 
 @dataclass
 class Loop:
-    """What a plain loop has. In the twin `mine` are both halves of a batch, on a rank its own."""
+    """What a plain loop has. `mine` are the halves of a batch that it processes: both in the twin, one on a rank."""
 
     model: Any
     mine: tuple[int, ...]
@@ -92,17 +92,17 @@ class Loop:
     _numbers: torch.Generator = field(default_factory=torch.Generator)
 
     def begin(self, index: int) -> None:
-        """The batches of an action depend on its place alone, not on how many the others took."""
+        """The batches of an action depend only on its position in the script, not on the batches that others used."""
         self._numbers.manual_seed(1000 + index)
 
     def batch(self) -> list[Half]:
-        """The next batch's halves, as many as this loop goes through."""
+        """The halves of the next batch that this loop processes."""
         tokens = torch.randint(0, VOCAB, (4, 4), generator=self._numbers)
         halves = [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(NUM_RANKS)]
         return [halves[index] for index in self.mine]
 
     def mean(self, of: Callable[[Tensor, Tensor], Tensor], batch: list[Half] | None = None) -> Tensor:
-        """The mean of `of(x, y)` over the halves of a batch."""
+        """The mean of `of(x, y)` over this loop's halves of a batch."""
         total: Any = 0
         for x, y in batch or self.batch():
             total = total + of(x, y) / len(self.mine)
@@ -127,7 +127,7 @@ class Loop:
         return [param for param in self.model.parameters() if param.grad is not None]
 
     def clip(self, max_norm: float) -> float:
-        """By the engine where there is one."""
+        """Clip with the engine if there is one, else with torch."""
         if self.engine is not None:
             return self.engine.clip_grad_norm_(max_norm)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
@@ -144,7 +144,7 @@ Act = Callable[[Loop], Any]
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a plain loop does. `before` is done before the optimizer is made and the model is sharded."""
+    """One operation of a plain loop. `before` runs before the optimizer is made and the model is sharded."""
 
     name: str
     about: str
@@ -154,14 +154,14 @@ class Action:
     make_optimizers: Callable[[nn.Module], Any] = sgd
     plan: Mapping[str, Any] = field(default_factory=dict)
     composes: bool = True
-    """Whether it may stand among others: it leaves the loop as others expect it."""
+    """Whether it can be combined with others: it leaves the loop in the state that they expect."""
 
 
 ACTIONS: dict[str, Action] = {}
 
 
 def action(group: str, about: str, **more: Any) -> Callable[[Act], Act]:
-    """Add a function to the matrix, under its own name. `about` says what it does, for the docs."""
+    """Add a function to the matrix under its own name. `about` describes it in the docs."""
 
     def add(act: Act) -> Act:
         name = act.__name__
@@ -174,7 +174,7 @@ def action(group: str, about: str, **more: Any) -> Callable[[Act], Act]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An exception out of an action."""
+    """An exception that an action raised."""
 
     kind: str
     text: str
@@ -184,20 +184,20 @@ class Refusal:
 
 @dataclass
 class Course:
-    """What a loop came to: what each action returned, and the parameters at the end."""
+    """Results of a loop: what each action returned, and the final parameters."""
 
     outcomes: list[Any] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)
 
 
 def follow(loop: Loop, script: Sequence[str], left_out: frozenset[int] = frozenset()) -> list[Any]:
-    """Take the actions of a script one after the other. After one that raises, the gradients are dropped."""
+    """Run the actions of a script in order. After an action that raises, the gradients are dropped."""
     outcomes: list[Any] = []
     for index, name in enumerate(script):
         try:
             loop.begin(index)
             outcomes.append(None if index in left_out else _kept(ACTIONS[name].act(loop)))
-        except Exception as error:  # what it is, is judged by the comparison
+        except Exception as error:  # the comparison decides whether it is right
             outcomes.append(_refusal(error))
             for optimizer in loop.optimizers:
                 optimizer.zero_grad()
@@ -218,7 +218,7 @@ def _refusal(error: Exception) -> Refusal:
 
 
 def _kept(value: Any) -> Any:
-    """A copy that nothing later can change."""
+    """A copy that later operations cannot change."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Local):
@@ -231,7 +231,7 @@ def _kept(value: Any) -> Any:
 
 
 def _made(script: Sequence[str], loop: Loop) -> None:
-    """Do what comes before the model is sharded, and make the optimizers."""
+    """Do what comes before sharding, and make the optimizers."""
     actions = [ACTIONS[name] for name in dict.fromkeys(script)]
     for one in actions:
         if one.before is not None:
@@ -250,7 +250,7 @@ def start() -> Net:
 
 
 def plain(script: Sequence[str], left_out: frozenset[int], mine: tuple[int, ...] = (0, 1)) -> Course:
-    """The twin, halves in the order of `mine`."""
+    """Run the script in the twin, with the halves in the order of `mine`."""
     loop = Loop(start(), mine)
     _made(script, loop)
     limit = _plan(script).get("clip_grad_norm")
@@ -262,7 +262,7 @@ def plain(script: Sequence[str], left_out: frozenset[int], mine: tuple[int, ...]
 
 
 def _clips(params: list[nn.Parameter], limit: float) -> Callable[..., None]:
-    """What a plan's `clip_grad_norm` does in the twin."""
+    """Clip in the twin as `clip_grad_norm` in a plan does."""
 
     def clip(*_: Any) -> None:
         nn.utils.clip_grad_norm_(params, limit)
@@ -278,7 +278,7 @@ def _plan(script: Sequence[str]) -> dict[str, Any]:
 
 
 def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Course]:
-    """The same on two ranks."""
+    """Run the script on two ranks."""
     replicas = [start() for _ in range(NUM_RANKS)]
 
     def rank(world: sw.World) -> Course:
@@ -298,7 +298,7 @@ def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Cou
 
 
 def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Every parameter that was sharded, from all ranks' pieces: whatever has become of the model's own names."""
+    """Every parameter that was sharded, from all ranks' pieces, under its original name."""
     pieces = []
     for flat in engine._sharded.flats:
         kept, span = (flat.param, flat.param_span) if flat.master is None else (flat.master, flat.optim_span)
@@ -317,15 +317,15 @@ def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
 
 @dataclass(frozen=True)
 class Verdict:
-    """`equal`, `refused` (with the sentence), or what must not be: `raw`, `different`, `crash`, `hang`."""
+    """`equal`, `refused` (with the error message), or a failure: `raw`, `different`, `crash`, `hang`."""
 
     kind: str
     said: str = ""
-    """What was refused by which words, or what is wrong."""
+    """The error message of a refusal, or what is wrong."""
     is_fatal: bool = False
-    """Whether the ranks could not go on."""
+    """Whether the ranks could not continue."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Which actions of the script were refused, and by which words."""
+    """The actions of the script that were refused, with their error messages."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.said}" if self.said else self.kind
@@ -335,10 +335,10 @@ EQUAL = Verdict("equal")
 
 
 def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
-    """Whether a script comes to the same on two ranks as in the plain loop; where not, the first reason."""
+    """Whether a script has the same results on two ranks as in the plain loop; if not, the first reason."""
     try:
         courses = sharded(script, preset, shares_memory)
-    except Exception as error:  # of shard itself, or of the comparison: the caller has to see which
+    except Exception as error:  # from shard itself, or from the comparison: the caller has to see which
         refusal = _refusal(error)
         return Verdict("refused" if refusal.is_letter else "raw", f"{refusal.kind}: {refusal.text}", is_fatal=True)
     fault = _fault(script, courses)
@@ -367,7 +367,7 @@ def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
 
 
 def _fault(script: Sequence[str], courses: list[Course]) -> Verdict | None:
-    """Ranks that did not do the same: each is told, though perhaps one action later than another."""
+    """The verdict if ranks did different things. Each of them raises, though one may do so some actions later."""
     at = [
         next((i for i, one in enumerate(course.outcomes) if isinstance(one, Refusal) and one.is_fatal), len(script))
         for course in courses
@@ -398,12 +398,12 @@ def _outcome(name: str, ours: list[Any], theirs: Any, mirrored: Any) -> Verdict:
 
 
 def _raises_alike(ours: Refusal, theirs: Any) -> bool:
-    """Whether the plain loop raises the same, so that what was done until then is done in both."""
+    """Whether the plain loop raises the same error, so that both did the same until then."""
     return isinstance(theirs, Refusal) and theirs.kind == ours.kind
 
 
 def _different(path: str, ours: Sequence[Any], theirs: Any, mirrored: Any) -> str:
-    """How what the ranks say differs from the plain loop's value; empty if it does not."""
+    """How the ranks' values differ from the plain loop's value; empty if they do not."""
     if isinstance(theirs, Local):
         if not all(isinstance(one, Local) for one in ours):
             return f"{path} {ours}, the plain loop {theirs}"
@@ -436,7 +436,7 @@ def _averaged(values: list[Any]) -> Any:
 
 
 def _far(path: str, ours: Any, theirs: Any, mirrored: Any) -> str:
-    """Beyond rounding: what the plain loop itself differs by when it takes the halves in the other order."""
+    """How a value differs by more than rounding: the plain loop's own difference when its halves are swapped."""
     if not isinstance(ours, Tensor | float):
         return f"{path} {ours}, the plain loop {theirs}"
     left, right, other = (torch.as_tensor(value).double() for value in (ours, theirs, mirrored))

@@ -341,14 +341,14 @@ def weight_norm_before(loop: Loop) -> Any:
 
 
 _DRAWING = threading.Lock()
-"""Ranks are threads, which share torch's random generator."""
+"""Ranks are threads and share torch's random generator."""
 
 
 def _spectral_norm_before(loop: Loop) -> None:
     with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(5)
         parametrizations.spectral_norm(loop.model.blocks[0].up)
-    loop.model.eval()  # without the power iteration, of which the twin would do two
+    loop.model.eval()  # without the power iteration, which the twin would run twice
 
 
 @action(CHANGE, "`parametrizations.spectral_norm` before `shard`", before=_spectral_norm_before, composes=False)
@@ -413,7 +413,7 @@ _GROUP_LOCK = threading.Lock()
 
 
 def _one_process_group() -> dist.ProcessGroup:
-    """A group of this process alone, which is all that a thread can have."""
+    """A group of this process alone: threads cannot have any other."""
     with _GROUP_LOCK:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -361,7 +361,7 @@ def written_before_backward(loop: Loop) -> Any:
 
 
 def losing(name: str, about: str, term: Any) -> None:
-    """A step on a loss to which the loop adds a term of its own."""
+    """Take a step on a loss to which the loop adds its own term."""
 
     def act(loop: Loop) -> Any:
         loss = loop.loss() + term(loop)
@@ -672,10 +672,10 @@ def func_grad(loop: Loop) -> Any:
 
 
 class _AnomalyDetection:
-    """`torch.autograd.detect_anomaly` for ranks that are threads: its setting is the process's.
+    """`torch.autograd.detect_anomaly` for ranks that are threads, although its setting belongs to the process.
 
-    Two that enter it at once would restore each other's setting, and one that left first would go on under it. So the
-    first switches it on, the last one off, and nobody leaves before.
+    If each thread restored the setting that it found, one could leave it wrong, or switch it off while others still
+    need it. So the first thread switches it on, the last one switches it off, and none leaves before.
     """
 
     def __init__(self) -> None:
@@ -740,7 +740,7 @@ def grad_disabled(loop: Loop) -> Any:
 
 @action(GRAD, '`torch.autocast("cpu", torch.bfloat16)` around the forward')
 def autocast(loop: Loop) -> Any:
-    # The twin's two forwards would share cached casts, and so round the sum of two gradients, not each.
+    # The twin's two forwards would share cached casts, and so round the sum of two gradients instead of each.
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = loop.loss()
     loss.backward()
@@ -839,7 +839,7 @@ def part_evaluated(loop: Loop) -> Any:
 
 
 class _Interrupted(Exception):
-    """What a loop's own code raises."""
+    """An exception that a loop's own code raises."""
 
 
 @action(ERROR, "an exception in the forward, caught; training goes on")

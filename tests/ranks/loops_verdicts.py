@@ -1,4 +1,4 @@
-"""The expected verdict of every action of the matrix: those of this table are refused, all others are equal."""
+"""The expected verdict of every action of the matrix: those listed here are refused, all others are equal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
     "module_replaced": "was put into a model that is sharded",
     "wrapped_in_ddp": "If it is a wrapper that spreads a model over ranks by itself",
 }
-"""By action: words of the sentence."""
+"""For each action, a part of its error message."""
 
 REFUSED_WHERE_SHARDED: dict[str, str] = {
     "uneven_evaluation": ORDER,
@@ -51,14 +51,14 @@ REFUSED_WHERE_SHARDED: dict[str, str] = {
     "state_dict_saved_on_rank_0": ORDER,
     "params_logged_on_rank_0": ORDER,
 }
-"""What is refused only where parameters are sharded between computations, so that all ranks are needed: `zero3`."""
+"""Refused only where parameters are sharded between computations, so that all ranks are needed: `zero3`."""
 
 OPEN: dict[str, str] = {}
-"""What does not yet keep the promise, and how. A test fails as soon as one of them does."""
+"""Actions that are not yet equal or refused, and how they differ. A test fails as soon as one of them is."""
 
 
 def sentence_of(name: str, preset: str) -> str:
-    """The words by which an action is refused there; empty where it is equal."""
+    """A part of the error message with which an action is refused; empty if it is equal."""
     if name in REFUSED_WHERE_SHARDED and preset.startswith("zero3"):
         return REFUSED_WHERE_SHARDED[name]
     return REFUSED.get(name, "")

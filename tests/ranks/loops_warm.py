@@ -1,4 +1,4 @@
-"""What the server of the forked children imports, so that no child has to: all actions, and what a backward imports."""
+"""Imported once in the server that children are forked from: all actions, and modules that a backward needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models for pipelines, and races of a pipelined one against the unsplit."""
+"""Small models for pipelines, and comparisons of a pipelined model with the unsplit one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB, WIDTH, LENGTH = 67, 32, 6
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, head; positions are worked out in the model's own forward, from the input."""
+    """Embedding, blocks, norm and head. The model's own forward computes positions from its input."""
 
     def __init__(self, *, tied: bool = False, num_blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def batches(num_steps: int, rows: int, *, lengths: Sequence[int] = (LENGTH,)) ->
 
 @dataclass
 class Told:
-    """What a run came to, by step."""
+    """Results of a run: losses and norms of each step, gradients of the last one, final parameters."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Told:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def names_of(self, model: nn.Module) -> list[str]:
-        """Every third, so that each block and both ends have some: each is gathered from all stages."""
+        """The name of every third parameter, including some of each block and both ends. Gathered from all stages."""
         return [name for name, _ in model.named_parameters()][::3]
 
 
@@ -76,7 +76,7 @@ def unsplit(
     clip: float | None = None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Told:
-    """One process, plain PyTorch, whole batches."""
+    """Train in one process with plain PyTorch and whole batches."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model)
     told = Told()
@@ -94,6 +94,6 @@ def unsplit(
 
 
 def rows_of(engine: sw.Engine, tensor: Tensor) -> Tensor:
-    """This rank's share of a batch: ranks of one pipeline have the same."""
+    """This rank's share of a batch; the ranks of one pipeline have the same."""
     place, num_shares = engine.mesh.data_place(engine.world.rank)
     return tensor.chunk(num_shares)[place]

@@ -1,4 +1,4 @@
-"""A GPT that takes its positions, its training over split sequences, and the same without."""
+"""A GPT that takes position ids, trained with split sequences and with whole ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = 16
 
 
 class Gpt(nn.Module):
-    """Learned positions, blocks, a tied head. Recomputes its blocks if asked."""
+    """Learned positions, blocks, and a tied head. Recomputes its blocks on request."""
 
     def __init__(
         self, *, num_blocks: int = 2, recomputes: bool = False, reentrant: bool = False, tokens: int = TOKENS
@@ -61,7 +61,7 @@ def mean_loss(model: Any, batch: Batch) -> Tensor:
 
 @dataclass
 class Run:
-    """By step losses, gradient norms and all gradients; parameters at the end."""
+    """Losses, gradient norms and all gradients of each step; final parameters."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ def whole_run(
     clip: float | None = None,
     make_optimizer: MakeOptimizer = adamw,
 ) -> Run:
-    """One process, whole batches, nothing of ours."""
+    """Train in one process with whole batches, without this library."""
     model = copy.deepcopy(model)
     optimizer, run = make_optimizer(model), Run()
     for batch in data:
@@ -117,7 +117,7 @@ def split_run(
     read_grads: Callable[[sw.Engine, nn.Module], dict[str, Tensor]] | None = None,
     **plan: Any,
 ) -> Run:
-    """The same with every sample split over `sp`, and rows dealt out over the other axes."""
+    """The same training with every sample split over `sp`, and rows divided over the other axes."""
     num_ranks = int(torch.tensor(list(mesh.values())).prod())
     replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
     settings = {"preset": preset, "mesh": dict(mesh), **plan}

@@ -1,4 +1,4 @@
-"""Models of the transformers library, small enough for a test. Tests that build one are skipped without it."""
+"""Models of the transformers library, small enough for a test. Tests that use them are skipped without the library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def vit() -> nn.Module:
 
 
 def qwen_moe() -> nn.Module:
-    """With more than ten experts, whose numbers are not in the order of their names."""
+    """A model with more than ten experts, so that their numeric order differs from the order of their names."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     return library().Qwen2MoeForCausalLM(
@@ -48,6 +48,6 @@ def mixtral() -> nn.Module:
 
 
 def dinov2() -> nn.Module:
-    """Files have gate and up of a block in one tensor."""
+    """A model whose checkpoint files store gate and up projections of a block in one tensor."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
     return library().Dinov2Model(library().Dinov2Config(**sizes, use_swiglu_ffn=True))

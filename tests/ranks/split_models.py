@@ -1,4 +1,4 @@
-"""Small models that are cut along model axes in tests, with the plans by which they are."""
+"""Small models that tests split along model axes, with their plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY, LENGTH = 40, 12
 
 
 class Attention(nn.Module):
-    """Causal, with fused projections."""
+    """Causal attention with fused projections."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole tensors of a sharded model: what is read is what the plain model has, what is written stays."""
+"""Whole tensors of a sharded model: reads return what the plain model has, and written values are kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A disk that fails under activations ends the step in words, on every rank, and costs what came after the last
-checkpoint; room is asked for before the first step where a rehearsal knows how much."""
+"""A disk error on offloaded activations ends the step with a clear error on every rank; only work since the last
+checkpoint is lost. A rehearsal checks the free space before the first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAULTS = {
 
 
 class Breaking(SystemCalls):
-    """Rank 1's files of activations fail as they are told to."""
+    """Rank 1's files of activations fail as `verb` and `code` prescribe."""
 
     def __init__(self) -> None:
         self.verb, self.code = "", 0
@@ -63,8 +63,8 @@ class Breaking(SystemCalls):
 def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1's error names unit and file; rank 0's names rank 1 and what it said. From the checkpoint on another job
-    trains as one that never failed."""
+    """Rank 1's error names the unit and the file; rank 0's names rank 1 and its error. Another job that resumes from
+    the checkpoint trains like one without faults."""
     verb, code, when, words = FAULTS[fault]
     disk = Breaking()
     make = TierFolder.__init__
@@ -93,7 +93,7 @@ def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
                     world.barrier()
                     disk.verb, disk.code = verb, code
                     world.barrier()
-                    x, y = (part.repeat(2, 1) for part in data[2])  # larger, so that other files are made
+                    x, y = (part.repeat(2, 1) for part in data[2])  # larger, so that other files are created
                     where = "forward"
                     try:
                         loss = engine(x, y)
@@ -119,7 +119,7 @@ def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_room_is_asked_for_by_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many ranks as share the disk, less what is there already."""
+    """A rehearsal requires space for all ranks that share the disk, minus what their files occupy already."""
     model, (batch,) = Transformer(), batches(1, rows=48)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     free = {"bytes": 2**40}
@@ -154,7 +154,7 @@ def test_room_is_asked_for_by_the_rehearsal(tmp_path: Path, monkeypatch: pytest.
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_change_of_plan_moves_activations_elsewhere(tmp_path: Path) -> None:
-    """From policy to policy and folder to folder, with the same losses; no folder is kept that is not used."""
+    """From policy to policy and folder to folder: losses stay the same, and files remain only in the folder in use."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(7, rows=36)
     first, second = tmp_path / "first", tmp_path / "second"

@@ -1,4 +1,4 @@
-"""Activations that are recomputed or lie elsewhere come to the same as those that are kept, to the bit."""
+"""Training with recomputed or offloaded activations is bit-identical to training that keeps them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def gradients(engine: sw.Engine) -> dict[str, Tensor]:
 
 
 def raced(model: nn.Module, preset: str, num_ranks: int, mesh: Any, **plan: Any) -> tuple[Any, list[dict[str, Tensor]]]:
-    """A run, and all gradients of each of its steps; every step has two micro-batches, of two lengths."""
+    """Train, and return the run and all gradients of each step. A step has two micro-batches of different lengths."""
     steps: list[dict[str, Tensor]] = []
 
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> Tensor:
@@ -92,7 +92,7 @@ def raced(model: nn.Module, preset: str, num_ranks: int, mesh: Any, **plan: Any)
 
 @pytest.mark.parametrize(("preset", "mesh", "choice"), RACES)
 def test_equal_to_the_bit(preset: str, mesh: dict[str, int] | None, choice: str, tmp_path: Path) -> None:
-    """All gradients of several steps, clipped, of two micro-batches that differ in length."""
+    """All losses, norms, gradients and parameters are equal, over several clipped steps of unequal micro-batches."""
     shares_memory = RACES.index((preset, mesh, choice)) % 2 == 0
     torch.manual_seed(0)
     model, num_ranks = Transformer(tied=True), 4 if mesh else 2
@@ -108,7 +108,7 @@ def test_equal_to_the_bit(preset: str, mesh: dict[str, int] | None, choice: str,
 
 
 class Away:
-    """Bytes where no profiler of torch sees them."""
+    """Keeps bytes where torch's profiler does not see them."""
 
     def __init__(self, store: Elsewhere, source: torch.UntypedStorage) -> None:
         self.store = store
@@ -175,7 +175,7 @@ def test_a_rehearsal_counts_what_a_real_run_holds(choice: str) -> None:
     with treated(twin, plan, store):
         num_recomputed = sum(type(block.forward).__name__ == "Recomputing" for block in twin.blocks)
         measured = profiled_peak(lambda: twin(*batch).backward())
-    generators = num_recomputed * torch.get_rng_state().nbytes  # kept in tensors that no operation makes
+    generators = num_recomputed * torch.get_rng_state().nbytes  # kept in tensors that no operation creates
     promised = max(mark.peak_bytes for mark in activations.marks)
     assert promised == measured + sum(one.nbytes for one in batch) - generators
     assert activations.host_bytes == store.peak
@@ -186,7 +186,7 @@ def test_a_rehearsal_counts_what_a_real_run_holds(choice: str) -> None:
 
 
 class Changing(nn.Module):
-    """The result of a product is added to in place: inside, or outside what it has returned."""
+    """The result of a matrix product is changed in place: inside the block, or by the caller after it was returned."""
 
     def __init__(self, *, inside: bool) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_a_kept_result_that_is_written_to_is_refused(*, inside: bool) -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout, running statistics, keyword arguments, an output in a nest."""
+    """Dropout, running statistics, keyword arguments, and a nested output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Deep(nn.Module):
 
 
 def twice(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Gradients of two backwards through one graph, then a gradient's gradient, and buffers."""
+    """Gradients of two backwards through one graph, then second derivatives; also buffers."""
     torch.manual_seed(1)
     model.zero_grad()
     loss = model(x)
@@ -278,7 +278,7 @@ def test_dropout_statistics_and_several_backwards(policy: str) -> None:
     expected = twice(model, x)
     assert len(results) == len(expected)
     assert all(map(torch.equal, results, expected))
-    gc.collect()  # a graph of a gradient's gradient holds itself
+    gc.collect()  # the graph of a second derivative is a reference cycle
     assert store.now == 0
     assert (store.num_fetched > 0) == (policy == "offload")
 
@@ -289,7 +289,7 @@ def test_a_storage_that_every_block_saves_leaves_once() -> None:
     model = Deep()
     own: list[int] = []
     with treated(model, load_plan({"activations": "offload"}), store):
-        scale = torch.ones(32, 16) * 2  # 2 KiB: small, and stays
+        scale = torch.ones(32, 16) * 2  # 2 KiB: too small to be offloaded
         model.blocks[0](x, scale=scale)
         own.append(store.peak)
     wide = torch.ones(2048, 16) * 2

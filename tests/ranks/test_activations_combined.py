@@ -1,4 +1,4 @@
-"""Activations that are recomputed or offloaded, combined with every other feature of a plan."""
+"""Recomputed or offloaded activations, combined with every other feature of a plan."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ BESIDE: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 CASES = [(name, policy) for name, (_, policies) in BESIDE.items() for policy in policies]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_comes_to_the_same(name: str, policy: str, tmp_path: Path) -> None:
     run, _ = BESIDE[name]
@@ -157,7 +157,7 @@ def test_what_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_found(when: When) -> bool:
-    """Whether training raises that something was touched on its way, or ends with other values than on the CPU."""
+    """Whether training raises because a tensor was touched in flight, or ends with other values than on the CPU."""
     torch.manual_seed(0)
     model, data = Transformer(num_blocks=4), batches(3)
     expected = sharded_run(model, data, "zero3", 2, None, adamw, shares_memory=False)

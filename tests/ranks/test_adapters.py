@@ -34,7 +34,7 @@ class Lora(nn.Module):
 
 
 class Adapted(Transformer):
-    """`needs_grad` makes the frozen embedding's output a leaf, as fine-tuning under checkpointing does."""
+    """With `needs_grad`, the frozen embedding's output requires gradients, as when fine-tuning with checkpointing."""
 
     def __init__(self, *, recompute: bool, needs_grad: bool) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_forwards_and_backwards_in_any_order(order: Any, preset: str, shares_mem
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "messages"])
 def test_recomputed_in_an_inner_backward(shares_memory: bool) -> None:
-    """Reentrant checkpointing runs a nested backward inside of the backward."""
+    """Reentrant checkpointing runs a nested backward inside the backward. Training equals the plain model's."""
 
     class Reentrant(Adapted):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Ranks on several hosts: what they share is read in place, what others need crosses once, and results are the same."""
+"""Ranks on several hosts: ranks of one host read each other's data in place, data for other hosts crosses the network
+once, and results are the same."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ CPU = torch.device("cpu")
 
 
 def summand(rank: int, num_ranks: int) -> Tensor:
-    """Whole numbers, so that no order of a sum rounds."""
+    """Integers, so that sums are exact in any order."""
     return torch.randint(-50, 50, (num_ranks * CHUNK,), generator=torch.Generator().manual_seed(rank)).float()
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("lies_open", [True, False], ids=["lent", "copied"])
 def test_every_verb_on_every_layout(hosts: str, lies_open: bool) -> None:
-    """Right and the same everywhere, started together and waited for in another order on each rank."""
+    """Collectives that start together, and are waited for in a different order on each rank, have the right results."""
     num_ranks = len(hosts)
     total = sum((summand(rank, num_ranks) for rank in range(num_ranks)), start=torch.zeros(num_ranks * CHUNK))
     whole = torch.arange(num_ranks).repeat_interleave(CHUNK).float()
@@ -88,7 +89,7 @@ def test_every_verb_on_every_layout(hosts: str, lies_open: bool) -> None:
 
 
 def test_one_copy_crosses() -> None:
-    """Between two hosts half of a ring's bytes and less, however many ranks each has; on hosts of one rank the same."""
+    """Per collective, each of two hosts sends half of the tensor (all-reduce: all of it), however many ranks it has."""
     for num_local in (1, 2, 4, 8):
         num_ranks = 2 * num_local
         whole = 64 * num_ranks
@@ -117,7 +118,7 @@ def model() -> Transformer:
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
 @pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp", "hsdp", "zero1", "hpz"])
 def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: str) -> None:
-    """And what crosses is what the program says, to the byte."""
+    """Training equals the plain model's, and exactly the predicted bytes are sent between hosts."""
     data = batches(4)
     mesh = {"node": 2, "local": 2} if preset in ("hsdp", "hpz") else None
 
@@ -159,7 +160,7 @@ def test_a_mesh_over_hosts_prices_each_axis() -> None:
 
 
 def test_a_rank_that_is_gone_ends_what_goes_on_beside() -> None:
-    """Threads that carry for others raise where they are waited for, and none is left."""
+    """Threads that forward data for other ranks raise where they are waited for, and all of them end."""
 
     def rank(world: sw.World) -> None:
         comm, group = world.collectives(CPU), world.everybody
@@ -176,7 +177,7 @@ def test_a_rank_that_is_gone_ends_what_goes_on_beside() -> None:
 
 
 def test_lines_do_not_wait_for_each_other() -> None:
-    """A sum that lacks a rank along one line holds up nothing along another."""
+    """A sum that waits for a missing rank on one line does not block sums on another line."""
     late = threading.Event()
 
     def rank(world: sw.World) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are cut: they list boxes, and move between any two products, to one process and back."""
+"""Checkpoints of split models list which part of each parameter a rank has, and load into any mesh or one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks of several hosts, of which one is lost as a whole, with its memory: the others go on from the copies that they
-keep, and end where the unsharded model does."""
+"""Jobs on several hosts, one of which is lost with its memory: the other ranks continue from their copies of its state,
+and end with the results of the unsharded model."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixe
 
 
 class HostDiesAt:
-    """The host of a member is gone where that would send something for the so manieth time, in whichever world; those
-    of `behind` count what is sent beside the training."""
+    """A member's host dies when the member starts its n-th communication (`deaths`), counted across worlds. `behind`
+    counts messages sent in the background instead."""
 
     def __init__(self, deaths: dict[int, int], behind: dict[int, int] | None = None, *, as_host: bool = True) -> None:
         self.deaths, self.behind, self.as_host = deaths, behind or {}, as_host
@@ -97,7 +97,7 @@ class HostDiesAt:
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_PORTION_BYTES", 512)
-    torch.manual_seed(0)  # of gradients next to 0 Adam makes large steps, by however they were rounded
+    torch.manual_seed(0)  # Adam turns gradients near 0 into large steps in either direction, depending on rounding
 
 
 CASES = [
@@ -128,7 +128,7 @@ def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, por
 @one_in(3)
 @pytest.mark.parametrize("portion", list(range(16, 26)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
-    """The host that dies second takes along a step that was taken at the second attempt."""
+    """When a second host dies, a step that succeeded only at its second attempt is lost, and is taken again."""
     void = race(PLANS["zero2"], HostDiesAt({0: 33}, {3: portion}), tmp_path, hosts=HOSTS["1 2 1"])
     assert len(void) == 2, "two hosts were lost"
 
@@ -151,12 +151,12 @@ def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [24, 33, 41, 47, 58])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
-    """Its image is there, and newer than the copy of it may be."""
+    """The dead rank's image is still on its host, and may be newer than the copy elsewhere."""
     race(PLANS[name], HostDiesAt({2: at}, as_host=False), tmp_path, hosts=HOSTS["2 2"])
 
 
 def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`is_lost[0]` is true while the gathers of what the step `at_step` has updated are started."""
+    """`is_lost[0]` is true while the gathers of the parameters that step `at_step` has updated are started."""
     for mover in engine._sharded.runner.gathering._executor.movers.values():
         gather = mover.params.gather_updated
 
@@ -169,7 +169,7 @@ def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypat
 
 
 class DiesBeforeOthersHaveItsUpdate:
-    """A member on a host that lives is gone when all have committed a step, and nobody has what it has updated."""
+    """A member dies, its host survives: all have committed a step, but no other rank has the updated parameters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
         self.at_step, self.monkeypatch = at_step, monkeypatch
@@ -203,8 +203,8 @@ class DiesBeforeOthersHaveItsUpdate:
 def test_a_rank_dies_before_its_neighbour_has_its_update(
     name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its neighbour reads its image, but not what it had outside: that was still to be gathered. So all return to the
-    step before."""
+    """Its neighbour can read the image, but not the updated parameters, which were not gathered yet. So all ranks
+    return to the previous step."""
     plant = DiesBeforeOthersHaveItsUpdate(monkeypatch, 3)
     race(PLANS[name], plant, tmp_path, shares_memory=shares_memory, hosts=HOSTS["2 2"])
     assert plant.has_died
@@ -212,7 +212,7 @@ def test_a_rank_dies_before_its_neighbour_has_its_update(
 
 @pytest.mark.parametrize("survive", ["host", "buddy"])
 def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_path: Path) -> None:
-    """No rank could return to the step before."""
+    """Without copies no rank could return to the previous step, so a step ends only when all ranks have its update."""
     models = [Net() for _ in range(NUM_RANKS)]
 
     def work(world: World, member: int) -> list[bool]:
@@ -241,7 +241,7 @@ def test_copies_cost_what_is_promised(name: str, frozen: bool, tmp_path: Path) -
     for meter, report, promised in metered(PLANS[name], HOSTS["2 2"], tmp_path, frozen=frozen).values():
         assert meter.num_copies == NUM_STEPS + 1, "one as it begins, one behind each step"
         once = promised.sent_once
-        slack = 8 * 3 * 64 + 4096  # cells begin at multiples of 64 bytes; steps are numbers beside
+        slack = 8 * 3 * 64 + 4096  # cells begin at multiples of 64 bytes; step numbers are stored next to them
         per_step = (meter.sent_bytes - once) / meter.num_copies
         assert abs(report.kept_bytes - promised.kept) < 2 * slack
         assert promised.sent * 0.7 - slack < per_step < promised.sent + slack, "the first has no states yet"
@@ -272,7 +272,7 @@ def metered(
 
 
 def test_copies_are_in_memory_of_the_process_where_no_other_outlives_it(tmp_path: Path) -> None:
-    """Hosts without /dev/shm: what is lost then is a rank and its keeper alone."""
+    """On hosts without /dev/shm, copies are in the processes' own memory. The loss of a host is survived."""
     deaths = HostDiesAt({1: 40})
 
     def without_folder(engine: sw.Engine, member: int) -> None:
@@ -291,7 +291,7 @@ def test_copies_are_in_memory_of_the_process_where_no_other_outlives_it(tmp_path
 
 
 def last_words(plan: dict[str, Any], plant: HostDiesAt, hosts: str, folder: Path) -> set[str]:
-    """What those say who cannot go on."""
+    """The error messages of the ranks that cannot continue."""
     models = [Net() for _ in range(NUM_RANKS)]
 
     def work(world: World, member: int) -> str:
@@ -347,7 +347,7 @@ def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
 def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
     follows: bool, asks: bool, portion: int, tmp_path: Path
 ) -> None:
-    """Neither with a loader that follows the engine, nor where a loop hands its own batches to `train_step`."""
+    """With a loader that follows the engine, and with a loop that passes its own batches to `train_step`."""
     _, plain = trained_alone(start := Net(), adamw, clip=None, scheduled=False)
     models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
     samples = [(batches()[step][0][row], batches()[step][1][row]) for step in range(NUM_STEPS) for row in range(ROWS)]
@@ -367,7 +367,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
                 engine.mean(0.0)
         else:
             for x, y in batches():
-                engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a share less changes nothing
+                engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a lost share changes nothing
                 if asks:
                     engine.mean(0.0)
         engine._session._survival.await_copies()
@@ -387,7 +387,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
 @pytest.mark.parametrize("hosts", ["aabbb", "aabba", "aabbc"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
 def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: Path) -> None:
-    """Copies are set up anew with it, and serve when another host is lost."""
+    """Copies are kept again if the replacement is on another host than the survivors; results are the plain model's."""
     start = Net()
     _, plain = trained_alone(start, adamw, clip=None, scheduled=False)
     models = [copy.deepcopy(start) for _ in hosts]
@@ -422,8 +422,8 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
 
 
 class DiesBehindItsStep:
-    """A member has published a step's version and is gone before the others have what it has updated: as where that
-    takes long."""
+    """A member publishes that it has finished a step, and dies before the others have its updated parameters, as when
+    the gather takes long."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
         self.at_step, self.monkeypatch = at_step, monkeypatch
@@ -453,7 +453,7 @@ class DiesBehindItsStep:
 def test_a_rank_dies_with_what_it_has_updated_on_its_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that averages weights between steps never meets the fault there, where nothing could be taken again."""
+    """The fault never interrupts a loop that averages weights between steps, where no step could be repeated."""
     model, plant = Net(), DiesBehindItsStep(monkeypatch, 3)
     _, plain = trained_alone(model, adamw, clip=None, scheduled=False)
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]

@@ -1,4 +1,4 @@
-"""A budget: the least offload that fits, or a refusal with figures before anything is changed."""
+"""A memory budget: the least offload that fits, or a refusal with figures before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.thorough import one_in, thorough_only
 pytestmark = one_in(6)
 
 MODEL_BYTES = 42_368 * 4
-"""Of the parameters, in fp32."""
+"""Bytes of the parameters in fp32."""
 
 
 def model_of() -> Transformer:
@@ -88,7 +88,7 @@ MIXED: dict[str, tuple[str, dict[str, float]]] = {
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize("case", MIXED)
 def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, shares_memory: bool) -> None:
-    """States of some units on the device, of some on the host, of some on a disk; and of these two some parameters."""
+    """States of some units are on the device, of others on the host or on disk, and so are some parameters."""
     preset, offload = MIXED[case]
     model, data = model_of(), batches(4, rows=12)
     plan = {"clip_grad_norm": 0.5, "offload": offload, "disk": str(tmp_path)}
@@ -99,7 +99,7 @@ def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, s
     assert 0 < len(found["on_disk"]) < len(found["updated"]) < 4
     report = found["report"]
     assert report.promised_on_disk == report.measured_on_disk
-    steps = 4 * len(list(model.parameters()))  # torch's Adam counts them in a tensor for each parameter
+    steps = 4 * len(list(model.parameters()))  # torch's Adam counts steps in a tensor for each parameter
     for promised, measured in ((report.promised_on_host, report.measured_on_host), (report.promised, report.measured)):
         assert promised["optim"] > 0
         assert 0 <= measured["optim"] - promised["optim"] <= steps
@@ -144,7 +144,7 @@ def test_a_disk_takes_what_the_host_has_no_room_for(
 
 
 def said_of_budget(caplog: pytest.LogCaptureFixture, **beside_device: Any) -> list[str]:
-    """The lines that say how a budget was met, and warnings beside them."""
+    """The log lines on how a budget was met, including warnings."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         wanted = {"device": int(2.1 * MODEL_BYTES), **beside_device}
@@ -156,7 +156,7 @@ def said_of_budget(caplog: pytest.LogCaptureFixture, **beside_device: Any) -> li
 def test_it_says_how_long_a_step_takes_at_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the rates of the machine's calibration, or by which command to get them."""
+    """The time comes from the machine's calibration. Without one, the log names the commands that measure it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     disk = {"host": 660_000, "disk": str(tmp_path / "states")}
     (unknown,) = [line for line in said_of_budget(caplog, **disk) if "To estimate times" in line]
@@ -246,7 +246,7 @@ def test_more_than_the_smallest_device_has_is_refused() -> None:
 
 
 class SmallerDevice(RankDevice):
-    """The device of a rank, with half of the memory."""
+    """A rank's device with 40 MiB of memory."""
 
     def __init__(self, rank_device: RankDevice) -> None:
         super().__init__(rank_device.device, rank_device.accelerator, 1)
@@ -305,7 +305,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("preset", ["zero3-kept", "zero3", "ddp"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_a_pipeline_s_budget_is_of_its_whole_schedule(preset: str, schedule: str) -> None:
-    """What is held of a stage between the forwards of later micro-batches and their backwards counts."""
+    """The budget includes what a stage holds between the forwards of later micro-batches and their backwards."""
     torch.manual_seed(0)
     models = [Decoder(num_blocks=8) for _ in range(4)]
     plan = {"preset": preset, "mesh": {"pp": 2, "dp": 2}, "accumulate": 6, "pipeline": {"schedule": schedule}}
@@ -329,7 +329,7 @@ def test_a_pipeline_s_budget_is_of_its_whole_schedule(preset: str, schedule: str
 def test_later_micro_batches_hold_what_those_before_them_do(
     preset: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a budget looks at some of them only."""
+    """The prediction is the same for any number of micro-batches, so a budget computes only some of them."""
     with torch.device("meta"):
         model = Decoder(num_blocks=8)
     sizes = {"pp": 4, "dp": 2}
@@ -345,7 +345,7 @@ def test_later_micro_batches_hold_what_those_before_them_do(
 @one_in(5)
 @pytest.mark.parametrize("axis", SPLIT)
 def test_models_that_are_split_have_a_budget(axis: str) -> None:
-    """The rank that holds most has to fit: each rank's own promise says that it does, and one unit less would not."""
+    """The rank that holds most fits the budget; with one unit less offloaded it would not. Training is unchanged."""
     torch.manual_seed(0)
     model: torch.nn.Module = mixture() if axis == "ep" else Decoder()
     data = batches(2, 8)

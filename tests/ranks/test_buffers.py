@@ -1,4 +1,4 @@
-"""Buffers that change, whenever and however, are rank 0's on all ranks after each step."""
+"""After each step, buffers have rank 0's values on all ranks, however and whenever they were changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwise.testing import run_ranks
 Tensor = torch.Tensor
 NUM_STEPS = 6
 Change = Callable[[nn.Module, int, int], None]
-"""Called in every forward with the module, the rank and the step."""
+"""Called in every forward with the module, the rank and the number of the call."""
 
 
 class Counting(nn.Module):
-    """A small model whose forward changes buffers by `change`."""
+    """A small model whose forward changes its buffers by calling `change`."""
 
     def __init__(self, numel: int = 4) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Counting(nn.Module):
 
 
 def trained(model: nn.Module, change: Change | None, preset: str = "zero3", **plan: Any) -> list[dict[str, Tensor]]:
-    """The buffers of each rank after the last step. Exchanges are counted in `num_exchanges`."""
+    """Train, and return the buffers of each rank after the last step."""
     replicas = [copy.deepcopy(model) for _ in range(2)]
 
     def rank(world: sw.World) -> dict[str, Tensor]:

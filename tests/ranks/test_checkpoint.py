@@ -1,4 +1,4 @@
-"""Save, stop, resume: the same numbers as without stopping; and a damaged checkpoint is refused by name."""
+"""Save, stop and resume: results equal those of a run that never stopped. A damaged checkpoint is refused by name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_resume_is_bit_exact(preset: str, num_ranks: int, mesh: Any, precision: 
 
 
 def test_another_world_can_read_it(tmp_path: Path) -> None:
-    """Every rank reads the elements it needs, whoever wrote them."""
+    """Each rank reads the elements it needs, whichever rank wrote them."""
 
     def write(engine: sw.Engine) -> Any:
         train_steps(engine, range(4))
@@ -109,7 +109,7 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
         engine.save(tmp_path)
         train_steps(engine, range(2))
         engine.save(tmp_path)
-        engine.save(tmp_path)  # the same step again replaces it
+        engine.save(tmp_path)  # saving the same step again replaces it
         if engine.world.rank == 0:
             (tmp_path / ".writing-step-00000009").mkdir()
             (tmp_path / "step-00000008").mkdir()
@@ -118,7 +118,7 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
         assert resumed is not None
         engine.world.barrier()
         if engine.world.rank == 0:
-            (tmp_path / "latest").unlink()  # as after a crash in the first save of all
+            (tmp_path / "latest").unlink()  # as after a crash in the very first save
         engine.world.barrier()
         again = engine.resume(tmp_path)
         assert again is not None
@@ -129,7 +129,7 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
 
 
 def everything(engine: sw.Engine) -> dict[str, torch.Tensor]:
-    """This rank's pieces, states and buffers, copied."""
+    """Copies of this rank's pieces, states and buffers."""
     return {entry.key: entry.tensor.detach().clone() for entry in content(engine._sharded).entries}
 
 
@@ -149,7 +149,7 @@ def flip(path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[Index], None]) -> None:
-    """An index that says something else, with the checksum that belongs to it."""
+    """Change an index, and write it with a matching checksum."""
     index = read_index(path)
     change(index)
     (path / "index.json").write_text(index.to_json())
@@ -244,7 +244,7 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["param", "state.exp_avg_sq"])
 def test_damage_found_before_the_first_step_leaves_nothing_behind(kind: str, tmp_path: Path) -> None:
-    """A new engine has no states, so they are read straight into the memory they would have: it never gets them."""
+    """A new engine has no optimizer states yet, and a resume that fails does not create any."""
     path = saved(tmp_path)
     index = read_index(path)
     chunk = [chunk for chunk in index.chunks if chunk.kind == kind and chunk.file == "rank-00001.safetensors"][-1]

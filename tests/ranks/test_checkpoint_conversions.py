@@ -1,4 +1,4 @@
-"""Whatever wrote a checkpoint, anything can read it: every preset, world, unit boundary and precision."""
+"""Every checkpoint can be read by any preset, world size, unit boundary and precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.testing import run_ranks
 from tests.thorough import drawn, thorough_only, varies
 
 IN_MEMORY = sorted(name for name, one in PRESETS.items() if one.optim.tier != "disk")
-ROWS = 24  # divides among 1, 2, 3, 4 and 8 ranks
+ROWS = 24  # divisible by 1, 2, 3, 4 and 8 ranks
 Tensors = dict[tuple[str, str], torch.Tensor | None]
 
 
@@ -38,7 +38,7 @@ def model() -> Transformer:
 
 
 def optimizer_of(made: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, so that parameters come in another order than in the model."""
+    """Two groups, so that parameters are in another order than in the model."""
     groups = [
         {"params": [param for param in made.parameters() if param.dim() < 2], "weight_decay": 0.0},
         {"params": [param for param in made.parameters() if param.dim() > 1]},
@@ -51,7 +51,7 @@ def on_ranks(num_ranks: int, plan: dict[str, Any], work: Callable[[sw.Engine], A
 
 
 def whole(engine: sw.Engine) -> Tensors:
-    """Parameters, and moments under the names of theirs."""
+    """All parameters, and their moments by parameter name."""
     params = dict(engine.module.named_parameters())
     values = engine.state_dict()
     moments = engine.optimizer_state_dict()["state"]
@@ -66,15 +66,15 @@ def whole(engine: sw.Engine) -> Tensors:
 
 
 def damage(path: Path, place: int = -1) -> None:
-    """Another byte at `place`; the last one is one of a tensor's, but on rank 0."""
+    """Flip a bit of the byte at `place`. The last byte belongs to a tensor, except in rank 0's file."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
-    with path.open("r+b") as file:  # the same file
+    with path.open("r+b") as file:  # in place: the file itself stays the same
         file.write(content)
 
 
 def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
-    """Bit by bit; a frozen parameter, which rests in the precision, may have been rounded to bf16 on the way."""
+    """Equal bit by bit. Only a frozen parameter, kept in the compute dtype, may have been rounded to bf16."""
     for key, value in one.items():
         there = other[key]
         assert (value is None) == (there is None), key
@@ -86,7 +86,7 @@ def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
 
 
 def steps_of(engine: sw.Engine) -> set[float]:
-    """The optimizer's own step counters on this rank."""
+    """The optimizer's step counters on this rank."""
     optimizer = engine._sharded.require_optimizer()
     states = [optimizer.state_of(piece) for piece in optimizer.pieces]
     return {float(state["step"]) for state in states if state}
@@ -126,7 +126,7 @@ def test_every_preset_reads_every_preset(tmp_path: Path) -> None:
 
 
 def test_a_run_that_grows_and_shrinks(tmp_path: Path) -> None:
-    """1, 2, 3, 8, 4 and 1 ranks, a few steps each, are one run."""
+    """Legs of two steps on 1, 2, 3, 8, 4 and 1 ranks have the losses of one run."""
     data = batches(12, rows=ROWS)
     expected = on_ranks(1, {"preset": "ddp"}, lambda engine: train(engine, data))[0]
     losses: list[float] = []
@@ -187,9 +187,8 @@ def test_any_to_any(wrote: tuple[int, dict[str, Any]], reads: tuple[int, dict[st
 
 
 def test_each_rank_reads_and_holds_what_it_needs(tmp_path: Path) -> None:
-    """From 2 ranks to 8: states, which are new, once, but for the edges of blocks; parameters twice, to check and then
-    to fill. Allocated are the states, and the few blocks that reading takes.
-    """
+    """From 2 ranks to 8: optimizer states, which are new, are read once, except for block edges. Parameters are read
+    twice, to check and then to fill them. Memory is allocated for the states and a few blocks only."""
     num_layers, layer_bytes = 4, 4 * 1024 * 1024
     needed = 3 * num_layers * layer_bytes // 8
 
@@ -221,7 +220,7 @@ def test_each_rank_reads_and_holds_what_it_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_over_a_state_that_is_there(precision: str, tmp_path: Path) -> None:
-    """It comes back whole; and a checkpoint that is damaged changes nothing."""
+    """Resuming into an engine with states restores everything; a damaged checkpoint changes nothing."""
     data = batches(4, rows=ROWS)
 
     def work(engine: sw.Engine) -> None:
@@ -248,8 +247,8 @@ def test_over_a_state_that_is_there(precision: str, tmp_path: Path) -> None:
 def test_a_checkpoint_that_changes_after_it_was_checked_is_refused(
     is_settled: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """By its sums, which are made a second time where a file is new, or its times tell of a write; a whole checkpoint
-    then makes the model whole again."""
+    """Checksums detect it: they are computed a second time if a file is new, or if its times show a write. Resuming
+    from an intact checkpoint then restores the model."""
     if is_settled:
         monkeypatch.setattr(import_module("shardwise.checkpoint.transfer"), "SETTLED_SECONDS", -1)
     data, module = batches(2, rows=ROWS), import_module("shardwise.checkpoint.load")
@@ -266,7 +265,7 @@ def test_a_checkpoint_that_changes_after_it_was_checked_is_refused(
         engine.save(tmp_path / "good", wait=True)
         saved = whole(engine)
         engine.save(tmp_path / "bad", wait=True)
-        time.sleep(0.05)  # more than the steps in which kernels count a file's times
+        time.sleep(0.05)  # more than the granularity of a file's times
         with pytest.raises(CheckpointError, match=r"changed while it was read.*Resume again.*is damaged in"):
             engine.resume(tmp_path / "bad")
         engine.resume(tmp_path / "good")
@@ -277,7 +276,7 @@ def test_a_checkpoint_that_changes_after_it_was_checked_is_refused(
 
 
 def test_copies_share_the_writing(tmp_path: Path) -> None:
-    """All ranks of `ddp` have everything; each writes its part."""
+    """With `ddp` every rank has everything, and each writes a part of it."""
 
     def write(engine: sw.Engine) -> None:
         train(engine, batches(1, rows=ROWS))

@@ -1,4 +1,4 @@
-"""What a save or a resume cannot mean is refused in a sentence on all ranks; what happens to a folder is survived."""
+"""A save or a resume that makes no sense raises a clear error on all ranks. Changes of the folder are survived."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_was_removed_is_made_again(what: str, wait: bool, tmp_path: Path) -
 
 
 def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's file and note are there; rank 1 cannot leave its own any more."""
+    """Rank 0 has written its file and note; rank 1 cannot write its own any more. Both raise the same error, soon."""
     run, go = tmp_path / "run", threading.Event()
     plain = write.write_text
 
@@ -112,7 +112,7 @@ def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypa
 def test_a_place_that_may_not_be_looked_into_is_refused_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on rank 0 alone, and not taken for an empty one."""
+    """On all ranks, not only on rank 0. The folder is not mistaken for an empty one."""
     plain = os.listdir
 
     def denied(path: Any) -> list[str]:
@@ -164,11 +164,11 @@ def test_verify_reads_what_the_ranks_remember(tmp_path: Path) -> None:
     assert "rank-00001.safetensors is damaged in rank 1" in problems[0]
 
 
-# -- what a save cannot mean -----------------------------------------------------------------------------
+# -- saves that make no sense ----------------------------------------------------------------------------
 
 
 def test_gradients_that_wait_are_not_left_behind(tmp_path: Path) -> None:
-    """Nor those that somebody has assigned."""
+    """Saving is refused while gradients, computed or assigned, wait for a step."""
 
     def work(engine: sw.Engine) -> None:
         step(engine)
@@ -294,7 +294,7 @@ def test_a_latest_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: py
 def test_a_failure_of_one_rank_is_everybodys(
     where: str, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two agreements: nobody waits for a rank that has failed by itself."""
+    """If one rank fails between two agreements, all raise its error, and none waits for it."""
     plain_sized, plain_take = buffers.Stage.sized, snapshot.Snapshot.take
     armed = threading.Event()
 
@@ -352,7 +352,7 @@ def test_a_failure_of_one_rank_is_everybodys(
 
 
 def test_a_rank_that_died_behind_a_save_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is gone: no note will come. Seen by whoever waits for it, without a message."""
+    """Its process is gone and will write no note. Ranks that wait for it detect this without a message."""
     plain = saver.Writer.me
 
     def me() -> saver.Writer:
@@ -391,7 +391,7 @@ ADAMS = {"AdamW", "Adam", "our AdamW", "our narrow AdamW"}
 @pytest.mark.parametrize("wrote", OPTIMIZERS)
 @one_in(5)
 def test_another_optimizers_states_are_refused(wrote: str, tmp_path: Path) -> None:
-    """What keeps the same states goes on from them; settings, such as momentum, come from the checkpoint."""
+    """Optimizers with the same states can use each other's. Settings, such as momentum, come from the checkpoint."""
 
     def first(engine: sw.Engine) -> None:
         step(engine)
@@ -441,7 +441,7 @@ def weights_only(model: nn.Module) -> Any:
 
 
 def test_a_head_is_not_dropped(tmp_path: Path) -> None:
-    """Two tensors come into a tied model only if they are the same."""
+    """A tied model loads two tensors only if they are equal, and an untied one refuses a tied checkpoint."""
 
     def write(engine: sw.Engine) -> None:
         engine.save(tmp_path / "other")
@@ -468,7 +468,7 @@ def test_a_head_is_not_dropped(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """Buffers of which several elements are one number in memory."""
+    """Buffers in which several elements share memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -519,7 +519,7 @@ def test_buffers_whose_elements_share_memory_come_back(tmp_path: Path) -> None:
 
 
 class Scaled(nn.Module):
-    """With a parameter that is a single number."""
+    """A model with a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "Rprop", "RMSprop"])
 def test_states_of_a_number_come_along_from_a_plain_loop(kind: str, tmp_path: Path) -> None:
-    """And through a checkpoint, and a copy of it."""
+    """`shard` keeps them, and so do a checkpoint and a converted copy of it."""
     numbers = torch.Generator().manual_seed(0)
     data = [torch.randn(4, 6, generator=numbers) for _ in range(4)]
 

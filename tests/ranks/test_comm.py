@@ -1,4 +1,4 @@
-"""Collectives, over messages between pairs and over shared memory: right at every size, the same bits everywhere."""
+"""Collectives over pairwise messages and over shared memory: right at every size, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_all_reduce_is_the_same_everywhere(
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_all_to_all_of_any_lengths(run_ranks: RunRanks, num_ranks: int) -> None:
-    """Rank i sends i * j numbers to rank j; what is empty does not travel."""
+    """Rank i sends i * j numbers to rank j; empty tensors are not sent."""
 
     def rank(world: sw.World) -> int:
         me, collectives = world.rank, world.collectives(torch.device("cpu"))
@@ -101,7 +101,7 @@ def test_all_to_all_of_any_lengths(run_ranks: RunRanks, num_ranks: int) -> None:
         arrived = [torch.zeros(other * me) for other in range(num_ranks)]
         collectives.all_to_all(arrived, sent, world.everybody, "x").wait()
         for other in range(num_ranks):
-            expected = 10 * other + me if other != me else 0  # what one has oneself is left alone
+            expected = 10 * other + me if other != me else 0  # a rank's own part is left alone
             assert torch.equal(arrived[other], torch.full((other * me,), float(expected)))
         return sum(collectives.ledger.sent_bytes.values())
 
@@ -125,8 +125,8 @@ def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
 
 
 def test_messages_of_a_link_arrive_in_the_order_of_sending(run_ranks: RunRanks) -> None:
-    """Both ways at once, of any length and dtype, many before the first is asked for; each tensor is its sender's
-    again once it was waited for."""
+    """In both directions at once, of any length and dtype, with many sends before the first receive. A tensor may be
+    changed once its send was waited for."""
     lengths = [5, 1, 40_000, 0, 7, 40_000, 40_000, 40_000, 3]
 
     def message(sender: int, number: int) -> Tensor:
@@ -153,7 +153,7 @@ def test_messages_of_a_link_arrive_in_the_order_of_sending(run_ranks: RunRanks) 
 
 
 def test_messages_of_a_link_go_through_the_memory_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 are of one host, 2 and 3 of another: only what goes from host to host is posted."""
+    """Ranks 0 and 1 are on one host, 2 and 3 on another: only messages between hosts use the transport."""
 
     def host() -> str:
         return "ab"[int(threading.current_thread().name.removeprefix("rank ")) // 2]
@@ -234,7 +234,7 @@ def test_staging_is_used_again_and_takes_no_memory_meanwhile() -> None:
     pool = StagingPool()
     with torch.inference_mode():
         first = pool.take(3, 5, torch.float32)
-    first.chunks[2].fill_(1.0)  # as a training step would after an evaluation
+    first.chunks[2].fill_(1.0)  # as a training step after an evaluation
     other = pool.take(3, 5, torch.float32)
     assert other is not first, "two sums may be under way at once"
     storage = first.chunks[0].untyped_storage()
@@ -243,6 +243,6 @@ def test_staging_is_used_again_and_takes_no_memory_meanwhile() -> None:
     assert pool.take(3, 5, torch.bfloat16) is not first
     assert pool.take(3, 5, torch.float32) is first
     assert storage.nbytes() == 3 * 5 * 4
-    for number in range(1000):  # of activations, say
+    for number in range(1000):  # of activations, for example
         pool.give_back(pool.take(1, number, torch.float32))
     assert pool._num_unused <= 256

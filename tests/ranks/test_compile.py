@@ -1,4 +1,4 @@
-"""Compiled units: the numbers of the plain model, one whole graph per class of block, originals back at the end."""
+"""Compiled units have the results of the plain model, one graph without breaks per block class, and can be undone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardwise.runtime.compiled import _compiled
 from shardwise.testing import run_ranks
 from tests.thorough import thorough_only
 
-BACKEND = "aot_eager"  # traces forward and backward as inductor does, and needs no C++ compiler
+BACKEND = "aot_eager"  # traces forward and backward like inductor, and needs no C++ compiler
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 @pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 2), ("zero2", 2)])
 def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) -> None:
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) 
     run = sharded_run(model, data, preset, num_ranks, None, compile=BACKEND, after=after)
     assert_same(run, plain_run(model, data))
     assert run.extra["compiled"]
-    assert "forward" not in run.extra["model"].blocks[0].__dict__  # closing the engine puts it back
+    assert "forward" not in run.extra["model"].blocks[0].__dict__  # closing the engine restores it
     assert not counters["graph_break"]
     assert 1 <= counters["stats"]["unique_graphs"] <= 2  # the three blocks share one
 

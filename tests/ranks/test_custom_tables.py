@@ -1,4 +1,4 @@
-"""Tables between the presets, from `rows` in a plan, train like the plain model."""
+"""Tables between the presets, given by `rows` in a plan, train like the plain model."""
 
 from __future__ import annotations
 

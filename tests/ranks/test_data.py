@@ -1,4 +1,4 @@
-"""Training on a loader: the same global batches at any world size, stopped and gone on with at another one."""
+"""Training with a loader: the same global batches at any world size, also after resuming at another one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH_ROWS, STEPS = 12, 6
 
 
 class Rows(Dataset[Tensor]):
-    """30 rows of tokens, int64 `[LENGTH + 1]` each."""
+    """30 rows of tokens, each int64 `[LENGTH + 1]`."""
 
     def __init__(self) -> None:
         self.rows = torch.randint(VOCAB, (30, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -35,7 +35,7 @@ class Rows(Dataset[Tensor]):
 
 
 class RowStream(IterableDataset[Tensor]):
-    """The same rows without an index, with a state."""
+    """The same rows as a stream, without random access but with a state."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -60,7 +60,7 @@ def mixture() -> sw.data.Mixture:
 
 
 def mask_one(row: Tensor, generator: np.random.Generator) -> Tensor:
-    """An augmentation that draws."""
+    """An augmentation that draws random numbers."""
     row[int(generator.integers(LENGTH))] = 0
     return row
 
@@ -96,7 +96,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(source: str, num_ranks
 
 
 def train(engine: sw.Engine, loader: Iterable[Tensor], accumulate: int, run: Run, *, most: int = STEPS) -> None:
-    """The plain loop: micro-batches come one by one, `step` updates after the last one of a step."""
+    """A plain loop over micro-batches; `step` updates after the last one of a step."""
     losses: list[float] = []
     for rows in loader:
         loss = engine(rows[:, :-1], rows[:, 1:])
@@ -110,7 +110,7 @@ def train(engine: sw.Engine, loader: Iterable[Tensor], accumulate: int, run: Run
 
 
 def trained(models: list[nn.Module], source: str, folder: Path, *, accumulate: int = 1, most: int = STEPS) -> list[Run]:
-    """Go on from the checkpoint in `folder` if there is one, train up to `most` more steps, and save."""
+    """Resume from the checkpoint in `folder`, if there is one, train up to `most` more steps, and save."""
 
     def rank(world: sw.World) -> Run:
         model, run = models[world.rank], Run()
@@ -140,7 +140,7 @@ def replicas(num: int) -> list[nn.Module]:
 def test_a_run_goes_on_at_another_world_size_as_if_never_stopped(
     source: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
-    """`before` and `after` are ranks and micro-batches; the twin is one rank that never stops."""
+    """`before` and `after` are numbers of ranks and micro-batches; the twin is one rank that never stops."""
     (twin,) = trained(replicas(1), source, tmp_path / "twin")
     first = trained(replicas(before[0]), source, tmp_path / "run", accumulate=before[1], most=2)[0]
     second = trained(replicas(after[0]), source, tmp_path / "run", accumulate=after[1])[0]

@@ -1,7 +1,7 @@
-"""On a mesh with a model axis, what concerns all who hold the same part of the model is theirs alone.
+"""On a mesh with a model axis, ranks with the same part of the model agree and communicate only among themselves.
 
-No plan has such a mesh, so it is put in by hand. Two models that have nothing in common train
-side by side, one at either place of the model axis, and each as if it were alone.
+The tests add a model axis, `parts`. Two unrelated models train side by side, one at each place of this axis, each as if
+it were alone.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def _parts_is_a_model_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_at(place: int) -> nn.Module:
-    """Stages of different depth, width and kind; each has its own first values on every rank."""
+    """Models that differ in depth, width and kind, with different initial values on every rank."""
     if place:
         return nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 24), nn.Linear(24, 8))
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
 def models() -> dict[tuple[int, int], nn.Module]:
-    """One for each rank, by its places on both axes. Those of a group differ, and take the first one's values."""
+    """One model per rank, by its places on both axes. Those of a group differ, and must get the first one's values."""
     made = {}
     for data_place, model_place in itertools.product(range(2), repeat=2):
         torch.manual_seed(10 * data_place + model_place)
@@ -103,7 +103,7 @@ def test_two_models_train_side_by_side_as_if_alone(
 
 
 def test_models_are_compared_within_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those at one place of the model axis differ from those at the other; one of them differs from its own too."""
+    """Models may differ between places of the model axis. A difference within a place is an error."""
     monkeypatch.setattr(sharding, "mesh_for", lambda *_: MESH)
     widths = [4, 6, 4, 7]
     with pytest.raises(ModelError, match=r"rank 1 has weight \[6, 4\] torch.float32 where rank 3 has weight \[7, 4\]"):

@@ -1,4 +1,4 @@
-"""Loops written with DeepSpeed's calls, beside the same loop in plain PyTorch."""
+"""Loops written with DeepSpeed's calls, compared with the same loop in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def plain(model: nn.Module, steps: list[Tensor]) -> tuple[list[float], list[float]]:
-    """Losses and norms of the loop that DeepSpeed's config describes, on one process."""
+    """Losses and norms, in one process, of the training that DeepSpeed's config describes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = deepspeed.lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.01, warmup_num_steps=4)
     losses, norms = [], []
@@ -80,7 +80,7 @@ def trained(engine: deepspeed.DeepSpeedEngine, steps: list[Tensor], rank: int) -
 @one_in(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
-    """Six steps, the last three after a checkpoint that another stage's engine goes on from."""
+    """Six steps, the last three after an engine with another ZeRO stage has loaded a checkpoint."""
     torch.manual_seed(0)
     model = Transformer()
     steps = batches(6)
@@ -159,7 +159,7 @@ def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_backwards_of_other_kinds(stage: int) -> None:
-    """A graph that is kept for a second backward, and a loss that is not divided by the micro-batches."""
+    """A graph that is retained for a second backward, and a loss that is not divided by the number of micro-batches."""
     torch.manual_seed(0)
     model, tokens = Transformer(), batches(1)[0]
     twin = copy.deepcopy(model)
@@ -212,20 +212,20 @@ def test_fp16_counts_what_it_skipped() -> None:
         assert engine.overflow
         assert not engine.was_step_applied()
         assert (engine.global_steps, engine.skipped_steps) == (2, 2)
-        assert engine.get_lr() == rates  # the schedule waits for steps that are taken
+        assert engine.get_lr() == rates  # the schedule advances only with steps that are taken
         assert engine.cur_scale < 2.0**40
 
     run_ranks(RANKS, rank_of)
 
 
 def events(path: Path) -> list[dict[str, float]]:
-    """Rows of a table of events, without what a row has not."""
+    """The rows of a CSV file of events, without empty cells."""
     with path.open(newline="") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def test_a_csv_monitor_is_told_of_losses_and_rates_against_samples(tmp_path: Path) -> None:
-    """Four steps, the last two after a checkpoint, from which a script goes on that had come further."""
+    """Four steps. After the third, a new engine loads the second one's checkpoint: its events replace older ones."""
     torch.manual_seed(0)
     model, steps = Transformer(), batches(4)
     twin = copy.deepcopy(model)
@@ -289,7 +289,7 @@ def test_whoever_becomes_rank_0_goes_on_with_the_events(tmp_path: Path) -> None:
     ]
     for number in (4, 8, 12):
         if number == 12:
-            ranks[:] = [-1, 0]  # the first is gone
+            ranks[:] = [-1, 0]  # the first rank has left
         for monitor in monitors:
             monitor.begin()
             monitor.write_events([("loss", float(monitors.index(monitor)), number)])
@@ -354,7 +354,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 class Tokens(nn.Embedding):
-    """An embedding whose weight is the head's, too."""
+    """An embedding that shares its weight with the head."""
 
 
 def as_head(layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -430,7 +430,7 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
 
 
 def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch sizes and loops of DeepSpeed scripts belong to one world size."""
+    """Batch sizes and loops of DeepSpeed scripts fit one world size only, so the engine needs all ranks to continue."""
     needing: list[int] = []
     monkeypatch.setattr(ThreadMembership, "needs_all", lambda self: needing.append(self.member))
     models = [Transformer() for _ in range(RANKS)]

@@ -1,4 +1,4 @@
-"""DeepSpeed's layer of experts over ranks that share in them, against the same model in one process."""
+"""DeepSpeed's MoE layer with its experts divided over ranks, compared with the same model in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYERS: list[tuple[int, int, dict[str, Any]]] = [
 
 
 class Expert(nn.Module):
-    """With biases, a norm, and a second output that the layer leaves out."""
+    """An expert with biases, a norm, and a second output that the layer ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Model(nn.Module):
 def build(ep_size: int, settings: dict[str, Any]) -> Model:
     torch.manual_seed(0)
     model = Model(ep_size=ep_size, **settings)
-    with torch.no_grad():  # copies of one expert are alike
+    with torch.no_grad():  # copies of one expert are identical, so change them
         for param in model.moe.deepspeed_moe.experts.parameters():
             param.add_(torch.randn_like(param), alpha=0.3)
     return model

@@ -1,4 +1,4 @@
-"""Models built by `deferred_init` have the values that they would have had whole."""
+"""Models built in `deferred_init` have the same values as models built directly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.testing import run_ranks
 
 
 def deferred(build: Callable[[], nn.Module], num: int, seed: Callable[[int], int] = lambda _: 0) -> list[nn.Module]:
-    """One for each rank; built here, because threads share a random generator."""
+    """One model for each rank, built in this thread, because threads share a random generator."""
     models = []
     for rank in range(num):
         torch.manual_seed(seed(rank))
@@ -163,7 +163,7 @@ def test_what_cannot_be_put_off_is_refused() -> None:
     with pytest.raises(ModelError, match="made larger in place"), sw.deferred_init():
         grows()
     with pytest.raises(RuntimeError, match="shape"), sw.deferred_init():
-        torch.randn(3, 4) @ torch.randn(3, 4)  # torch's own error, where it belongs
+        torch.randn(3, 4) @ torch.randn(3, 4)  # torch's own error, raised where it belongs
 
 
 # -- the meta device ---------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _reset(module: nn.Module) -> None:
 
 
 class Scale(nn.Module):
-    """Parameters and a buffer, and nothing that fills them."""
+    """A module with parameters and a buffer, and without a method that initializes them."""
 
     def __init__(self) -> None:
         super().__init__()

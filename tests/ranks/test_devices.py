@@ -1,4 +1,4 @@
-"""Whose device is whose: a fake one, of which each thread has a current device, as torch keeps it."""
+"""Which thread uses which device, tested with fake devices: as in torch, each thread has its own current device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def joining_nobody() -> Any:
 
 
 def test_threads_of_the_library_ask_under_the_ranks_device() -> None:
-    """The watch asks whether an event has come, and would open a context on the first device."""
+    """The thread that watches for faults queries events with its rank's device as current; else it would open a context
+    on the first device."""
     devices, models = Devices(), model_on_ranks(2)
 
     def rank(world: sw.World) -> None:
@@ -96,7 +97,8 @@ def test_threads_of_the_library_ask_under_the_ranks_device() -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_copies_behind_what_was_queued_before(tmp_path: Path, wait: bool) -> None:
-    """Its threads' own stream knows nothing of the one that trains, and their own device is the first one."""
+    """The threads that save have their own stream, and the first device as current by default. Their copies must use
+    the rank's device, and wait for the training stream."""
     devices, models = Devices(), model_on_ranks(2)
 
     def rank(world: sw.World) -> None:
@@ -199,7 +201,7 @@ def test_ranks_agree_whether_each_has_a_device_of_its_own(identities: list[str],
         thread.join()
     assert joining.refusal_of(identities) == refusal
     said = {words for both in told.values() for words in both}
-    if "same" in refusal:  # which of the two came first is chance
+    if "same" in refusal:  # which of the two came first is random
         assert {" ".join(sorted(words.split())) for words in said} == {" ".join(sorted(refusal.split()))}
     else:
         assert said == {refusal}
@@ -211,7 +213,7 @@ def test_ranks_agree_whether_each_has_a_device_of_its_own(identities: list[str],
 def test_a_device_for_each_rank(
     num_devices: int, local_rank: int, index: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each process is shown one device, it is the first one for all of them."""
+    """If each process sees only one device, that one has index 0 in every process."""
     found = FakeAccelerator(num_devices) if num_devices else None
     monkeypatch.setattr(TorchAccelerator, "found", staticmethod(lambda: found))
     monkeypatch.setattr(joining.dist, "is_backend_available", lambda _: True)
@@ -232,7 +234,7 @@ def test_why_a_world_has_nothing_for_devices_is_told() -> None:
 
 
 def test_another_stream_than_the_first_is_refused() -> None:
-    """Memory that one of them frees would be given to the other while it is still read."""
+    """Memory freed on one stream could be reused on the other while it is still being read."""
     devices, models = Devices(), model_on_ranks(2)
 
     def rank(world: sw.World) -> None:
@@ -311,7 +313,7 @@ def test_graphs_that_record_addresses_are_refused_where_parameters_are_gathered(
 
 
 def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
-    """An abort wakes a rank that waits for others, with garbage where their sums should be."""
+    """An abort wakes a rank that waits for others, with garbage in place of sums. No parameter may be updated by it."""
 
     class Aborted(FakeGroups):
         journal: Any = None
@@ -348,7 +350,8 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
 
 
 def test_aborts_come_before_sockets_are_shut() -> None:
-    """A communicator's own sockets have to be there, and the message has to be, before anything ends with garbage."""
+    """The fault must be recorded, and communicators aborted, before sockets are closed; else an operation could end
+    with garbage that looks valid."""
     devices, order = Devices(), []
 
     def rank(world: sw.World) -> None:
@@ -417,17 +420,17 @@ def test_nccl_aborts_all_communicators_as_one() -> None:
 def test_torchs_own_handling_of_errors_is_left_off(
     before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would end the process before the message is read. `1` is what torchrun sets; other choices are somebody's."""
+    """It would end the process before the error is read. `1` is torchrun's and is overridden; others are the user's."""
     monkeypatch.delenv(nccl.ERROR_HANDLING, raising=False)
     if before is not None:
         monkeypatch.setenv(nccl.ERROR_HANDLING, before)
     nccl.leave_errors_to_the_watch()
     assert nccl.os.environ[nccl.ERROR_HANDLING] == after
-    monkeypatch.setenv(nccl.ERROR_HANDLING, "")  # so that it is put back
+    monkeypatch.setenv(nccl.ERROR_HANDLING, "")  # so that monkeypatch restores it
 
 
 def test_groups_have_the_timeout_of_the_world() -> None:
-    """Torch gives those that are made later its own: ten minutes."""
+    """Torch gives later process groups its default timeout of ten minutes; ours get that of the world."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         groups = TorchGroups("gloo", CPU, 7, joining.world_group())

@@ -1,5 +1,5 @@
-"""Parameters that rest on a disk: read ahead of their use, never written where they are frozen, and a disk that fails
-in a forward or a backward is told to all ranks."""
+"""Parameters kept on disk: read ahead of their use, and never written while frozen. A disk error in a forward or
+backward raises on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ON_HOST = {"param": HOST, "optim": HOST, "grad": HOST}
 
 
 class WithNorms(Transformer):
-    """Also with buffers that change in a forward, an unused parameter and frozen blocks; its embedding is tied."""
+    """A tied Transformer with buffers that change in a forward, an unused parameter, and frozen blocks."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -64,7 +64,7 @@ def trained(model: nn.Module, plan: dict[str, Any], num_ranks: int) -> list[tupl
 def test_frozen_tied_and_unused_ones_and_buffers(
     num_ranks: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit as with the host in the place of the disk; what is frozen has a file that nobody writes to."""
+    """Bit-identical to the host in place of the disk. Files of frozen parameters are never written in training."""
     written: set[str] = set()
     write = DiskFile.write
 
@@ -91,7 +91,7 @@ def test_frozen_tied_and_unused_ones_and_buffers(
 
 
 def test_nearly_everything_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second pass on all but the first unit of each step, in forward, backward and evaluation."""
+    """From the second pass on, nearly all units are read ahead, in forward and backward."""
     found: list[bool] = []
     fetch = DiskReads.fetch
 
@@ -115,7 +115,8 @@ def test_nearly_everything_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_follows_is_learned_and_what_changes_is_read_anew(tmp_path: Path) -> None:
-    """Units a to d, forwards and backwards: read ahead as they went the last time, and never what was written since."""
+    """Units a to d are used forward and backward. They are read ahead in the order of the last pass, and after an
+    update the new values are read."""
     queue = IoQueue()
     contents = dict.fromkeys("abcd", 0)
     reads = DiskReads(lambda: BufferPool(3, 4096))
@@ -162,7 +163,7 @@ class Landed:
 
 
 def rank_of(handle: int) -> int:
-    """Whose file it is, by its name."""
+    """The rank that the file belongs to, from its name."""
     prefix = Path(os.readlink(f"/proc/self/fd/{handle}")).name.partition(".")[0]
     return int(prefix.rpartition("-")[2])
 
@@ -171,7 +172,7 @@ def rank_of(handle: int) -> int:
 def test_a_disk_that_fails_in_a_pass_raises_on_all_ranks(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 cannot read any more. Both name the unit and the file; then all goes on as if nothing had been."""
+    """Rank 1 cannot read. Both ranks name the unit and the file. Once the disk works again, training continues."""
     fails = [False]
     read = SystemCalls.read
 

@@ -1,4 +1,4 @@
-"""States and master weights on a disk train beside the plain model, with the bytes that were promised on each tier."""
+"""With states and master weights on disk, training equals the plain model's. Each tier holds the predicted bytes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 def test_the_numbers_are_those_of_the_update_on_the_host(
     name: str, precision: str, rows: dict[str, Any], model: Transformer, tmp_path: Path
 ) -> None:
-    """To the bit; in fp16 with a step that overflows, which changes nothing."""
+    """Bit by bit. In fp16 this includes a step that overflows and changes nothing."""
     scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1, "window": 2}} if precision == "fp16" else {}
     plan = {"precision": precision, "clip_grad_norm": CLIP, **scale}
     data = batches(30 if precision == "fp16" else NUM_STEPS, rows=12)
@@ -119,7 +119,7 @@ def test_the_numbers_are_those_of_the_update_on_the_host(
 
 
 def everything(engine: sw.Engine) -> dict[str, Any]:
-    """Masters and states, by every way to read them."""
+    """Master weights and states, read in every possible way."""
     names = [name for name, _ in engine.module.named_parameters()]
     optimizer = engine.optimizer_state_dict()
     return {
@@ -136,7 +136,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def go_through_it(engine: sw.Engine, folder: Path, others: tuple[Any, Any]) -> list[dict[str, Any]]:
-    """Train, and read and write all there is; what is found, in order."""
+    """Train, and read and write states in every way; returns what was read, in order."""
     data = batches(6, rows=12)
     found = []
     train(engine, data[:2])
@@ -175,9 +175,9 @@ def locked(descriptor: int, num_bytes: int) -> mmap.mmap:
 def test_everything_that_reads_and_writes_states(
     rows: dict[str, Any], model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same as with states on the host, to the bit: access, checkpoints, state dicts, a change of plan and back.
+    """Bit-identical to states on the host: access, checkpoints, state dicts, a change of plan and back.
 
-    Nobody reads or writes a file through its mapping, which is made such that whoever did would end this process.
+    No file is accessed through its memory mapping: these mappings are protected, and an access would end the process.
     """
     monkeypatch.setattr(disk_memory, "mmap", SimpleNamespace(mmap=locked))
     found = {}
@@ -198,7 +198,8 @@ def test_everything_that_reads_and_writes_states(
 
 
 def test_some_parameters_on_a_disk_and_several_optimizers(tmp_path: Path) -> None:
-    """By a rule, beside frozen, tied and unused ones; the same as with all of them on the device, but for rounding."""
+    """A rule keeps some states on disk, next to frozen, tied and unused parameters. Results equal those with all states
+    on the device up to rounding."""
 
     def halves(model: Transformer) -> list[torch.optim.Optimizer]:
         one, other = model.blocks[0], [model.blocks[1], model.tokens, model.positions, model.norm]
@@ -232,7 +233,7 @@ def test_some_parameters_on_a_disk_and_several_optimizers(tmp_path: Path) -> Non
 
 
 def test_new_states_are_in_memory_one_parameter_at_a_time(tmp_path: Path) -> None:
-    """An optimizer makes its states in its first step, wherever it likes; a unit's are never there together."""
+    """An optimizer creates its states itself, in its first step. Those of a whole unit are never in memory at once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8))))
     twin = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What a step updates first is read from the disk while the model computes, and is right if it was changed then."""
+"""The states that a step updates first are read from disk while the model computes, and again if they change then."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_before_the_step_counts(change: str, rows: dict[str, Any], tmp_path: Path) -> None:
-    """Before or after the backward; the same as with states on the host, to the bit."""
+    """Changes before or after the backward: results equal those with states on the host, bit by bit."""
     model, data = model_of(), batches(4, rows=12)
     found = {}
     for name, preset in (("host", "zero3-offload"), ("disk", "infinity")):
@@ -109,7 +109,7 @@ def test_what_is_changed_before_the_step_counts(change: str, rows: dict[str, Any
                 for number, batch in enumerate(data):
                     if number == 2:
                         with torch.enable_grad():
-                            replica(*batch)  # the first read is under way, and this graph is dropped
+                            replica(*batch)  # the first read has begun, and this graph is dropped
                         CHANGES[change](engine, optimizer)
                     engine.backward(engine(*batch))
                     if number == 3 and change == "one by one":
@@ -123,7 +123,7 @@ def test_what_is_changed_before_the_step_counts(change: str, rows: dict[str, Any
 
 
 class FailingOnce(SystemCalls):
-    """A disk that cannot be read so many times."""
+    """A disk whose next `left` reads fail."""
 
     def __init__(self) -> None:
         self.left = 0

@@ -1,5 +1,5 @@
-"""What cannot be kept on a disk is refused before anything changes, and a disk that fails costs what came after the
-last checkpoint."""
+"""What cannot be kept on disk is refused before anything changes. A disk error loses only the work since the last
+checkpoint."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_is_not_built_is_refused_before_anything_changes(case: str, tmp_pat
 
 
 def test_a_folder_of_another_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    """Whether its ranks have the numbers of ours or others."""
+    """Whether its ranks have the same numbers as ours or others."""
     for number in (1, 8):
         other = TierFolder(tmp_path, rank=number, job="another")
         told = refusals(str(tmp_path))
@@ -129,7 +129,7 @@ def test_a_calibration_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch:
 
 
 def test_a_relative_folder_and_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra changes it; the folder is where it was, for new files too, and a change of plan finds the same."""
+    """Hydra, for one, changes the working directory. The folder stays the same, for new files and for a new plan."""
     monkeypatch.chdir(tmp_path)
     replica, data = Transformer(), batches(3, rows=12)
     plan = {"preset": "infinity", "disk": "scratch", "activations": "disk"}
@@ -179,8 +179,8 @@ def refusals(scratch: str) -> list[str]:
 def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ranks' third unit cannot be read once. What is half updated is not saved; resume goes on as if nothing had
-    been."""
+    """The third unit cannot be read once, on both ranks. The half-updated state cannot be saved; after a resume,
+    training continues as if nothing had happened."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(4, rows=12)
     fails, fetch = [False, False], DiskMemory.fetch
@@ -220,7 +220,7 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
 
 
 class BreakingOfOne(SystemCalls):
-    """A disk whose files of one rank cannot be read or written while it is told so."""
+    """A disk on which rank 1's files cannot be read, or written, while `breaks` is set."""
 
     def __init__(self) -> None:
         self.breaks, self.left = "", 0
@@ -264,8 +264,8 @@ ONE_FAILS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def test_all_ranks_learn_at_the_end_of_a_step_that_the_disk_of_one_failed(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of that step is saved, read or computed with, on any rank; all resume, and go on as if nothing had
-    been."""
+    """After that step no rank can save, read or compute. After a resume on all ranks, training continues as if nothing
+    had happened."""
     verb, left, edits = ONE_FAILS[case]
     disk = BreakingOfOne()
     monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
@@ -328,7 +328,7 @@ def test_without_an_optimizer_masters_alone_are_there(tmp_path: Path) -> None:
 
 
 class Breaking(SystemCalls):
-    """A disk that reports an error for whatever is read or written while it is told to."""
+    """A disk on which every read, or every write, fails while `breaks` is set."""
 
     def __init__(self) -> None:
         self.breaks = ""
@@ -345,7 +345,7 @@ class Breaking(SystemCalls):
 
 
 def test_a_disk_that_fails_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads or writes states is told, in words; nothing ends the process, and what was there is there."""
+    """Reading or writing states raises a clear error. The process survives, and the values are unchanged."""
     disk = Breaking()
     monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
     data = batches(2, rows=12)
@@ -383,7 +383,7 @@ def test_a_disk_that_fails_between_steps(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_change_of_plan_that_fails_leaves_the_new_folder_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder that was opened for it is unlocked at once, not when the engine is closed."""
+    """The folder that was opened for the new plan is unlocked at once, not when the engine is closed."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("the move failed")
@@ -403,7 +403,7 @@ def test_a_change_of_plan_that_fails_leaves_the_new_folder_to_others(
 
 
 def test_a_byte_that_has_changed_on_the_disk_is_found(tmp_path: Path) -> None:
-    """By whoever reads it between steps, and by the next step; what a checkpoint has is good."""
+    """A read between steps and the next step both detect it; resuming from a checkpoint repairs it."""
     torch.manual_seed(0)
     replica, data = Transformer(), batches(4, rows=6)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written from a disk's files in the background, while steps go on to change those files."""
+"""Checkpoints written in the background from files on disk, while later steps change these files."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.thorough import thorough_only
 
 PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}
 SAVING = "shardwise checksums"
-"""The thread that reads what is written into a checkpoint."""
+"""Name of the thread that reads what is written into a checkpoint."""
 
 
 @thorough_only("many saves")
 def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save may read nothing before somebody has to wait for it; so the step after it is stopped at its first write,
-    and an edit and a change of plan as well. The checkpoints hold what was there when they were asked for."""
+    """The save reads nothing until another call has to wait for it, so the next step stops at its first write, and so
+    do an edit and a change of plan. The checkpoints have the values as of their `save` calls."""
     gates = [threading.Event() for _ in range(2)]
     for gate in gates:
         gate.set()
@@ -105,7 +105,7 @@ def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
 
 
 class Breaking(SystemCalls):
-    """A disk that reports an error for whatever a checkpoint's thread reads while it is told to."""
+    """A disk on which reads by a checkpoint's thread fail while `breaks` is set."""
 
     breaks = False
 
@@ -116,7 +116,7 @@ class Breaking(SystemCalls):
 
 
 def test_a_background_save_that_cannot_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call says so; steps are not stopped, and what was saved before is there."""
+    """The next call raises its error. Steps continue, and earlier checkpoints stay."""
     disk = Breaking()
     monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_a_background_save_that_cannot_read_fails_alone(tmp_path: Path, monkeypa
 
 
 def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
-    """What it stages is what is in memory anyway, and two windows, however large the states are."""
+    """It stages only what is in memory anyway, and two windows, however large the states are."""
     torch.manual_seed(0)
     replica = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
 
@@ -163,7 +163,7 @@ def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
 
 
 def test_an_edit_behind_a_background_save_is_not_taken_for_one_by_hand(tmp_path: Path) -> None:
-    """Of a small parameter a rank may have no elements; the save has what was there when it was asked for."""
+    """A rank may have no elements of a small parameter. The checkpoint has the values as of the `save` call."""
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(2, 2, 4)
     replicas = [copy.deepcopy(model) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Every block of Python in the README and in docs/ runs as it stands, given the names that its page presumes."""
+"""Every Python block in the README and in docs/ runs as it is, given the names that its page assumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """With the names that the pages have; its output is its loss."""
+    """A model with the module names of the pages; its output is its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(model: nn.Module, world: sw.World | None) -> Names:
-    """An engine that has taken a step, and what a loop has around it."""
+    """An engine that has taken a step, and the other names that a loop has."""
     optimizer = adamw(model)
     engine = sw.shard(model, "zero3", optimizer=optimizer, world=world)
     engine.backward(engine(BATCH))
@@ -187,7 +187,7 @@ def a_plain_optimizer(world: sw.World | None) -> Names:
 
 
 class Positioned(Small):
-    """Takes its positions, and returns logits."""
+    """A model that takes positions and returns logits."""
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden = self.wte(tokens) + self.wte(positions)
@@ -215,7 +215,7 @@ def a_script(_: sw.World | None) -> Names:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a block is given, on how many threads as ranks it runs (0: none), and what is shortened in it."""
+    """The names that a block is given, the number of threads as ranks (0: none), and replacements that shorten it."""
 
     names: Callable[[sw.World | None], Names] = nothing
     num_ranks: int = 0
@@ -287,12 +287,12 @@ BLOCKS: dict[tuple[str, int], Setting] = {
 
 
 ELSEWHERE = {"accelerate.md", "horovod-frameworks.md", "lightning.md", "ray.md", "transformers.md", "tutorial.md"}
-"""Pages whose blocks need libraries of others, as tests/extras has them: test_integration_docs.py, test_tutorial.py and
-horovod_ranks.py run them."""
+"""Pages whose blocks need other libraries. tests/extras runs them: test_integration_docs.py, test_tutorial.py and
+horovod_ranks.py."""
 
 
 def blocks() -> dict[tuple[str, int], str]:
-    """Every block of Python by its page and number."""
+    """Every Python block, by page and number."""
     found = {}
     pages = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in ELSEWHERE]
     for page in (ROOT / "README.md", *pages):

@@ -1,4 +1,4 @@
-"""Edited checkpoints with renewed checksums are refused with nothing changed, or load the same values."""
+"""Edited checkpoints with matching checksums are refused and change nothing, or load the values that were saved."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader() -> Iterator[sw.Engine]:
-    """An engine of one rank, whose values are none of the checkpoint's."""
+    """An engine of one rank, whose values differ from the checkpoint's."""
     model = build()
     with sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
         step(engine)
@@ -76,7 +76,7 @@ def copied(saved: Path, run: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the index, and renew its checksum."""
+    """Edit the index, and update its checksum."""
     raw = json.loads((path / "index.json").read_text())
     change(raw["index"])
     text = json.dumps(raw["index"], sort_keys=True, separators=(",", ":"))
@@ -84,7 +84,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / "index.json").write_text(json.dumps(raw))
 
 
-# -- what was seen --------------------------------------------------------------------------------------
+# -- edits seen before ----------------------------------------------------------------------------------
 
 
 def chunk(index: dict[str, Any], key: str = "param/0.weight") -> dict[str, Any]:
@@ -198,7 +198,7 @@ def test_an_edit_is_refused_by_its_field_everywhere(edit: str, saved: Path, read
     assert_same(before[0], values(reader))
     assert reader.num_steps == before[1]
     if edit in ("a rate that is text", "betas that are one", "a number that is a list"):
-        return  # only an optimizer knows what its settings and states are
+        return  # only an optimizer knows which settings and states are valid
     refusals = []
     try:
         refusals += sw.inspect(tmp_path, verify=True).problems
@@ -215,7 +215,7 @@ def assert_same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
 
 
 def test_what_is_no_regular_file_is_refused_at_once(saved: Path, reader: sw.Engine, tmp_path: Path) -> None:
-    """A pipe would be waited for, and a link may lead anywhere."""
+    """Reading a pipe would block, and a link may lead anywhere."""
     path = copied(saved, tmp_path)
     for file, words in (("index.json", "index.json"), (FILES[1], FILES[1])):
         kept = tmp_path / "elsewhere"
@@ -238,7 +238,7 @@ def test_what_is_no_regular_file_is_refused_at_once(saved: Path, reader: sw.Engi
     "said", ["../outside", "/", "step-1", "global_step3", "", "step-00000009", "x" * 10000, b"\xff"]
 )
 def test_latest_leads_nowhere_else(said: str | bytes, saved: Path, reader: sw.Engine, tmp_path: Path) -> None:
-    """An older checkpoint in the place of one that is not there is for the user to choose."""
+    """If `latest` is invalid or names a missing checkpoint, no older one is loaded instead: the user must choose it."""
     path = copied(saved, tmp_path / "run")
     copied(saved, tmp_path / "outside")
     (tmp_path / "run/latest").write_bytes(said.encode() if isinstance(said, str) else said)
@@ -246,7 +246,7 @@ def test_latest_leads_nowhere_else(said: str | bytes, saved: Path, reader: sw.En
     with pytest.raises(CheckpointError, match="latest") as caught:
         reader.resume(tmp_path / "run")
     if len(said) < 100 and isinstance(said, str):
-        assert str(path) in str(caught.value)  # what there is instead
+        assert str(path) in str(caught.value)  # the checkpoint that exists instead
     with pytest.raises(CheckpointError, match="latest"):
         sw.inspect(tmp_path / "run")
     assert_same(before, values(reader))
@@ -259,7 +259,7 @@ def test_a_link_in_a_run_is_not_followed(saved: Path, reader: sw.Engine, tmp_pat
     (tmp_path / "run" / saved.name).symlink_to(tmp_path / "outside" / saved.name)
     with pytest.raises(CheckpointError, match="is a symbolic link"):
         reader.resume(tmp_path / "run")
-    assert reader.resume(tmp_path / "run" / saved.name) is not None  # who names it means it
+    assert reader.resume(tmp_path / "run" / saved.name) is not None  # naming the link itself is intended
 
 
 def test_what_goes_along_is_no_link(saved: Path, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_an_unreadable_place_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert "latest is not a regular file" in messages[0]
 
 
-# -- whatever else comes to mind ------------------------------------------------------------------------
+# -- random edits ---------------------------------------------------------------------------------------
 
 JUNK: list[Any] = [
     None,
@@ -328,7 +328,7 @@ JUNK += ["0.weight", "0.bias", "param/0.weight", "seen", *FILES]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value within `value`."""
+    """The path to every value within `value`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*at, key)
@@ -337,7 +337,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def edited(draw: Any, original: dict[str, Any]) -> dict[str, Any]:
-    """One to three edits: something else in the place of a value, one less, one twice, two exchanged."""
+    """Make one to three edits: replace a value, shift it, drop it, repeat it, or swap two."""
     made = copy.deepcopy(original)
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         every = list(places(made))
@@ -371,7 +371,7 @@ def tensors(source: Any) -> dict[str, torch.Tensor]:
 
 
 def converted(run: Path, out: Path) -> dict[str, torch.Tensor]:
-    """What `inspect` and `convert` make of it: nothing and a sentence, or the tensors that are there."""
+    """Inspect and convert a checkpoint; returns its tensors, or nothing if it is refused with a `CheckpointError`."""
     with contextlib.suppress(CheckpointError):
         sw.inspect(run, verify=True)
     try:
@@ -404,7 +404,7 @@ def test_any_edit_of_what_a_rank_remembers(data: st.DataObject, saved: Path, rea
 
 
 def remembered(path: Path) -> dict[str, Any]:
-    """What rank 0 remembers."""
+    """The state that rank 0 remembers."""
     there = next(one for one in read_index(path).chunks if one.key == "rank/0")
     content = (path / there.file).read_bytes()
     document: dict[str, Any] = json.loads(content[there.offset : there.offset + there.num_bytes])
@@ -412,7 +412,7 @@ def remembered(path: Path) -> dict[str, Any]:
 
 
 def remember(path: Path, document: dict[str, Any]) -> None:
-    """Put it in the place of the other, as far as there is room, and renew the checksums."""
+    """Replace the state that rank 0 remembers, cut or padded to the same length, and update the checksums."""
     there = next(one for one in read_index(path).chunks if one.key == "rank/0")
     content = (path / there.file).read_bytes()
     text = json.dumps(document).encode()[: there.num_bytes].ljust(there.num_bytes)
@@ -436,7 +436,7 @@ def test_generators_that_cannot_be_change_nothing(name: str, saved: Path, reader
 
 
 def race(path: Path, saved: Path, reader: sw.Engine, out: Path) -> None:
-    """Resume from what was edited: it changes nothing, or has the values of what was saved."""
+    """Resume from an edited checkpoint: this changes nothing, or loads the values that were saved."""
     before, num_steps = values(reader), reader.num_steps
     generators = torch.get_rng_state()
     try:

@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @one_in(5)
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_engine_after_one_with_stages_trains_like_the_plain_model(name: str) -> None:
-    """Ranks with different stages have gathered different units, which is no contradiction for what comes then."""
+    """In the first engine, ranks of different stages gather different units. The second must not report a mismatch."""
     torch.manual_seed(0)
     model, data = Decoder(), batches(2, rows=16)
     expected = unsplit(model, data)

@@ -1,5 +1,5 @@
-"""Sums that are whole come to the same bits among any number of ranks, with deaths and without: no sample is lost, none
-comes twice, and no step is taken by some ranks only."""
+"""If gradients sum up exactly, results are bit-identical for any number of ranks, with and without deaths. So no sample
+is lost or used twice, and no step is taken by some ranks only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_STEPS, NUM_RANKS, NUM_NEWCOMERS = 9, 4, 2
 
 
 def trained(world: World, plan: dict[str, Any], loop: str, deaths: dict[int, int], member: int) -> dict[str, Tensor]:
-    """The state after `NUM_STEPS`."""
+    """Train, and return the state after `NUM_STEPS` steps."""
     model = Model()
     optimizer = optimizer_of(model)
     engine = sw.shard(model, plan, optimizer=optimizer, world=world)
@@ -91,5 +91,5 @@ def test_deaths_and_newcomers_change_no_bit(name: str, more: dict[str, Any], loo
 def lived(world: World, plan: dict[str, Any], loop: str, deaths: dict[int, int], member: int) -> dict[str, Tensor]:
     try:
         return trained(world, plan, loop, deaths, member)
-    except sw.errors.FaultError as error:  # one that comes as another dies ends, and the others go on
+    except sw.errors.FaultError as error:  # a rank that joins while another dies may end; the others continue
         raise Killed if member >= NUM_RANKS else error from None

@@ -1,4 +1,4 @@
-"""Layers of experts in one process, against sums written out expert by expert and token by token."""
+"""Layers of experts in one process, compared with sums computed expert by expert and token by token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HIDDEN, EXPERTS = 16, 5
 
 
 def written_out(layer: MoE, hidden: Tensor) -> Tensor:
-    """The same, one token and choice after the other."""
+    """The output of a layer, computed for one token and one of its experts at a time."""
     index, weights = layer.router(hidden)
     if layer.capacity_factor is not None:
         capacity = capacity_of(len(hidden), layer.router.top_k, layer.router.num_experts, layer.capacity_factor)
@@ -120,7 +120,7 @@ def test_losses_are_those_of_the_papers() -> None:
     balance = EXPERTS * (chosen * logits.softmax(-1).mean(0)).sum()
     z = logits.exp().sum(-1).log().square().mean()
     torch.testing.assert_close(auxiliary_loss(router), 0.3 * balance + 0.2 * z)
-    assert float(auxiliary_loss(router)) == 0.0  # it has been taken
+    assert float(auxiliary_loss(router)) == 0.0  # it was taken already
     router.eval()(hidden)
     assert router.loss is None
 
@@ -154,7 +154,7 @@ def test_a_loss_from_a_forward_without_gradients_is_refused() -> None:
         auxiliary_loss(layer)
     made = checkpoint(layer, hidden, use_reentrant=False)
     (made.sum() + auxiliary_loss(layer)).backward()
-    assert layer.router.loss is None  # the forward that was computed again has left none
+    assert layer.router.loss is None  # the recomputed forward has left none
     assert layer.router.weight.grad is not None
 
 

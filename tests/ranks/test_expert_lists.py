@@ -1,4 +1,4 @@
-"""Experts that were modules of their own: stacked, they are trained as they were one by one, also on several ranks."""
+"""Experts that are separate modules train the same after they are stacked, also on several ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Expert(nn.Module):
 
 
 class Listed(nn.Module):
-    """Calls its experts one by one, each with the tokens that have chosen it."""
+    """Calls its experts one by one, each with the tokens routed to it."""
 
     def __init__(self, *, gated: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def stacked(model: nn.Module) -> nn.Module:
 
 
 def in_one_form(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model with lists, as the stacked one has them."""
+    """The parameters of a model with lists of experts, in the form of the stacked model."""
     other = copy.deepcopy(model)
     other.load_state_dict(state)
     return stacked(other).state_dict()

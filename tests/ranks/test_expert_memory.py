@@ -1,4 +1,4 @@
-"""What ranks that have experts are promised to hold, against what a step makes and keeps; and `explain` of products."""
+"""Predicted memory of ranks with experts, compared with what a step allocates; `explain` with several model axes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUM_RANKS = 2
 def promised_and_made(
     model: nn.Module, preset: str, batch: Any, expert_load: float, mesh: dict[str, int]
 ) -> list[tuple[Footprint, int]]:
-    """For each rank what it was promised, and the most bytes that lived at once of what its third step made."""
+    """For each rank, the prediction and the peak of what its third step allocated."""
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
 
     def rank(world: sw.World) -> tuple[Footprint, int]:
@@ -70,7 +70,7 @@ def held(promised: Footprint) -> int:
 
 
 def even_routers(model: nn.Module) -> nn.Module:
-    """Each token goes to the experts of its own number, so that all have as many."""
+    """Route each token to experts by its position, so that all experts get equally many."""
     for router in model.modules():
         if isinstance(router, Router):
             router.forward = _evenly(router)  # type: ignore[method-assign]
@@ -117,7 +117,7 @@ def test_experts_with_a_capacity_that_lie_whole_are_rehearsed_too() -> None:
 
 
 def test_a_model_of_transformers_is_rehearsed_without_a_message() -> None:
-    """Its tokens are not evenly spread, so that the load says how many come at most."""
+    """Its tokens are not distributed evenly, so `expert_load` bounds how many a rank gets."""
     model = small_transformers.mixtral()
     tokens = torch.randint(0, model.config.vocab_size, (16, 12))
     batch = {"input_ids": tokens, "labels": tokens}
@@ -176,7 +176,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_explain_promises_what_a_live_engine_does(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the rank with most parameters."""
+    """`explain` predicts the memory of the rank with the most parameters."""
     (tmp_path / "plan.json").write_text(json.dumps(PLANS[kind]))
     (tmp_path / "model.py").write_text(FILE.replace("KIND", kind))
     asked = ["explain", str(tmp_path / "plan.json"), "--world", "4", "--optimizer", "adamw"]

@@ -1,4 +1,5 @@
-"""A live engine with experts goes on by a plan that deals them out otherwise: to the bit, and as the whole model."""
+"""A live engine with experts changes to plans that distribute them differently: values are kept bit by bit, and
+training equals the whole model's."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ CUT: list[dict[str, Any]] = [
 
 
 def everything(engine: sw.Engine) -> dict[tuple[str, str], Tensor | None]:
-    """Every parameter and both moments."""
+    """Every parameter and both of its moments."""
     names = [name for name, _ in engine.module.named_parameters()]
     return {(name, what): engine.get(name, what) for name in names for what in ("param", "exp_avg", "exp_avg_sq")}
 
@@ -57,7 +58,7 @@ def assert_same_bits(one: dict[tuple[str, str], Tensor | None], other: dict[tupl
 
 
 def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *, shares_memory: bool) -> Run:
-    """Two steps by each plan; all tensors are the same bits before and after each change."""
+    """Train two steps with each plan; each change of plan must keep all tensors bit by bit."""
     replicas = [copy.deepcopy(model) for _ in range(4)]
 
     def rank(world: sw.World) -> Run:
@@ -92,7 +93,7 @@ def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *,
 @one_in(6)
 @pytest.mark.parametrize("name", ORDERS)
 def test_one_run_through_many_dealings(name: str) -> None:
-    """Five experts, which divide among no number of ranks; a frozen part, biases of routers."""
+    """Five experts, which cannot be divided evenly; a frozen part, and router biases."""
     model = mixture(num_experts=5, bias_rate=0.01, shared_size=8)
     model.blocks[1].moe.experts.down_proj.requires_grad_(False)
     data = batches(2 * len(ORDERS[name]), 8)
@@ -111,7 +112,7 @@ def test_with_split_attention() -> None:
 
 
 def test_experts_that_were_dealt_out_are_called_as_before() -> None:
-    """Nothing of the old plan is left on the model: it computes the same, to the bit, as one that never was dealt."""
+    """Nothing of the old plan remains on the model: it computes the same bits as a model that was never split."""
     model = mixture().eval()
     replicas = [copy.deepcopy(model) for _ in range(2)]
     x, y = batches(1, 4)[0]

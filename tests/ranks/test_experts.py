@@ -1,4 +1,4 @@
-"""Models with experts, dealt out along `ep` beside other axes, against the whole model in one process."""
+"""Models with experts distributed along `ep`, also with other axes, compared with the whole model in one process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 def test_every_preset_trains_as_the_whole_model(
     preset: str, mesh: dict[str, int], of_experts: dict[str, Any], shares_memory: bool
 ) -> None:
-    """Losses, those of routers included, norms, all gradients and parameters, and the biases of routers."""
+    """Losses (with those of routers), norms, all gradients and parameters, and router biases are equal."""
     model, data = mixture(**of_experts), batches(NUM_STEPS, 12)
     twin = whole_run(model, data, clip=0.5, after_step=update_biases)
     run = dealt_run(
@@ -83,7 +83,7 @@ def test_every_preset_trains_as_the_whole_model(
 
 
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:
-    """Three steps beside the whole model; returns what the ranks came to."""
+    """Train three steps, compare with the whole model, and return the results of the ranks."""
     data = batches(3, 8)
     known = {"make_optimizer": "make_optimizer", "accumulate": "accumulate", "clip_grad_norm": "clip"}
     run = dealt_run(model, data, preset, mesh, **wishes)
@@ -176,7 +176,7 @@ def test_random_mixtures_on_random_meshes(data: st.DataObject) -> None:
 
 
 def test_experts_without_tokens_and_ranks_without_them() -> None:
-    """All tokens choose the experts of one rank, whether or not it trains the router; then a rank has no tokens."""
+    """First all tokens choose the experts of one rank, and the others get no gradient. Then one rank has no tokens."""
     model = mixture(num_blocks=2)
     router = model.blocks[1].moe.router
     router.weight.data[:2], router.weight.data[2:] = 0.01 * router.weight.data[:2], -1.0
@@ -229,11 +229,11 @@ def test_autocast_computes_experts_in_its_dtype() -> None:
         assert model(torch.randn(5, 16)).dtype == torch.bfloat16
 
 
-# -- beside other axes ------------------------------------------------------------------------------------
+# -- with other axes --------------------------------------------------------------------------------------
 
 
 class Decoder(pipelined.Decoder):
-    """Every block has experts."""
+    """A decoder with experts in every block."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(tied=True, num_blocks=0)
@@ -298,7 +298,7 @@ def test_with_split_attention(preset: str, mesh: dict[str, int]) -> None:
 
 
 class SplitMixture(nn.Module):
-    """Takes its positions, as models do whose sequences are split."""
+    """A mixture that takes position ids, like models with split sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,12 +330,12 @@ def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
     sequences.assert_same(run, sequences.whole_run(model, data, loss_of=loss_of))
 
 
-# -- what an engine does with whole tensors ---------------------------------------------------------------
+# -- whole tensors ----------------------------------------------------------------------------------------
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_checkpoint_goes_between_numbers_of_ranks(tmp_path: Path) -> None:
-    """Each job resumes from the one before, takes a step, and saves; together they train like the whole model."""
+    """Each job resumes from the previous one, takes a step, and saves. Together they train like the whole model."""
     jobs = [
         ("zero1", {"dp": 2, "ep": 2}),
         ("zero3", {"dp": 1}),
@@ -509,7 +509,7 @@ def test_a_model_without_experts_is_refused() -> None:
 
 
 class Listed(nn.Module):
-    """A mixture as many are written: a module for each expert, called with its tokens in a loop."""
+    """A mixture as commonly written: one module per expert, called with its tokens in a loop."""
 
     def __init__(self) -> None:
         super().__init__()

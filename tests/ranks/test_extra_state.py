@@ -1,4 +1,4 @@
-"""Modules that keep more than tensors (`get_extra_state`): whatever it is, it goes where the tensors go."""
+"""Modules with extra state (`get_extra_state`), of any type: it is saved and loaded along with the tensors."""
 
 from __future__ import annotations
 

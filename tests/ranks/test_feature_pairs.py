@@ -1,4 +1,4 @@
-"""Every feature together with every other, each pair raced against its twin. See `docs/compatibility.md`."""
+"""Every feature combined with every other one; each pair is compared with its twin. See `docs/compatibility.md`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = one_in(24)
 
 Tensor = torch.Tensor
 NUM_STEPS, NUM_RANKS, ROWS = 4, 2, 8
-BUILDING = threading.Lock()  # threads share their random numbers
+BUILDING = threading.Lock()  # threads share a random generator
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Block(twins.Block):
-    """With two experts, of which a rank uses one, if asked."""
+    """A block that on request has two experts, of which each rank uses one."""
 
     def __init__(self, *, experts: bool) -> None:
         super().__init__(WIDTH)
@@ -45,7 +45,7 @@ class Block(twins.Block):
 
 
 class Subject(Transformer):
-    """The model of the race, with what a feature may switch on."""
+    """The trained model, with parts that features can switch on."""
 
     def __init__(self, *, tied: bool, recompute: bool, experts: bool) -> None:
         super().__init__(tied=tied, num_blocks=0)
@@ -65,7 +65,7 @@ class Subject(Transformer):
 
 @dataclass(frozen=True)
 class Feature:
-    """What it changes: the plan, the model, the optimizer, the loop; and how near it comes in fp32."""
+    """What a feature changes: the plan, the model, the optimizer or the loop. Also its tolerances in fp32."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     model: dict[str, bool] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """The blocks' matrices by Muon, in fp32 so that rounding does not tell ranks apart; all else by AdamW."""
+    """Muon for the blocks' matrices, in fp32 so that rounding does not make ranks differ; AdamW for everything else."""
     matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
     others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
     groups = [{"params": matrices, "lr": 2e-2}, {"params": others, "lr": 3e-3, "use_muon": False, "adamw_eps": 1e-5}]
@@ -129,7 +129,7 @@ PAIRS = [
 
 @dataclass
 class Race:
-    """Two features at once."""
+    """Two features combined."""
 
     one: Feature
     other: Feature
@@ -145,7 +145,7 @@ class Race:
         return {feature.loop for feature in self.both}
 
     def model(self, *, sharded: bool = False) -> Subject:
-        """The same values every time."""
+        """The model, with the same initial values in every call."""
         flags = dict.fromkeys(("tied", "recompute", "experts"), False)
         deferred = sharded and any(feature.deferred for feature in self.both)
         with BUILDING, sw.deferred_init() if deferred else contextlib.nullcontext():
@@ -162,7 +162,7 @@ class Race:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it computes in, unless that is fp32."""
+        """The dtype of computations, unless it is fp32."""
         return next((feature.dtype for feature in self.both if feature.dtype is not None), None)
 
     @property
@@ -171,13 +171,13 @@ class Race:
 
 
 def micro_batches(batch: Batch, rank: int, num: int) -> list[Batch]:
-    """The rank's rows, in `num` parts."""
+    """This rank's rows of a batch, in `num` micro-batches."""
     x, y = (tensor.chunk(NUM_RANKS)[rank] for tensor in batch)
     return list(zip(x.chunk(num), y.chunk(num), strict=True))
 
 
 def plain(race: Race, data: list[Batch], dtype: torch.dtype | None = None) -> Run:
-    """The twin takes what the ranks take, one after the other; in a narrow `dtype` beside fp32 masters."""
+    """Train the twin on the ranks' micro-batches, one after the other; in a narrow `dtype` with fp32 master weights."""
     masters = race.model()
     model = masters if dtype is None else twins.narrowed(masters, dtype)
     scale = 2.0**16 if dtype == torch.float16 else 1.0
@@ -207,7 +207,7 @@ def plain(race: Race, data: list[Batch], dtype: torch.dtype | None = None) -> Ru
 
 
 def _widen(model: nn.Module, masters: nn.Module, scale: float) -> None:
-    """Add the gradients of a narrow model to those of the masters."""
+    """Add the gradients of a narrow model to those of its master weights."""
     if model is masters:
         return
     for param, master in zip(model.parameters(), masters.parameters(), strict=True):
@@ -217,7 +217,7 @@ def _widen(model: nn.Module, masters: nn.Module, scale: float) -> None:
 
 
 class Runner:
-    """One rank of the sharded side."""
+    """One rank of the sharded run."""
 
     def __init__(self, race: Race, world: sw.World, model: Subject, folder: Path) -> None:
         self.race, self.world, self.folder = race, world, folder
@@ -272,7 +272,7 @@ class Runner:
 
 
 @one_in(34)
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{one} + {other}" for one, other in PAIRS])
 def test_every_pair_of_features_races_its_twin(one: str, other: str, tmp_path: Path) -> None:
     race = Race(FEATURES[one], FEATURES[other])

@@ -1,4 +1,4 @@
-"""What becomes of activations is chosen so that a step fits, for a reason that is said, or refused with figures."""
+"""The activation policy is chosen so that a step fits, and the choice is explained; else an error has figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ FAST = Calibration("here", {}, HostFigures(1e15, 1e9, 1, ""))
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a rank rehearses, by a calibration in which copies cost nothing; what is promised then fits."""
+    """The cheapest policy that fits is chosen by rehearsal, with a calibration in which copies cost nothing. Its
+    predicted memory is within the limit."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(2, rows=32)
     monkeypatch.setattr(fitting, "read_calibration", lambda: FAST)
@@ -58,7 +59,7 @@ def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.Monke
 
 
 def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the plan's budget or other limits, of devices, hosts and disks; and a refusal changes nothing."""
+    """The limits are the plan's budget or others, for devices, hosts and disks. A refusal changes nothing."""
     found: dict[str, list[Choice]] = {
         "keep": [Choice(90 * MIB, 0, 0, 0.0), Choice(120 * MIB, 0, 0, 0.0)],
         "selective": [Choice(80 * MIB, 0, 0, 3.0), Choice(80 * MIB, 0, 0, 5.0)],
@@ -126,14 +127,14 @@ def pipelined(preset: str, schedule: str, **more: Any) -> dict[str, Any]:
 def test_stages_of_a_pipeline_take_the_same_choice(
     schedule: str, policy: PolicyName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is taken, what is promised is what an engine promises whose plan says so, and it trains like that."""
+    """For every policy, predictions and training equal those of an engine whose plan sets this policy."""
     torch.manual_seed(0)
     model, data = Decoder(num_blocks=4), stage_batches(2, 8)
     own = fitting._rehearsed
     promises: dict[int, dict[str, Choice]] = {}
 
     def forced(*args: Any) -> dict[PolicyName, Choice]:
-        """All are rehearsed, and one of them is the only one that has room."""
+        """Rehearse all policies, but let only one of them fit."""
         found = own(*args)
         promises[threading.get_ident()] = dict(found)
         return {name: replace(one, device=0 if name == policy else 2**40) for name, one in found.items()}
@@ -202,7 +203,7 @@ def test_stages_that_do_not_fit_are_refused_before_anything_changes() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_stage_that_cannot_be_rehearsed_is_told_of_on_all_ranks(place: int) -> None:
-    """Whichever it is; the last one hands nothing over by which the others would hear."""
+    """Any stage may fail. The last one sends nothing from which the other stages would learn of it."""
     models = [Decoder(num_blocks=4) for _ in range(2)]
     for model in models:
         model.blocks[3 * place].forward = lambda x: x * float(x.sum())

@@ -1,4 +1,4 @@
-"""Checkpoints of others, in and out: what one writes the other reads, and training goes on where it was."""
+"""Foreign checkpoint formats: each side reads what the other one writes, and training continues from there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 def tied() -> nn.Module:
-    """With a frozen parameter, a buffer, and one of a single element."""
+    """A tied model with a frozen parameter, a buffer, and a parameter of a single element."""
     torch.manual_seed(0)
     model = Transformer(tied=True)
     model.blocks[0].up.weight.requires_grad_(False)
@@ -56,7 +56,7 @@ def on_ranks(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor], list[float]]:
-    """A run folder after 3 steps on 3 ranks; the parameters then; the losses of the two steps after."""
+    """A run folder after 3 steps on 3 ranks, the parameters at that time, and the losses of the next two steps."""
     folder = tmp_path_factory.mktemp("run")
 
     def work(engine: sw.Engine) -> Any:
@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tenso
 
 
 def goes_on(folder: Path, losses: list[float], num_ranks: int = 2) -> None:
-    """Resumed from `folder` on another number of ranks, training has the losses that it would have had."""
+    """Resume from `folder` on another number of ranks, and require the losses of the original run."""
 
     def work(engine: sw.Engine) -> Any:
         resumed = engine.resume(folder)
@@ -234,7 +234,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def loaded(folder: Path, like: nn.Module, **options: Any) -> nn.Module:
-    """What `from_pretrained` makes of `folder`, and that it missed nothing and found nothing strange."""
+    """Load `folder` with `from_pretrained`, and require that no keys are missing, unexpected or mismatched."""
     model, info = type(like).from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
@@ -258,7 +258,7 @@ def test_a_live_model_is_saved_as_transformers_would(hf_model: nn.Module, max_fi
 
 @pytest.mark.parametrize("build", [vit, qwen_moe, mixtral, dinov2])
 def test_what_transformers_renames_stacks_or_splits_is_saved_as_in_its_files(build: Any, tmp_path: Path) -> None:
-    """Under old names, experts one by one, and of several tensors what files have as one."""
+    """Saved files equal the library's own: old names, separate experts, and several tensors fused into one."""
     torch.manual_seed(1)
     model = build()
     model.save_pretrained(tmp_path / "theirs")
@@ -292,7 +292,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def test_there_and_back_again(hf_model: nn.Module, tmp_path: Path) -> None:
-    """A folder of theirs becomes a checkpoint that an engine resumes from, and that again a folder of theirs."""
+    """A Hugging Face folder becomes a checkpoint, an engine resumes from it, and it becomes such a folder again."""
     if "Mixtral" in type(hf_model).__name__:
         pytest.skip("transformers rearranges its experts while loading; see the test below")
     hf_model.save_pretrained(tmp_path / "theirs")
@@ -315,13 +315,13 @@ def test_there_and_back_again(hf_model: nn.Module, tmp_path: Path) -> None:
     assert len(half.files) > 1
     model = loaded(tmp_path / "half", hf_model)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    for param in hf_model.parameters():  # not its buffers, of which transformers keeps rotary frequencies in fp32
+    for param in hf_model.parameters():  # its buffers are not cast: transformers keeps rotary frequencies in fp32
         param.data = param.data.bfloat16()
     assert torch.equal(logits(model), logits(hf_model))
 
 
 def test_names_of_the_hub_and_old_files_fit(tmp_path: Path) -> None:
-    """The hub's GPT-2 lacks the model's prefix, has buffers that are none any more, and came as a pickle."""
+    """The hub's GPT-2 lacks the model's prefix, has obsolete buffers, and is a pickle."""
     torch.manual_seed(1)
     model = gpt2()
     model.config.architectures = ["GPT2LMHeadModel"]
@@ -441,7 +441,7 @@ def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("process_group")
 def test_fsdp2_goes_on_from_ours(run: Any, tmp_path: Path) -> None:
-    """Read by torch's own loader, as its tutorial does it; its strictness is that nothing may be missing."""
+    """torch's own loader reads it, as in its tutorial. The loader is strict: nothing may be missing."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -478,7 +478,7 @@ def test_ours_goes_on_from_fsdp2(flatten: bool, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_bare_state_dict_is_all_names(tmp_path: Path) -> None:
-    """Nothing tells `model.` of a nested dict from that of a parameter's name but the metadata."""
+    """Only the metadata shows whether `model.` belongs to a nested dict or to a parameter's name."""
     import torch.distributed.checkpoint as dcp
 
     model = llama(tie_word_embeddings=True)
@@ -496,7 +496,7 @@ def test_a_bare_state_dict_is_all_names(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_plain_optimizers_state_dict_has_no_names(kind: Any, tmp_path: Path) -> None:
-    """It numbers parameters by their order in the optimizer, which the checkpoint does not keep: weights only."""
+    """It numbers parameters by their order in the optimizer, which is not saved. So only weights are converted."""
     import torch.distributed.checkpoint as dcp
 
     def build() -> nn.Module:
@@ -576,7 +576,7 @@ def test_a_parameter_that_is_a_single_number_has_states_too(to: str, tmp_path: P
 
 
 def deepspeed_model() -> Any:
-    """The module that the fixtures were made with."""
+    """The Python module that the fixtures were made with."""
     spec = importlib.util.spec_from_file_location("deepspeed_fixture_model", FIXTURES / "model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -588,7 +588,7 @@ def deepspeed_model() -> Any:
 @pytest.mark.parametrize("preset", ["zero3", "zero1"])
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero2-bf16", "zero3", "universal"])
 def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path) -> None:
-    """The next losses are those that DeepSpeed itself had, when it went on."""
+    """The next losses equal those of DeepSpeed when it continued from the same checkpoint."""
     made = deepspeed_model()
     is_bf16 = case.endswith("bf16")
     expected = json.loads((FIXTURES / case / "losses.json").read_text())
@@ -620,7 +620,7 @@ def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path)
 
 
 def universal_of_zero3(folder: Path) -> Path:
-    """As DeepSpeed's `ds_to_universal.py` writes it: no folder of a frozen parameter, every rank's model file."""
+    """Write a checkpoint like DeepSpeed's `ds_to_universal.py`: no folder of a frozen parameter, all model files."""
     source = sw.inspect(FIXTURES / "zero3").source
     trained = {spec.name for spec in source.states}
     for spec in source.specs:
@@ -672,7 +672,7 @@ def test_clipping_that_deepspeed_was_told_is_mentioned(case: str, said: Any, wor
 
 
 def test_a_lost_rank_in_the_middle_is_not_made_up_for_by_padding(tmp_path: Path) -> None:
-    """The parts of ranks 0 and 2, with padding, have as many elements as there should be."""
+    """With padding, the parts of ranks 0 and 2 have the expected number of elements, yet rank 1's part is missing."""
     folder = tmp_path / "ckpt"
     shutil.copytree(FIXTURES / "zero3" / "global_step3", folder)
     for kind in ("model", "optim"):
@@ -723,7 +723,7 @@ RAN: list[int] = []
 
 
 class Ran:
-    """What a pickle of somebody else's class would run when it is made."""
+    """An object whose pickle would run code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return (run_me, (1,))
@@ -745,7 +745,7 @@ def test_nothing_in_a_deepspeed_file_is_run(tmp_path: Path) -> None:
 
 
 def test_weights_without_zero(tmp_path: Path) -> None:
-    """Stage 0 has all in one file; the optimizer's states there belong to nobody by name."""
+    """Stage 0 stores everything in one file. Its optimizer states cannot be assigned to parameter names."""
     state = torch.load(FIXTURES / "zero1" / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
     source = sw.inspect(tmp_path).source

@@ -1,4 +1,4 @@
-"""fp16 with a loss scale: near the plain model, one verdict on overflow for all ranks, and norms of any type."""
+"""fp16 with a loss scale: close to the plain model, one decision on overflow for all ranks, and norms of any type."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_fp16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any)
 
 
 def test_the_scale_keeps_gradients_that_fp16_would_lose() -> None:
-    """With a loss so small that its gradients round to zero in fp16, the scaled run moves and the unscaled does not."""
+    """With so small a loss, gradients round to zero in fp16. The norm is right only with a loss scale."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(3)
 

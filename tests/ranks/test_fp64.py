@@ -1,4 +1,4 @@
-"""`precision: fp64` beside a plain loop in fp64, to fp64's own rounding."""
+"""`precision: fp64` compared with a plain loop in fp64, within fp64's own rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is freed can be read below Python's sight: it gives NaN, and ends no process."""
+"""Freed memory can be read below Python: this gives NaN and does not crash the process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_nan_while_it_is_free(num_bytes: int) -> None:
         assert view.eq(value).all()
         piece.free()
     assert view.eq(255).all()
-    view.zero_()  # lost, and seen by nobody else
+    view.zero_()  # lost, and invisible to others
     piece.allocate()
     piece.free()
     assert view.eq(255).all()
@@ -105,7 +105,7 @@ def test_a_storage_is_resized_where_there_is_nothing_better(monkeypatch: pytest.
 
 @on_linux
 def test_a_freed_parameter_reads_as_nan() -> None:
-    """As a kernel reads it that takes the address of the storage and asks nobody."""
+    """As seen by a kernel that takes the address of the storage and checks nothing."""
     replicas = [Transformer(num_blocks=1) for _ in range(2)]
 
     def rank(world: sw.World) -> bool:

@@ -1,4 +1,4 @@
-"""Offload and budget of models with frozen parameters: shares of parameters count them, and those of states do not."""
+"""Offload and budgets of models with frozen parameters: shares of parameters include them, shares of states do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained low-rank addition, as LoRA makes them."""
+    """A frozen linear layer with a trained low-rank addition, as in LoRA."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Adapted(nn.Module):
 
 
 def frozen_but(trained: str, num_blocks: int = 4) -> Transformer:
-    """Of which only the head is trained, or the first block, or adapters in all blocks, or nothing."""
+    """A model of which only the head, the first block, adapters in all blocks, or nothing is trained."""
     torch.manual_seed(0)
     model = Transformer(num_blocks=num_blocks)
     model.requires_grad_(False)
@@ -56,7 +56,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def placed(engine: sw.Engine) -> dict[str, Any]:
-    """The share of elements at rest by tier, the share of trained ones by the tier of their update, and reports."""
+    """The share of all elements kept on each tier, the share of trained ones updated on each tier, and reports."""
     specs = [flat.spec for flat in engine._sharded.flats]
     trained = [spec for spec in specs if spec.trainable]
 
@@ -73,7 +73,7 @@ def placed(engine: sw.Engine) -> dict[str, Any]:
 
 
 def assert_kept(report: sw.MemoryReport) -> None:
-    """What was promised of parameters was measured, on each tier."""
+    """Each tier holds exactly the predicted bytes of parameters."""
     pairs = [(report.promised, report.measured), (report.promised_on_host, report.measured_on_host)]
     for promised, measured in pairs:
         assert measured.get("param", 0) == promised.get("param", 0)
@@ -110,7 +110,7 @@ def test_a_share_of_parameters_counts_frozen_ones(case: str, preset: str, traine
 
 
 def test_all_parameters_may_leave_the_device_as_rows_say() -> None:
-    """A share of one is what the rows of all units would be."""
+    """A share of 1 is the same as rows that apply to all units."""
     model, data = frozen_but("head"), batches(1)
     shared = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, offload={"optim": 1.0, "param": 1.0})
     ruled = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, rows=HOST)
@@ -142,7 +142,7 @@ def test_a_frozen_model_generates_from_where_its_share_rests(rest: str, tmp_path
 @one_in(3)
 @pytest.mark.parametrize("trained", ["head", "adapters", "nothing"])
 def test_a_budget_counts_frozen_parameters(trained: str) -> None:
-    """It is refused only below what rows would keep, and takes the least that fits."""
+    """A budget takes the least offload that fits, and is refused only below what the largest offload keeps."""
     model = frozen_but(trained)
 
     def promised(world: sw.World, **plan: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Frozen layers anywhere in a model, above what is trained: whole for as long as a backward reads them."""
+"""Frozen layers anywhere in a model, above trained ones: they stay gathered as long as a backward reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def frozen(module: nn.Module) -> nn.Module:
 
 
 class Chain(nn.Module):
-    """Trained below a frozen layer, which `uses` says how to use, in this order."""
+    """A trained layer below frozen ones; `uses` lists in order how those are used."""
 
     def __init__(self, *uses: str, tied: bool = False) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Chain(nn.Module):
 
 
 class Middle(nn.Module):
-    """A frozen layer between trained ones, in one unit with the head, whose gradient comes first."""
+    """A frozen layer between trained ones. It shares a unit with the head, whose gradient comes first."""
 
     def __init__(self, wrap: Callable[[Tensor], Any] = lambda loss: loss) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Middle(nn.Module):
 
 
 class Hidden:
-    """An output that keeps its tensor where nobody looks."""
+    """An output that hides its tensor."""
 
     __slots__ = ("get",)
 
@@ -93,7 +93,7 @@ class Hidden:
 
 
 class Shell(nn.Module):
-    """Frozen itself, and calls something trained that belongs to another module and is a unit of its own."""
+    """A frozen module that calls a trained one, which belongs to another module and is a unit of its own."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Shell(nn.Module):
 
 
 class Shells(nn.Module):
-    """Called twice, the second time recomputed, with something else in between."""
+    """Calls its shell twice, the second time with recomputation, and another module in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Shells(nn.Module):
 
 
 class Leaf(nn.Module):
-    """The input has its gradient before the frozen layer beside it is through."""
+    """The input is a leaf that has its gradient before the backward of the frozen layer beside it is complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Side(nn.Module):
 
 
 class LeafRunAgain(nn.Module):
-    """The same in a forward that is run again in a backward, where the leaf stands for the real input."""
+    """The same in a forward that a backward runs again, where a leaf replaces the real input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class LeafRunAgain(nn.Module):
 
 
 class Unused(nn.Module):
-    """One parameter never gets a gradient, so that the gradients of inputs say when a backward is through."""
+    """One parameter never gets a gradient, so only the gradients of inputs show that a backward is complete."""
 
     def __init__(self) -> None:
         super().__init__()

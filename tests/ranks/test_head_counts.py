@@ -167,7 +167,7 @@ def test_a_forward_that_derives_its_number_of_heads_is_accepted(
 
 
 class Locked(nn.Sequential):
-    """Has an attribute that cannot be copied."""
+    """A module with an attribute that cannot be copied."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__(*modules)

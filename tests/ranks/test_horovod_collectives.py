@@ -40,7 +40,7 @@ def values(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tenso
 
 
 def cases(seed: int, size: int) -> list[tuple[str, Callable[[int], hvd.Handle], list[Any]]]:
-    """For each collective its name, a function that issues it on a rank, and the expected result of each rank."""
+    """For each collective: its name, a function that issues it on a rank, and the expected result of each rank."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     made: list[Any] = []
     for number in range(40):

@@ -101,7 +101,7 @@ def two_layers() -> nn.Sequential:
 
 
 def changing_loop(model: nn.Sequential, wrap: Callable[[Any], Any], rows_of: Callable[[int], list[Tensor]]) -> Any:
-    """The second layer is unfrozen, and a new one is added, after the first step; the first is frozen at the end."""
+    """The second layer is unfrozen after one step, a new one is added after two, and the first is frozen at the end."""
     model[1].requires_grad_(False)
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1))
     for step in range(5):
@@ -169,7 +169,7 @@ def test_gradients_of_a_closure_are_averaged() -> None:
 
 
 def test_a_step_that_is_left_out_after_synchronize() -> None:
-    """As `torch.amp.GradScaler` does after an overflow."""
+    """`torch.amp.GradScaler` does this after an overflow."""
 
     def work() -> None:
         model = two_layers()
@@ -218,7 +218,7 @@ def test_no_hooks_are_left_if_init_was_not_called() -> None:
 
 
 class Sparse(nn.Module):
-    """Its second parameter has sparse gradients."""
+    """A model whose second parameter has sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_batch_norm_keeps_the_dtype_of_its_input() -> None:
 
 
 def test_an_elastic_loop_begins_again_without_collectives_of_the_failed_one() -> None:
-    """Rank 0 has issued more than rank 1 when both fail, unnamed collectives too."""
+    """When both ranks fail, rank 0 has issued more collectives than rank 1, some of them unnamed."""
 
     def work() -> list[float]:
         state = hvd.elastic.ObjectState(hvd.broadcast_object, attempts=0)

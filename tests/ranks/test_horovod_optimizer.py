@@ -20,7 +20,7 @@ RANKS, ROWS, STEPS = 3, 4, 5
 
 
 class Net(nn.Module):
-    """With a layer that some ranks do not use, and a frozen parameter."""
+    """A model with a layer that some ranks do not use, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def plain(model: Net, batches: Tensor, make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float) -> Net:
-    """The loop on one process: gradients are summed over passes and averaged over ranks."""
+    """Run the loop in one process: gradients are summed over passes and averaged over ranks."""
     optimizer = make(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for batch in batches:
@@ -197,7 +197,7 @@ def test_fp16_compression_and_a_process_set() -> None:
 
 
 def test_adasum_of_equal_gradients_is_one_update() -> None:
-    """The optimizer's state is each rank's own."""
+    """Each rank has its own optimizer state."""
     model, batches = model_and_batches()
 
     def work() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Rows on the host train beside the plain model, with the bytes that the program promises on each tier."""
+"""With tensors on the host, training equals the plain model's, and each tier holds the predicted bytes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_trains_like_the_plain_model_and_holds_what_was_promised(
     report = run.extra["report"]
     for kind in ("param", "grad", "working"):
         most, said = report.measured[kind], report.promised[kind]
-        assert most == said or (num_ranks == 1 and most < said), kind  # a cast alone is done at once
+        assert most == said or (num_ranks == 1 and most < said), kind  # on one rank there is only a cast, done at once
     for kind in ("param", "buffers"):
         assert report.measured_on_host[kind] == report.promised_on_host[kind], kind
     assert report.promised["optim"] == report.measured["optim"] == 0
@@ -115,6 +115,6 @@ def test_bf16_and_accumulation(
     report = run.extra["report"]
     for kind in ("param", "grad", "working"):
         most, said = report.measured[kind], report.promised[kind]
-        assert most == said or (num_ranks == 1 and most < said), kind  # a cast alone is done at once
+        assert most == said or (num_ranks == 1 and most < said), kind  # on one rank there is only a cast, done at once
     for kind in ("param", "buffers"):
         assert report.measured_on_host[kind] == report.promised_on_host[kind], kind

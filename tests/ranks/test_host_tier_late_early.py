@@ -1,4 +1,4 @@
-"""Copies between tiers on devices that are not there: done at once or late, and found where nobody waits for them."""
+"""Copies between tiers on fake devices: they run at once or late, and every missing wait is detected."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gradients_of_several_micro_batches_are_added_up_on_the_host(when: When)
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_whole_parameters_are_worked_on_the_same_whenever_copies_are_done(name: str, preset: str) -> None:
-    """The optimizer's own step comes between what was updated unit by unit and what it updates itself."""
+    """Some units are updated one by one, others by the optimizer's own step. The timing of copies does not matter."""
     model, data = small(), batches(3)
     case = (preset, 2, None)
     late, early, at_random = (run_on_devices(Devices(when), model, data, case, OPTIMIZERS[name]) for when in WHENS)
@@ -74,7 +74,7 @@ def test_whole_parameters_are_worked_on_the_same_whenever_copies_are_done(name: 
 
 
 class _Forgets:
-    """A copy for which one of the two waits is left out."""
+    """A copy for which one of its two waits is skipped."""
 
     def __init__(self, one: Any, what: str) -> None:
         self._one = one
@@ -108,14 +108,14 @@ def test_master_weights_that_are_written_while_they_are_fetched_are_found(monkey
 
 
 def test_memory_that_is_used_again_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cast that is fetched lies in memory that the next update takes."""
+    """The cast is still being fetched when the next update reuses its memory."""
     honest = HostMemory.give_back
     monkeypatch.setattr(HostMemory, "give_back", lambda self, tensor, _=None: honest(self, tensor, Copied()))
     assert is_found("zero3-offload", precision="bf16")
 
 
 def is_found(preset: str, **plan: Any) -> bool:
-    """Whether training raises that something was touched on its way, or ends with other values than on the host."""
+    """Whether training raises because a tensor was touched in flight, or ends with other values than on the host."""
     model, data = small(), batches(3)
     expected = sharded_run(model, data, preset, 2, None, shares_memory=False, **plan)
     try:

@@ -1,5 +1,5 @@
-"""Models and optimizers of all kinds with rows on the host: frozen parts, parameters without an optimizer, several
-optimizers, models that never are whole on a rank."""
+"""Models and optimizers of all kinds with tensors on the host: frozen parts, parameters without an optimizer, several
+optimizers, models that are never whole on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class Together:
-    """Several optimizers as a plain loop has them."""
+    """Several optimizers that step together, as in a plain loop."""
 
     def __init__(self, members: Optimizers) -> None:
         self.members = members

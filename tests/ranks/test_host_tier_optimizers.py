@@ -1,4 +1,4 @@
-"""What a loop asks of an optimizer whose states are on the host: it sees one step, as everywhere."""
+"""What a loop expects of an optimizer whose states are on the host: one step, as with states anywhere else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ON_DEVICE = {"offload": "zero2", "zero3-offload": "zero3"}
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD whose rate depends on how many steps its group has taken, as schedule-free optimizers have it."""
+    """SGD whose rate depends on the number of steps that its group has taken, as in schedule-free optimizers."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05, "taken": 0})
@@ -76,7 +76,7 @@ def model_of() -> Transformer:
 @pytest.mark.parametrize("preset", ON_DEVICE)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_on_the_host_is_that_on_the_device_to_the_bit(name: str, preset: str) -> None:
-    """Every piece is updated by the same calls."""
+    """The same calls update every piece."""
     model, data = model_of(), batches(3)
     there, here = (
         sharded_run(model, data, which, 2, None, OPTIMIZERS[name], clip_grad_norm=0.5, precision="bf16")
@@ -148,7 +148,7 @@ def test_hooks_closures_and_schedulers_see_one_step(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ON_DEVICE)
 def test_an_overflow_in_fp16_changes_nothing(preset: str) -> None:
-    """The verdict comes before any unit is updated."""
+    """The ranks agree on the overflow before any unit is updated."""
     model, data = model_of(), batches(2)
     replicas = [copy.deepcopy(model) for _ in range(2)]
 
@@ -189,7 +189,7 @@ def test_parameters_without_a_gradient_are_left_alone(preset: str) -> None:
 
 @pytest.mark.parametrize("rows", [{}, {"param": {"tier": "host"}}], ids=["states", "params"])
 def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_path: Path) -> None:
-    """What is on the host is read, written, saved, loaded and moved as anywhere."""
+    """Tensors on the host are read, written, saved, loaded and moved like any others."""
     model, data = model_of(), batches(6)
     replicas = [copy.deepcopy(model) for _ in range(4)]
     expected = plain_run(model, data)
@@ -245,7 +245,7 @@ def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_pat
 
 @pytest.mark.parametrize("preset", ["zero3-offload", "offload"])
 def test_generation_rehearsal_and_timelines(preset: str, tmp_path: Path) -> None:
-    """With parameters on the host, too."""
+    """Also with parameters on the host."""
     model, data = model_of(), batches(3)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     expected = plain_run(model, data)
@@ -308,7 +308,7 @@ def test_a_share_of_the_units(preset: str, share: dict[str, float]) -> None:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """In fp32, since bf16 makes large differences of small ones."""
+    """Muon in fp32, since bf16 would enlarge small differences."""
     matrices = sw.optim.hidden_matrices(model)
     others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
     return sw.optim.Muon([{"params": matrices, "lr": 0.01}, {"params": others, "use_muon": False}], iterate_in="fp32")
@@ -323,7 +323,7 @@ PLANS_ON_HOST: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero3-offload": ("zero3-offload", "zero3", {}),
     "half of the units": ("zero2", "zero2", {"offload": {"optim": 0.5}}),
 }
-"""The preset with rows on the host, the same without, and what it takes beside."""
+"""The preset with tensors on the host, the same preset without, and further settings of the former."""
 
 
 @pytest.mark.parametrize("plan", PLANS_ON_HOST)
@@ -332,7 +332,7 @@ PLANS_ON_HOST: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_what_needs_whole_parameters_is_updated_on_the_host_as_on_the_device(
     name: str, plan: str, num_ranks: int
 ) -> None:
-    """The pieces, norms and matrices are the same, and so is the arithmetic on them."""
+    """The pieces, norms and matrices are the same, and so is their arithmetic."""
     model, data = model_of(), batches(3)
     on_host, on_device, offload = PLANS_ON_HOST[plan]
     for precision in ("fp32", "bf16"):
@@ -355,7 +355,7 @@ def test_whole_parameters_on_the_host_stay_within_what_is_promised(name: str) ->
     assert_same(run, plain_run(model, data, NEEDS_WHOLE[name]))
     memory = run.extra["memory"]
     assert memory.measured_on_host["buffers"] == memory.promised_on_host["buffers"]
-    assert 0.95 <= memory.measured_on_host["optim"] / memory.promised_on_host["optim"] <= 1.01  # numbers of steps
+    assert 0.95 <= memory.measured_on_host["optim"] / memory.promised_on_host["optim"] <= 1.01  # step counters
     for kind in ("param", "grad", "optim", "working"):
         assert memory.measured[kind] <= memory.promised[kind], kind
 
@@ -371,7 +371,8 @@ def test_what_needs_whole_parameters_is_refused_on_a_disk(name: str, tmp_path: P
 
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
 def test_what_travels_is_cast_in_the_pass_that_updates(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All units whose parameters all have gradients need no pass of their own for it; the bits are those of one."""
+    """If all parameters of a unit have gradients, the update also casts them for sending. Results are bit-identical to
+    those with a separate cast."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(3)
     copies: list[str] = []

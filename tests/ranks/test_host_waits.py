@@ -1,7 +1,7 @@
-"""What would make the host wait for a device in a steady step: counted on a CPU, by call site in the library.
+"""Operations of a steady step that would make the host wait for a device, counted on a CPU by file of the library.
 
-Tensors are taken to lie on a device, but for those that are on the host whatever the device: steps of optimizers, and
-messages between hosts.
+All tensors count as device tensors, except those that are always on the host: step counters of optimizers, and messages
+between hosts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Waits:
-    """Counts, while `counting` on a thread, by call site: the innermost line of the library."""
+    """Counts waits of a thread inside `counting`, by operation and innermost file of the library."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class Waits:
 
 
 def _site() -> str | None:
-    """Where the library is; `None` outside of it, and in a message between hosts."""
+    """The innermost file of the library on the stack; `None` outside of the library and in a message between hosts."""
     frame, found = sys._getframe(2), None
     while frame is not None:
         path = frame.f_code.co_filename
@@ -102,7 +102,7 @@ def _site() -> str | None:
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are taken to lie where the host has to wait for them."""
+    """Pretend that tensors are on a device."""
     monkeypatch.setattr("shardwise.parts.on_host", lambda _: False)
 
 
@@ -130,7 +130,7 @@ def narrow(state_dtype: Any) -> MakeOptimizer:
 
 
 class WithTable(nn.Module):
-    """A model with a buffer that never changes: only the device knows that it has not."""
+    """A model with a buffer that never changes, although only the device knows this."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class WithTable(nn.Module):
 
 
 def steps_of(engine: sw.Engine) -> set[int]:
-    """The tensors that count an optimizer's steps."""
+    """The ids of the tensors that count an optimizer's steps."""
     optimizer = engine._sharded.require_optimizer()
     return {id(optimizer.state_of(piece).get("step")) for piece in optimizer.pieces}
 
 
 def steady_step(waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: Callable[[], nn.Module]) -> float:
-    """Count one step of rank 0 after some others; its norm."""
+    """Count the waits of rank 0 in its fourth step; returns the step's norm."""
     torch.manual_seed(0)
     replicas = [build()]
     replicas += [copy.deepcopy(replicas[0]) for _ in range(math.prod(plan.get("mesh", {"world": 2}).values()) - 1)]
@@ -211,7 +211,7 @@ def test_it_waits_once_for_what_only_the_device_knows(case: str, waits: Waits) -
 
 
 def test_the_counter_sees_what_a_host_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host reads the sum, as on a CPU, it is found at this: once made from numbers of the host, once read."""
+    """On a CPU, the host reads the sum. The counter finds one tensor made from host values, and one that is read."""
     waits = Waits(monkeypatch)
     steady_step(waits, plan_of("zero3", None), adamw, Transformer)
     assert waits.found == {"precision/verdict.py tensor": 1, "precision/verdict.py tolist": 1}
@@ -277,11 +277,11 @@ def test_steps_of_our_optimizers_are_on_the_host_on_any_device() -> None:
                 assert optimizer.state[param]["step"].device.type == "cpu"
 
 
-# -- the same numbers as where the host reads them -----------------------------------------------------------
+# -- the same results as when the host reads values ----------------------------------------------------------
 
 
 class Experts(nn.Module):
-    """Each row goes to one expert, so that ranks reach different parameters of one unit."""
+    """A batch goes to one expert, so that ranks use different parameters of one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class Experts(nn.Module):
 
 
 CHOICES = [(0, 0), (0, 1), (1, 1), (2, 0), (0, 0), (0, 1)]
-"""By step: the expert of each rank."""
+"""For each step, the experts of both ranks."""
 
 
 def trained(plan: Plan, *, shares_memory: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
@@ -336,7 +336,7 @@ def test_numbers_are_those_that_the_host_would_have_read(
 
 
 def test_no_update_begins_after_a_fault(away: None) -> None:
-    """A collective that was cut off leaves garbage. Where the host reads nothing, it has to ask before the update."""
+    """An aborted collective leaves garbage. If the host reads nothing, it must check for faults before the update."""
 
     def rank(world: sw.World) -> None:
         model = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""What `explain` says that the images of a rank take is what they take."""
+"""The size of a rank's images that `explain` prints is their actual size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts without the memory for images: all ranks raise one error with the cure, instead of continuing with fewer."""
+"""Hosts without memory for images: all ranks raise one error with a remedy, instead of continuing with fewer ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks.threads_as_members import Killed, run_members
 
 
 def trains(steps: int, dies_at: int = -1) -> Callable[[World, int], str]:
-    """Work of a rank: the error that it raised; member 1 dies before the given step."""
+    """A rank's work, which returns the error that it raised. Member 1 dies before step `dies_at`."""
     models = [nn.Linear(16, 16) for _ in range(3)]
 
     def work(world: World, member: int) -> str:
@@ -56,7 +56,7 @@ def has_no_space(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool])
 
 @pytest.mark.parametrize("moment", ["at the start", "in the first step", "in recovery"])
 def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's image is refused; the others had the space for theirs."""
+    """Space for one rank's image is refused, while the others have got space for theirs."""
     lock, seen = threading.Lock(), {"layouts": set[str](), "refused": 0}
 
     def fails(path: Path) -> bool:
@@ -89,7 +89,7 @@ def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, mon
 def test_memory_that_has_no_room_to_recover_in_is_warned_of(
     factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has room for the images once and a half, or for twice and a half of them."""
+    """Memory is 1.5 or 2.5 times the size of the images. Recovery needs twice the size: 1.5 gives a warning."""
 
     def free_bytes(folder: Path) -> int:
         sizes = {path.name: os.stat(path).st_size for path in folder.glob("*-1.image")}

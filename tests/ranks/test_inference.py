@@ -1,4 +1,4 @@
-"""Ranks that run a sharded model at their own pace come to what the plain model comes to."""
+"""Ranks that run a sharded model at their own pace get the plain model's results."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_training_inside_is_refused() -> None:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 def test_compiled_units_generate_uncompiled_and_train_on_compiled() -> None:
     replicas = [Transformer() for _ in range(2)]
     data = batches(3)
@@ -143,7 +143,7 @@ def test_compiled_units_generate_uncompiled_and_train_on_compiled() -> None:
 
 
 class Tower(nn.Module):
-    """Blocks one after the other; `deep` uses only every other one."""
+    """Blocks in sequence; `through` uses every `step`-th one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Tower(nn.Module):
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 2), ("disk", 1), ("host", 2)])
 def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, tmp_path: Path) -> None:
-    """Other lengths on every rank, no optimizer; never more than a few units are whole."""
+    """Ranks generate different lengths, without an optimizer, and at most three units are gathered at once."""
     torch.manual_seed(0)
     twin = build().eval()
     given, lengths = prompts(num_ranks), (3, 7)
@@ -198,7 +198,8 @@ def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, t
 def test_the_next_unit_is_on_its_way_and_ranks_may_part(
     tier: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second round through the model on; and ranks that use other blocks come to the plain model's values."""
+    """From the second round through the model on, the next unit is prefetched. Ranks that use other blocks still get
+    the plain model's values."""
     began: list[str] = []
     ready: list[bool] = []
     begin, take = Gathering.begin, Inference._round

@@ -1,4 +1,4 @@
-"""The order of things on devices, without one: collectives act at once or at the last moment; see `fake_devices.py`."""
+"""Ordering on devices, tested without one: collectives run at once or at the last moment. See `fake_devices.py`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_on_devices(
     step: Step = engine_step,
     **plan: Any,
 ) -> Run:
-    """`twins.sharded_run`, where every rank has a device. Whatever was begun has to have been waited for."""
+    """`twins.sharded_run` with a device for every rank. All operations that were started must have been waited for."""
     preset, num_ranks, mesh = case
     replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
 
@@ -93,7 +93,7 @@ def run_on_devices(
     return runs[0]
 
 
-# -- training is the same whenever collectives act ---------------------------------------------------
+# -- training is the same whenever collectives run ---------------------------------------------------
 
 
 @pytest.mark.parametrize("when", WHENS)
@@ -110,7 +110,7 @@ def test_presets_train_like_their_twin(case: tuple[str, int, Any], when: When) -
 )
 @one_in(5)
 def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
-    """Micro-batches, of which some leave their gradients where they are."""
+    """Micro-batches, some of which do not reduce their gradients."""
 
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
         total = torch.zeros(())
@@ -263,7 +263,7 @@ READERS = [read_data, read_one_backwards, read_state_dict, read_inside, read_ave
 def test_an_update_behind_the_step_is_there_for_whoever_reads(
     case: tuple[str, int, Any], read: Reader, precision: str, when: When
 ) -> None:
-    """Right after the step, while it is being gathered: the values that the ranks come to with all of it awaited."""
+    """Reads right after the step, while parameters are still being gathered, return the same as after waiting."""
 
     def train(*, awaits: bool) -> list[Params]:
         model = small()
@@ -321,7 +321,7 @@ def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_pa
 
 
 def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that trains waits for it too: nobody waits again for what has been waited for once."""
+    """The training stream waits for the gather, the reading stream for the training stream: one wait is enough."""
     devices, waits = Devices("late"), []
     accelerator, wait = devices.accelerator, FakeWork.wait
 
@@ -353,7 +353,7 @@ def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: 
 @pytest.mark.parametrize("when", WHENS)
 @one_in(5)
 def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: When) -> None:
-    """Nothing between the two reads a parameter, and the second writes what the first has sent."""
+    """No parameter is read between the two steps, and the second one writes to what the first one is sending."""
     num_on_their_way = []
 
     def twice(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
@@ -375,7 +375,7 @@ def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: Wh
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
-    """Right after the step: it is refused, loses nothing that is on its way, and training goes on."""
+    """Right after the step: the read is refused, gathers in flight are kept, and training continues."""
     model, data = small(), batches(2)
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
@@ -394,7 +394,7 @@ def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
 @pytest.mark.parametrize("can_split", [True, False])
 @one_in(5)
 def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can_split: bool) -> None:
-    """Torch asks that of all ranks. Lines that were made for one plan are used again by another."""
+    """torch requires this. Groups that were made for one plan are reused by another."""
     devices, model, data = Devices(when, can_split=can_split), small(), batches(4)
     replicas = [copy.deepcopy(model) for _ in range(4)]
     others = [copy.deepcopy(model) for _ in range(4)]
@@ -425,7 +425,7 @@ def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
 def test_what_a_unit_gathers_at_one_moment_is_launched_as_one(case: tuple[str, int, Any], when: When) -> None:
-    """A unit with frozen parameters has two flat buffers."""
+    """A unit with frozen parameters has two flat buffers, which are gathered together."""
     model, data = small(), batches(3)
     for param in model.blocks[0].parameters():
         param.requires_grad_(param.dim() == 1)
@@ -437,7 +437,7 @@ def test_what_a_unit_gathers_at_one_moment_is_launched_as_one(case: tuple[str, i
 
 
 def test_gathers_that_cannot_be_launched_fail_as_links_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever abandons a pass waits for what was begun."""
+    """Waiting for such a gather raises, as for any failed collective."""
 
     def refuse(*_: Any) -> FakeWork:
         raise RuntimeError("no memory for a launch")
@@ -458,7 +458,7 @@ def test_gathers_that_cannot_be_launched_fail_as_links_do(monkeypatch: pytest.Mo
 
 
 def test_an_update_behind_the_step_that_never_comes_fails_for_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is given half of an update, however often he asks."""
+    """Every read raises, also when it is repeated, and none returns a half-gathered parameter."""
     honest = FakeWork.wait
 
     def breaks(self: FakeWork) -> None:
@@ -495,7 +495,7 @@ def test_an_update_behind_the_step_that_never_comes_fails_for_every_reader(monke
 def test_what_comes_after_a_fault_is_given_to_nobody(
     preset: str, read: Callable[[sw.Engine], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is woken by an abort goes on with garbage, and its wait does not fail."""
+    """A device that an abort wakes continues with garbage, and its wait does not fail. Reads must raise anyway."""
     honest, journals = FakeWork.wait, {}
 
     def aborted(self: FakeWork) -> None:
@@ -544,9 +544,10 @@ def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_drawn_models_train_as_on_the_host(
     sketch: Sketch, plan: tuple[int, dict[str, Any]], seed: int, when: When
 ) -> None:
-    """To the bit: sums are made in one order. `test_random_models.py` holds the host to the plain model.
+    """Bit-identical to runs on the host: sums are computed in the same order. `test_random_models.py` compares the host
+    with the plain model.
 
-    `make thorough` tries 80 of them.
+    `make thorough` tries 80 models.
     """
     num_ranks, settings = plan
     if "experts" in sketch.kinds:
@@ -571,11 +572,11 @@ def test_drawn_models_train_as_on_the_host(
     assert devices.num_works == devices.num_waited
 
 
-# -- the tester finds what it is there for -----------------------------------------------------------
+# -- mistakes are detected ---------------------------------------------------------------------------
 
 
 class Sloppy(FakeGroups):
-    """Process groups of a library that does one thing wrong with the collectives of one verb."""
+    """Process groups of a faulty library, which makes one mistake with the collectives of one verb."""
 
     verb = ""
     fault = ""
@@ -618,7 +619,7 @@ def test_faults_of_order_are_found(case: tuple[str, int, Any], verb: str, fault:
 
 
 def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in the library's own code."""
+    """A mistake in the library's own code, instead of the process groups."""
     honest = ParamMover.wait_full
 
     def forgets(self: ParamMover, action: Action | None = None) -> None:
@@ -650,7 +651,7 @@ def test_a_fresh_gradient_that_the_library_frees_too_early_is_found(monkeypatch:
 
 
 def _is_found(devices: Devices, case: tuple[str, int, Any]) -> bool:
-    """Whether training raises that something was touched on its way, or ends with other values than it should."""
+    """Whether training raises because a tensor was touched in flight, or ends with wrong values."""
     model, data = small(), batches(3)
     try:
         assert_same(run_on_devices(devices, model, data, case), plain_run(model, data))
@@ -663,12 +664,12 @@ def _is_found(devices: Devices, case: tuple[str, int, Any]) -> bool:
     return False
 
 
-# -- what travels and what it costs ------------------------------------------------------------------
+# -- sums and messages -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["reduce_scatter", "all_reduce"])
 def test_sums_are_made_in_the_dtype_in_which_they_are_kept(verb: str) -> None:
-    """In bf16 256 + 1 + 1 + 1 makes 256."""
+    """A sum in bf16 would be 256 + 1 + 1 + 1 = 256."""
     mesh = Mesh(("dp",), (4,))
 
     def rank(world: sw.World) -> Tensor:
@@ -680,13 +681,13 @@ def test_sums_are_made_in_the_dtype_in_which_they_are_kept(verb: str) -> None:
         getattr(collectives, verb)(out, source, group, torch.bfloat16, "x").wait()
         return out
 
-    rounded = torch.tensor(259.0).to(torch.bfloat16).item()  # what an all-reduce gives everybody
+    rounded = torch.tensor(259.0).to(torch.bfloat16).item()  # what an all-reduce returns on every rank
     for out in Devices("late").run(4, rank):
         assert set(out.tolist()) == {259.0 if verb == "reduce_scatter" else rounded}
 
 
 def test_the_sums_of_an_all_reduce_are_gathered_while_the_next_one_is_under_way() -> None:
-    """In a wider dtype an all-reduce has two halves. Nobody has waited for the first one here."""
+    """In a wider dtype, an all-reduce has two halves. The first one's second half starts before it is waited for."""
     mesh = Mesh(("dp",), (2,))
     launched: dict[int, list[str]] = {0: [], 1: []}
 
@@ -718,7 +719,7 @@ def test_the_sums_of_an_all_reduce_are_gathered_while_the_next_one_is_under_way(
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("when", WHENS)
 def test_messages_between_stages_wait_for_what_they_bring(when: When, schedule: str) -> None:
-    """Activations and gradients of a pipeline: filled late, or at once, and never changed while they are sent."""
+    """Activations and gradients of a pipeline arrive late or at once; none is read before, or changed in flight."""
     torch.manual_seed(0)
     model = Decoder(tied=True)
     data = batches(2, 8)

@@ -1,4 +1,4 @@
-"""Weights that are given to a model while it is built inside `deferred_init`, and read by `shard`."""
+"""Weights loaded into a model while it is built in `deferred_init`, and read by `shard`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_values_are_those_of_the_files_and_each_rank_reads_its_part(
             loaded = building.load(models[-1], tmp_path)
         assert set(loaded.names) == set(state)
         assert (loaded.missing, loaded.unexpected) == ((), ())
-        assert torch.equal(models[-1][1].running_mean, state["1.running_mean"])  # a buffer has its values at once
+        assert torch.equal(models[-1][1].running_mean, state["1.running_mean"])  # a buffer gets its values at once
     num_read = []
     read = Stored.read
 
@@ -71,7 +71,7 @@ def test_values_are_those_of_the_files_and_each_rank_reads_its_part(
 
 
 def test_what_is_done_afterwards_counts_whoever_shards(tmp_path: Path) -> None:
-    """Changed, cast, tied and wrapped: files know none of its names any more."""
+    """After loading, the model is changed, cast, tied and wrapped, so that its names differ from the files'."""
 
     def built() -> nn.Module:
         with sw.deferred_init() as building:
@@ -149,7 +149,7 @@ def test_other_models_and_other_times_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_changed_before_it_is_sharded(tmp_path: Path) -> None:
-    """Built in one block, and in another enlarged, as embeddings are by what was drawn and what was there."""
+    """A model is built in one block, and enlarged in another: like embeddings, with drawn and with existing values."""
 
     def enlarge(model: nn.Sequential) -> None:
         with torch.no_grad():
@@ -177,7 +177,7 @@ def test_a_model_is_changed_before_it_is_sharded(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="built inside deferred_init"):
             models[-1][0].weight.sum()
         torch.manual_seed(3)
-        net()  # as much is drawn
+        net()  # this draws as many numbers
         with sw.deferred_init(models[-1]):
             enlarge(models[-1])
     for found in states(models):

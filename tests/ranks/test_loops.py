@@ -1,4 +1,4 @@
-"""Ways of training: plain PyTorch style, accumulation, several forwards, evaluation, checkpointing, schedulers."""
+"""Ways to train: plain PyTorch style, accumulation, several forwards, evaluation, checkpointing, schedulers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_plain_pytorch_style(case: Case, model: Transformer) -> None:
 
 
 def test_accumulation(case: Case, model: Transformer) -> None:
-    """Two halves of a batch, one step; the engine averages over micro-batches."""
+    """Two halves of a batch in one step; the engine averages over micro-batches."""
     losses: list[float] = []
 
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_a_second_forward_before_backward(case: Case, model: Transformer, togeth
 
 
 def test_gradients_that_are_thrown_away(case: Case, model: Transformer) -> None:
-    """`zero_grad` between backward and step means what it means in PyTorch."""
+    """`zero_grad` between backward and step does the same as in PyTorch."""
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
         (engine.module(*batch) * 3).backward()
@@ -142,7 +142,7 @@ def test_evaluation_in_between(case: Case, model: Transformer) -> None:
 
 
 class Checkpointed(Transformer):
-    """Blocks recomputed in the backward, whole or from inside."""
+    """Blocks are recomputed in the backward, from outside or from inside."""
 
     def __init__(self, reentrant: bool, inside: bool) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def test_any_elementwise_optimizer(name: str, model: Transformer) -> None:
 
 
 def test_an_optimizer_that_has_taken_steps_already(model: Transformer) -> None:
-    """Its states are cut as the parameters are."""
+    """Its states are sharded like the parameters."""
     import copy
 
     start = copy.deepcopy(model)

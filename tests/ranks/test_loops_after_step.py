@@ -1,8 +1,8 @@
 """Everything that a plain loop does, right after steps whose updated parameters are still being gathered.
 
-As in `test_plain_loops.py`, but where the gather goes on behind the step: on devices whose collectives act at the last
-moment, with NaN in what they fill until then, and between hosts. So whatever reads a parameter too early, or writes to
-what is being sent, shows every time.
+Like `test_plain_loops.py`, but with gathers that continue behind the step: between hosts, and on fake devices whose
+collectives run at the last moment, with NaN in their outputs until then. So reading a parameter too early, or writing
+to one that is being sent, is always detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = one_in(36)
 
 
 def on_devices(num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:
-    del more["shares_memory"]  # devices share none
+    del more["shares_memory"]  # devices share no memory
     return Devices("late").run(num_ranks, work, **more)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are lost: the others go on with the very step, and end where the unsharded model does."""
+"""Ranks are lost: the others continue with the same step, and end with the results of the unsharded model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With an eps that leaves gradients which are nothing but rounding as small as they are: their signs are chance."""
+    """With an eps so large that gradients which are only rounding errors, with random signs, have almost no effect."""
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, eps=1e-3)
 
 
@@ -76,7 +76,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 class DiesAt:
-    """A rank dies where it would send something for the so manieth time, whatever that is, in whichever world."""
+    """A rank dies when it starts its n-th communication of any kind, counted across worlds."""
 
     def __init__(self, deaths: dict[int, int]) -> None:
         self.deaths = deaths
@@ -139,8 +139,8 @@ def race(
     bound: float = 2e-6,
     hosts: Sequence[str] = (),
 ) -> dict[int, int]:
-    """Train on threads of which some die, as many as `plant` says; returns how many iterations were void, by those who
-    live."""
+    """Train on threads, some of which die as `plant` decides. Returns the number of void iterations of each surviving
+    member."""
     model = Net() if model is None else model
     clip, scheduled = plan.get("clip_grad_norm"), loop == "plain"
     losses, plain = trained_alone(model, make, clip=clip, scheduled=scheduled)
@@ -155,7 +155,7 @@ def race(
         found: dict[int, float] = {}
         state: dict[str, Tensor] = {}
         while engine.num_steps < NUM_STEPS or not state:
-            if engine.num_steps == NUM_STEPS:  # whoever dies meanwhile may take the last step along
+            if engine.num_steps == NUM_STEPS:  # a rank that dies now may take the last step with it
                 state = engine.state_dict()
                 continue
             step = engine.num_steps
@@ -226,7 +226,7 @@ def test_a_rank_dies_anywhere_with_rows_on_the_host(name: str, loop: str, shares
 
 
 def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> None:
-    """Threads that die leave the world that they are in, and not the one that they began in, or others wait in vain."""
+    """A thread that dies must leave its current world, not its first one; else others would wait in vain."""
     kept: list[World] = []  # as an engine does
 
     def work(world: World, member: int) -> str:
@@ -257,7 +257,7 @@ def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
 @one_in(8)
 @pytest.mark.parametrize("name", [*PLANS, "zero3-offload"])
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update is done on a rank, and nobody knows."""
+    """A rank dies after its update, before others know of it. They repeat the step unless they have the same update."""
     after_step = ShardedModel.after_step
 
     def or_die(self: ShardedModel, member: torch.optim.Optimizer) -> None:
@@ -277,7 +277,7 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
 def test_a_rank_dies_while_the_others_get_their_parameters_back(
     name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is sharded for a world that is over already, and has to be plain again for the next one."""
+    """The model is sharded for a world that has ended already, and must be plain again for the next one."""
     restore_params = Step.restore_params
     lost: list[int] = []
 
@@ -299,7 +299,7 @@ def test_a_rank_dies_while_the_others_get_their_parameters_back(
 def test_what_was_not_copied_yet_is_found_elsewhere(
     name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank dies while its shadow is a step behind: its live region has the states, others see its parameters."""
+    """A rank dies while its shadow copy is one step behind. Its live memory has the states, others its parameters."""
     follow, before_change = Survival.follow, Survival.before_change
     behind: dict[int, int] = {}
 

@@ -1,5 +1,5 @@
-"""Ranks that are lost while the others read whole tensors between steps, or close their engines: what was read is right
-on every rank, and whoever has come to the end waits for those who have not."""
+"""Ranks are lost while the others read whole tensors between steps, or close their engines. All ranks read the right
+values, and those that have finished wait for those that have not."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Reads = Callable[[sw.Engine], dict[str, Tensor]]
 
 
 class DiesSending:
-    """A member dies before its message number `left` from `arm` on. Some of the others may have got what it sent until
-    then: a rank that needs nothing more from it goes on, one that does is interrupted."""
+    """A member dies before it sends message number `left`, counted from `arm` on. Ranks that already have everything
+    they need from it continue; the others are interrupted."""
 
     def __init__(self, engine: sw.Engine, left: int) -> None:
         self._engine, self._left = engine, left
@@ -45,7 +45,7 @@ class DiesSending:
 
 
 def read_all(engine: sw.Engine) -> dict[str, Tensor]:
-    """Parameters and momenta, in three ways."""
+    """Parameters and momenta, read in three ways."""
     found = dict(engine.state_dict())
     single = engine.get("blocks.1.weight")
     assert single is not None
@@ -56,7 +56,7 @@ def read_all(engine: sw.Engine) -> dict[str, Tensor]:
 
 
 def read_plainly(engine: sw.Engine) -> dict[str, Tensor]:
-    """Parameters, by torch's own functions, as code does that averages weights."""
+    """Parameters, read by torch's own functions, as in code that averages weights."""
     params = dict(engine.module.named_parameters())
     with torch.no_grad():
         found = {name: param.detach().clone() for name, param in params.items()}
@@ -68,7 +68,7 @@ def read_plainly(engine: sw.Engine) -> dict[str, Tensor]:
 def lived(
     plan: dict[str, Any], left: int, folder: Path, at_step: int = 2, reads: Reads = read_all, victim: int = 1
 ) -> tuple[list[list[dict[str, Tensor]]], int]:
-    """What each rank that lives has read after each step from the second on, and how much the victim has sent, from its
+    """What each surviving rank read after each step from the second on, and how many messages the victim sent from its
     read after `at_step` on."""
     sent = [0]
 
@@ -120,21 +120,21 @@ def check(
 @one_in(5)
 @pytest.mark.parametrize("name", ["zero3", "zero1", "ddp"])
 def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
-    """Some of the others have the result then, and some do not."""
+    """At that time some of the other ranks have the result, and some do not."""
     check(name, tmp_path, 2, lambda _: range(7, 40, drawn(13, 1)))
 
 
 @one_in(5)
 @pytest.mark.parametrize("name", ["zero3", "zero1", "ddp"])
 def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: Path) -> None:
-    """Some of the others have ended then, and some still need what those had."""
+    """At that time some of the other ranks have finished, and some still need data from those."""
     check(name, tmp_path, NUM_STEPS, lambda num_sent: range(num_sent - drawn(3, num_sent), num_sent))
 
 
 @one_in(3)
 @pytest.mark.parametrize("name", ["zero3", "zero1"])
 def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:
-    """No commit has waited for what is read, since nobody had read anything before."""
+    """Nothing was read before, so no commit has waited for what is read."""
     check(name, tmp_path, 2, lambda num_sent: range(0, min(num_sent, drawn(8, 40)), drawn(3, 1)), read_plainly)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_pa
 def test_one_that_comes_reads_what_the_others_have_and_cannot_change_it(
     name: str, shares_memory: bool, tmp_path: Path
 ) -> None:
-    """Before its loop, where the others are not: such a read took all ranks with it."""
+    """It reads before its loop, at a point where the other ranks are not. Once, such a read brought down all ranks."""
     params = [params for _, params in alone(NUM_STEPS)]
 
     def work(world: World, member: int) -> int:

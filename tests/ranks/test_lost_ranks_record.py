@@ -1,4 +1,4 @@
-"""The record of a run whose ranks are lost: each step is in it once, as it was when it counted."""
+"""The record of a run that loses ranks has each step once, with the values of the iteration that counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trained(
     befall: Befall = lambda *_: None,
     most_wrong: int = 0,
 ) -> Path:
-    """A loop that logs in every iteration, void or not; with `early` before the step. Returns where the record is."""
+    """A loop that logs in every iteration, void or not; with `early`, before the step. Returns the record's path."""
     run, images = folder / "run", folder / "images"
     images.mkdir()
     model = Net()
@@ -89,7 +89,7 @@ def test_what_is_logged_in_a_void_iteration_is_not_written(lost: int, early: boo
 def test_what_rank_0_did_not_come_to_write_the_next_one_does(
     at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies when all have told each other what they log."""
+    """Rank 0 dies when the ranks have exchanged what they log."""
     write, deaths = RunRecord.write, [at]
 
     def or_die(self: RunRecord, kind: str, *, step: int, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are lost while their part of a checkpoint is being written in the background."""
+"""Ranks are lost while their part of a checkpoint is being written in the background."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.threads_as_members import Killed, run_members
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-"""The thread that writes ends by `SystemExit`, as if with its rank."""
+"""The writing thread ends with `SystemExit`, as if its rank had ended."""
 
 Tensor = torch.Tensor
 NUM_RANKS, NUM_STEPS = 3, 3
 
 
 def never_finishes(victim: int, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes the file of a rank ends with the rank, before the file is there."""
+    """Let the thread that writes a rank's file end with the rank, before the file exists."""
     write_rank = saver.write_rank
     scratch.mkdir()
 
@@ -39,7 +39,7 @@ def never_finishes(victim: int, scratch: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def trained(world: World, folder: Path, *, dies: bool, then: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What closing the engine raised."""
+    """Train, and return the error that closing the engine raised."""
     model = Model()
     engine = sw.shard(model, PLANS["zero1"], optimizer=optimizer_of(model), world=world)
     with loader(engine.data_ranks, 1) as batches:
@@ -93,7 +93,7 @@ def test_what_a_lost_rank_has_not_finished_is_written_again(
 def test_one_that_cannot_be_written_again_is_an_error(
     then: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a step was taken since, or nobody asks whether it is there before the end, which rank 0 finds then."""
+    """A step was taken since the save, or nobody waits for the save before closing, when rank 0 detects it."""
     images, folder = tmp_path / "images", tmp_path / "checkpoints"
     images.mkdir()
     never_finishes(victim, tmp_path / "scratch", monkeypatch)

@@ -1,5 +1,5 @@
-"""Ranks that are lost where states are of other kinds: fp16 and its loss scale, Muon, several optimizers, saves under
-way. Each is raced against the same job in which nobody dies."""
+"""Ranks are lost in jobs with other kinds of state: fp16 and its loss scale, Muon, several optimizers, saves in
+progress. Each job is compared with the same one without deaths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for matrices and AdamW for the rest, as one optimizer; in fp32, since bf16 makes steps out of roundings."""
+    """Muon for matrices and AdamW for the rest, as one optimizer; in fp32, since bf16 turns rounding into steps."""
     params = [param for param in model.parameters() if param.requires_grad]
     others = {"params": [param for param in params if param.ndim != 2], "use_muon": False}
     return [sw.optim.Muon([{"params": [param for param in params if param.ndim == 2]}, others], iterate_in="fp32")]
@@ -44,7 +44,7 @@ def one(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank ended with."""
+    """The results of one rank."""
 
     losses: dict[int, float]
     state: dict[str, Tensor]
@@ -63,7 +63,7 @@ def trained(
     loop: str = "engine",
     after_step: Callable[[sw.Engine], None] = lambda engine: None,
 ) -> list[Found]:
-    """By those who live to the end. Each optimizer has two schedulers of one class."""
+    """Train, and return the results of the surviving ranks. Each optimizer has two schedulers of the same class."""
     torch.manual_seed(0)
     model = Net()
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
@@ -128,7 +128,7 @@ def test_muon(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
 @pytest.mark.parametrize("deaths", [{3: 12}, {1: 25}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 def test_fp16_while_its_scale_is_found(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
-    """The first steps overflow: no update, and the scale halves, once for all ranks however often they are taken."""
+    """The first steps overflow: no update, and the scale is halved once for all ranks, however often they repeat it."""
     plan = {**PLANS[name], "precision": "fp16", "loss_scale": {"initial": 2.0**24, "hysteresis": 1}}
     whole = trained(plan, one, {}, tmp_path)[0]
     assert whole.scale is not None
@@ -149,7 +149,7 @@ def test_two_optimizers(name: str, loop: str, deaths: dict[int, int], tmp_path: 
 @pytest.mark.parametrize("deaths", [{1: 30}, {0: 41, 2: 62}, {3: 50}, {0: 25}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
 def test_a_save_is_under_way(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
-    """Every step is saved in the background: what is there at the end can be read, and is what was trained."""
+    """Every step is saved in the background. The last checkpoint can be read and has the trained values."""
     images, folder = tmp_path / "images", tmp_path / "checkpoints"
     images.mkdir()
 

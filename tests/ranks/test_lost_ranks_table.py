@@ -1,4 +1,4 @@
-"""The table of docs/elastic.md: a rank dies in a place that is named, under every preset, and the others go on."""
+"""The table of docs/elastic.md: under every preset, a rank dies at a given place, and the others continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks.threads_as_members import Killed
 from tests.thorough import one_in
 
 VICTIM, AT = 1, 2
-"""Who dies, and after how many steps."""
+"""The rank that dies, and after how many steps."""
 
 PLACES: dict[str, Callable[[str, str], bool]] = {
     "a gather": lambda action, subject: action == "gather",
@@ -27,12 +27,12 @@ PLACES: dict[str, Callable[[str, str], bool]] = {
     "engine.mean": lambda action, subject: subject == "weighed mean",
     "engine.any_rank": lambda action, subject: subject == "any_rank",
 }
-"""By what they are for: whether a collective belongs there, by the action of the program that it is part of, or the
-subject where it is part of none."""
+"""For each purpose, whether a collective serves it: by the action of the program that it is part of, or else by its
+subject."""
 
 
 class DiesIn:
-    """A rank dies as it enters a collective that belongs there, the first one after so many steps."""
+    """A rank dies as it enters the first collective that `belongs` accepts, after the given number of steps."""
 
     def __init__(self, belongs: Callable[[str, str], bool], after: int) -> None:
         self._belongs, self._after = belongs, after
@@ -85,7 +85,7 @@ class DiesInModule:
 def test_a_rank_dies_in(name: str, place: str, loop: str, tmp_path: Path) -> None:
     if place == "a gather" and name == "ddp":
         pytest.skip("nothing is gathered")
-    dies = DiesIn(PLACES[place], after=0 if "agreed" in place else AT)  # it is agreed once, as long as nothing changes
+    dies = DiesIn(PLACES[place], after=0 if "agreed" in place else AT)  # agreed only once, as long as nothing changes
     void = race(PLANS[name], dies, tmp_path, loop=loop, shares_memory=False)
     assert dies.died
     assert sorted(void) == [rank for rank in range(NUM_RANKS) if rank != VICTIM]

@@ -1,4 +1,4 @@
-"""Models as people write them: outputs of any shape, buffers, frozen and odd parameters, reaching into modules."""
+"""Models as people write them: outputs of any shape, buffers, frozen and unusual parameters, use of inner weights."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Answer:
 
 
 class Plain:
-    """An object that no library knows how to look into, but that keeps its tensors in attributes."""
+    """An object of an unknown type that keeps its tensors in attributes."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class Hidden:
-    """One that keeps them where nobody looks."""
+    """An object that hides its tensors."""
 
     __slots__ = ("get",)
 
@@ -89,7 +89,7 @@ def test_outputs_of_any_shape(preset: str, shape: str) -> None:
 
 
 class Reaching(Transformer):
-    """Uses big modules' weights without calling the modules."""
+    """Uses weights of large modules without calling these modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_modules_that_others_reach_into(preset: str) -> None:
 
 
 class Odd(Transformer):
-    """Frozen, unused, scalar, non-contiguous, integer and half-precision parameters, and one used everywhere."""
+    """Frozen, unused, scalar, non-contiguous and integer parameters, and one that is used everywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_odd_parameters(preset: str) -> None:
 
 
 def test_parameters_that_are_used_now_and_then(preset: str) -> None:
-    """A block that every other step leaves out: its parameters are not touched then, not even decayed."""
+    """Every other step skips a block. Its parameters do not change then, not even by weight decay."""
 
     class Skipping(Transformer):
         count = 0
@@ -156,7 +156,7 @@ def test_parameters_that_are_used_now_and_then(preset: str) -> None:
 
 
 def test_experts_that_only_some_ranks_use(preset: str) -> None:
-    """Inside a unit each rank may use other parameters: every rank reduces them, in the same order."""
+    """Each rank may use other parameters of a unit. All ranks reduce all of them, in the same order."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -181,7 +181,7 @@ def test_experts_that_only_some_ranks_use(preset: str) -> None:
         def logits(self, x: Tensor) -> Tensor:
             hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
             for depth, block in enumerate(self.blocks):
-                block[1].chosen = (x.sum(1) + depth) % 4  # by whole numbers, which no rounding changes
+                block[1].chosen = (x.sum(1) + depth) % 4  # from integers, without rounding
                 hidden = block(hidden)
             return self.head(self.norm(hidden))
 
@@ -278,14 +278,15 @@ def test_a_model_without_blocks(preset: str) -> None:
 
 
 def test_what_was_initialised_in_place_is_read_from_elsewhere(preset: str) -> None:
-    """A unit that the model's own forward uses, and that is found while that runs, has not been written to there."""
+    """A parameter was changed in place before `shard`. If the model's own forward uses its unit, this must not count as
+    a write in that forward."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(3)
     twin = plain_run(model, data)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     with torch.no_grad():
         for replica in replicas:
-            replica.positions.weight.add_(0.0)  # a copy's counter of changes begins anew
+            replica.positions.weight.add_(0.0)  # the version counter of a copy starts anew
 
     def rank(world: sw.World) -> list[float]:
         replica = replicas[world.rank]
@@ -307,7 +308,7 @@ def test_units_as_the_plan_wants_them(preset: str, units: Any) -> None:
 
 
 def test_methods_beside_forward(preset: str) -> None:
-    """`model.logits(...)`, called directly, gathers what it uses as it goes."""
+    """A block called directly, without the model's forward, gathers its parameters."""
     torch.manual_seed(0)
     model = Transformer()
     x, y = batches(1)[0]

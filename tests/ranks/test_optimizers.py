@@ -1,4 +1,4 @@
-"""Every optimizer trains sharded as it does on the plain model, sends and holds what the program says."""
+"""Every optimizer trains sharded as on the plain model, and sends and holds what the program predicts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ OURS: dict[str, MakeOptimizer] = {
     "adamw-int8": lambda model: AdamW(model.parameters(), lr=3e-3, eps=1e-5, state_dtype="int8"),
 }
 PARAM_TOLERANCE = {"muon-bf16": 3e-3, "adamw-bf16": 3e-4, "adamw-int8": 3e-3}
-"""Where a number is rounded to 8 bits, a last bit of a gradient may round it the other way. And a block of 8-bit states
-that is cut by a shard has two scales instead of one."""
+"""Where a number is rounded to 8 bits, the last bit of a gradient may round it the other way. And a block of 8-bit
+states that a shard boundary cuts has two scales instead of one."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def twins(model: Transformer) -> dict[str, Run]:
 
 
 def measure_step(engine: sw.Engine) -> dict[str, Any]:
-    """One step more: what every rank sends in it, and what it holds; both as its program says, to the byte."""
+    """Run one more step: every rank sends and holds what its program predicts, to the byte."""
     report = engine.memory()
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
@@ -103,7 +103,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
 
 
 def watch_update(engine: sw.Engine) -> list[int]:
-    """From now on the most that each update held while it looked at whole parameters, beyond what was there."""
+    """From now on, record for each update the peak memory of whole parameters that it looks at."""
     meter, run, peaks = engine._sharded.sharding.meter, engine._sharded.runner.step.during, []
 
     def during_step() -> None:
@@ -168,7 +168,7 @@ STATEFUL = {
 
 
 def near(one: torch.Tensor, other: torch.Tensor, name: str) -> bool:
-    """Within rounding; narrow states within a step or two of theirs."""
+    """Equal up to rounding; for narrow states, up to one or two of their rounding steps."""
     rough = {"adamw-bf16": 2**-7, "adamw-int8": 2e-2}.get(name, 1e-4)
     return bool(((one - other).abs() <= rough * other.abs().max() + 1e-7).all())
 
@@ -178,7 +178,7 @@ def near(one: torch.Tensor, other: torch.Tensor, name: str) -> bool:
 def test_the_whole_state_is_the_plain_optimizers_and_goes_back(
     name: str, case: tuple[str, int, Any], model: Transformer
 ) -> None:
-    """Read in the middle, taken over by a plain loop; and a plain loop's taken over by ranks."""
+    """A state read from ranks continues in a plain loop, and a plain loop's state continues on ranks."""
     make = STATEFUL[name]
     _, plain = plain_after(model, make, range(3))
 
@@ -246,7 +246,7 @@ def test_resume_is_bit_exact_and_another_mesh_can_read_it(name: str, model: Tran
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_narrow_states_are_saved_narrow_and_read_by_any(model: Transformer, tmp_path: Path, wait: bool) -> None:
-    """bf16 states take two bytes each on disk; torch's AdamW then has the same values in fp32, ours also in 8 bits."""
+    """bf16 states take two bytes each on disk. torch's AdamW reads the same values in fp32, and ours also in 8 bits."""
 
     def work(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], folder: Path, steps: int) -> dict[str, Any]:
         replicas = [copy.deepcopy(model) for _ in range(2)]
@@ -315,7 +315,7 @@ def test_steps_taken_before_sharding_count(model: Transformer) -> None:
 
 
 def test_a_matrix_that_nobody_used_is_left_alone() -> None:
-    """No message is sent for it, and its owner does not wait for one; not even where only one rank used it."""
+    """No message is sent for it, and its owner does not wait for one."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -353,7 +353,7 @@ def test_a_matrix_that_nobody_used_is_left_alone() -> None:
 
 
 def test_narrow_states_follow_torchs_adamw(model: Transformer) -> None:
-    """fp32 equals it; bf16 and int8 stay near it, over as many steps as it takes for the loss to fall."""
+    """With fp32 states equal to it; bf16 and int8 stay close, over as many steps as the loss needs to fall."""
     data = batches(1, rows=6) * 25
     theirs = plain_run(model, data, lambda plain: torch.optim.AdamW(plain.parameters(), lr=3e-3, eps=1e-5))
     for name, close in {"adamw": 1e-5, "adamw-bf16": 0.02, "adamw-int8": 0.02}.items():
@@ -438,7 +438,7 @@ def test_gradients_that_lie_in_memory_otherwise_than_their_parameters(name: str)
 @pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adamw-int8", "lamb", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_plain_models_of_other_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
-    """The same steps on a transposed, non-contiguous weight."""
+    """The same steps, roughly, for a transposed, non-contiguous weight."""
     torch.manual_seed(0)
     start = torch.randn(96, 64).to(dtype)
     params = [nn.Parameter(start.clone()), nn.Parameter(start.T.contiguous().T)]
@@ -462,7 +462,7 @@ LOCAL = {kind: {"shard": ["local"]} for kind in ("param", "held", "grad", "optim
 
 @pytest.mark.parametrize("name", ["lamb", "muon", "adamw-bf16"])
 def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transformer) -> None:
-    """Parameters whose states lie on more ranks than others' count once in their norms."""
+    """Parameters whose states are on more ranks than others' count only once in norms."""
     rules = {
         "copied": {"params": ["blocks.0.*", "*.bias"], "rows": COPIED},
         "local": {"params": ["blocks.1.*"], "rows": LOCAL},
@@ -502,7 +502,7 @@ def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, A
 
 @pytest.mark.parametrize("name", ["lamb", "muon", "adamw-int8"])
 def test_in_half_precision(name: str, model: Transformer) -> None:
-    """bf16 stays near the plain model; in fp16 a step that overflows on one rank is left out everywhere."""
+    """bf16 is close to the plain model. In fp16, a step that overflows on one rank is skipped on all."""
     data = batches(6, rows=12)
     narrow = sharded_run(model, data, "zero3", 3, None, OURS[name], precision="bf16")
     assert_rounds_like_the_plain_model(narrow, model, data, OURS[name], num_ranks=3, dtype=torch.bfloat16)
@@ -526,7 +526,7 @@ def test_in_half_precision(name: str, model: Transformer) -> None:
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
 def test_its_own_state_dict_is_whole_and_loads(state_dtype: Any) -> None:
-    """As that of torch's AdamW is: on every rank, in fp32."""
+    """Like that of torch's AdamW, it is whole on every rank, and in fp32."""
     start = nn.Linear(6, 5)
 
     def rank(world: sw.World) -> dict[str, Any]:

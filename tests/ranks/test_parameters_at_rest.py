@@ -1,4 +1,4 @@
-"""What a parameter says between the computations that use it, and what a model in use refuses."""
+"""Parameters between computations: what reading and writing them does, and which changes of a model are refused."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_a_model_in_use_refuses(what: str, place: tuple[str, bool]) -> None:
     def refused(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(kind, match=words):
             use(engine, model, optimizer)
-        step(engine)  # and goes on
+        step(engine)  # and training continues
 
     used(refused, place)
 
 
 class Changing(Transformer):
-    """Writes to a weight in its forward, in the way that `how` says."""
+    """Writes to a weight in its forward, in the way that `how` selects."""
 
     how = ""
 
@@ -140,7 +140,7 @@ def test_a_write_to_data_is_seen_in_the_first_pass(how: str, place: tuple[str, b
 
 
 def test_whole_tensors_share_the_memory_of_the_parameter(place: tuple[str, bool]) -> None:
-    """As `param.data` does: what is written to a view is in the parameter, and a step is seen in the view."""
+    """As with `param.data`: a write to a view changes the parameter, and a step changes the view."""
 
     def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> bool:
         param = param_of(model)
@@ -232,7 +232,7 @@ def test_gradients_of_a_local_loss_are_averaged_when_they_are_assigned(place: tu
 
 
 def test_a_rank_that_reads_alone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one host nothing is sent for it, and yet it is found, as between hosts."""
+    """On one host no message is needed for the read, but it is detected, as between hosts."""
 
     def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
         if engine.world.rank == 0:
@@ -274,7 +274,7 @@ def test_what_was_there_before_is_refused() -> None:
 
 
 def test_a_closed_engine_lets_its_model_change() -> None:
-    """torch's registration hooks are the process's, and know the models of open engines alone."""
+    """torch's registration hooks are global. Only models of open engines are affected."""
     model = Transformer()
     with sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
         step(engine)

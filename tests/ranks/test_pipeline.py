@@ -1,4 +1,4 @@
-"""Pipelined models against the unsplit one: every schedule and preset, on two and four stages."""
+"""Pipelined models compared with the unsplit one: every schedule and preset, on two and four stages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pipelined(
     optimizer: Any = adamw,
     **plan: Any,
 ) -> list[Told]:
-    """What every rank says of a run over `data`, which ranks share along data axes."""
+    """Train on `data`, divided along data axes; returns the results of every rank."""
     num_ranks = math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
@@ -149,7 +149,7 @@ class AuxiliaryLosses(Decoder):
     ],
 )
 def test_forwards_that_use_other_stages_results_are_refused(kind: type[Decoder], words: str, schedule: str) -> None:
-    """Each would train on zeros in place of what other stages computed."""
+    """Each of these would train on zeros in place of the results of other stages."""
     with pytest.raises(ModelError, match=words):
         pipelined(kind(), {"pp": 2}, batches(1, 8), preset="zero1", pipeline={"schedule": schedule})
 
@@ -188,7 +188,7 @@ def test_two_stages_with_every_preset_inside(preset: str, schedule: str) -> None
     data = batches(NUM_STEPS, 16)
     runs = pipelined(model, {"pp": 2, "dp": 2}, data, preset=preset, pipeline={"schedule": schedule})
     assert_same(runs, unsplit(model, data, clip=CLIP))
-    for run in runs:  # what the first step has recorded is followed from the second on
+    for run in runs:  # from the second step on, the record of the first is followed
         assert run.extra["recordings"][1:] == run.extra["recordings"][1:2] * (NUM_STEPS - 1)
 
 
@@ -208,7 +208,7 @@ def test_four_stages(schedule: str, tied: bool) -> None:
 
 
 def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_back(tmp_path: Any) -> None:
-    """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
+    """Each job resumes from the previous one, takes a step, and saves. Together they train like the twin."""
     torch.manual_seed(0)
     model = Decoder(tied=True)
     meshes: list[dict[str, int]] = [{"pp": 2, "dp": 2}, {"dp": 1}, {"pp": 4}, {"pp": 2}, {"dp": 2}, {"pp": 1, "dp": 2}]
@@ -306,7 +306,7 @@ def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("Lamb", 1e-4), ("Muon", 3e-3)])
 def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -> None:
-    """Muon makes matrices orthogonal in bf16, which widens a difference of rounding."""
+    """Muon orthogonalizes matrices in bf16, which enlarges rounding differences."""
     torch.manual_seed(0)
     model = Decoder(tied=True)
     data = batches(NUM_STEPS, 8)

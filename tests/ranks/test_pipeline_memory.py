@@ -1,4 +1,4 @@
-"""What a pipeline is promised to hold, micro-batches in flight included, against what a step makes and keeps."""
+"""Predicted memory of a pipeline, including micro-batches in flight, compared with what a step allocates and keeps."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _LOOKING = threading.Lock()
 
 
 def tensors_there() -> list[Tensor]:
-    """All that live in this process, whosever they are.
+    """All tensors that exist in this process, on any thread.
 
-    Among all objects there may be a tuple that another thread is about to fill, which it cannot while it is listed
-    here. So no other thread runs until they have been looked through.
+    Listing objects may find a tuple that another thread is about to fill, which fails while the tuple is listed. So no
+    other thread may run until the search is complete.
     """
     with _LOOKING:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(60)
         try:
-            time.sleep(0.02)  # who waits for its turn already waits by the interval before
+            time.sleep(0.02)  # threads that are already waiting use the previous interval
             return [one for one in gc.get_objects() if type(one) is Tensor]
         finally:
             sys.setswitchinterval(interval)
@@ -53,7 +53,7 @@ def tensors_there() -> list[Tensor]:
 def promised_and_made(
     schedule: str, mesh: dict[str, int], preset: str = "zero1", *, trains: bool = True
 ) -> list[tuple[Footprint, int]]:
-    """For each rank what it was promised, and the most bytes that lived at once of what its third step made."""
+    """For each rank, the prediction and the peak of what its third step allocated."""
     num_ranks = mesh["pp"] * mesh.get("dp", 1)
     models = [Decoder() for _ in range(num_ranks)]
     x, y = batches(1, MICRO_BATCHES * ROWS, lengths=(LENGTH,))[0]
@@ -97,7 +97,7 @@ def test_micro_batches_in_flight_are_counted(schedule: str, mesh: dict[str, int]
 
 
 def test_a_schedule_that_holds_more_is_promised_more() -> None:
-    """GPipe holds what eight micro-batches leave, 1F1B on the first of two ranks what two do."""
+    """GPipe holds the activations of eight micro-batches; 1F1B on the first of two ranks those of two."""
     told: dict[str, list[Footprint]] = {}
     for schedule in ("gpipe", "1f1b"):
         told[schedule] = [promised for promised, _ in promised_and_made(schedule, {"pp": 2}, trains=False)]

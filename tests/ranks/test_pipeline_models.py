@@ -1,4 +1,4 @@
-"""What goes through a pipeline: kinds of models, losses, precisions, frozen parts, recomputing."""
+"""What pipelines support: kinds of models, losses, precisions, frozen parts, recomputation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STEPS = 3
 
 
 def run(model: nn.Module, data: Any, *, loss_fn: Any = None, num_ranks: int = 2, **plan: Any) -> list[dict[str, Any]]:
-    """Steps on `data`, items of which are (batch, target)."""
+    """Take steps on `data`, whose items are (batch, target)."""
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
     def rank(world: sw.World) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def regression(num_steps: int = NUM_STEPS, width: int = 8) -> list[tuple[Tensor,
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_plain_sequential_with_a_loss_of_its_own(num_ranks: int) -> None:
-    """A cut where there are no parameters too: what lies between belongs to where it runs."""
+    """A cut may be at modules without parameters. These belong to the stage that runs them."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.LayerNorm(12), nn.Linear(12, 4), nn.Tanh()
@@ -84,7 +84,7 @@ def test_a_plain_sequential_with_a_loss_of_its_own(num_ranks: int) -> None:
 
 
 class TwoHeads(nn.Module):
-    """Modules in no list, called in an order of their own, with keyword arguments."""
+    """Modules outside of any list, called in an order of their own, with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_stages_that_the_plan_lists_in_the_order_of_the_forward() -> None:
 @pytest.mark.parametrize("frozen", ["tokens", "blocks", "head"])
 @pytest.mark.parametrize(("preset", "schedule"), [("ddp", "1f1b"), ("zero3", "gpipe"), ("zero2", "zb-h1")])
 def test_frozen_parts(frozen: str, preset: str, schedule: str) -> None:
-    """A stage with nothing to train takes part all the same."""
+    """A stage with nothing to train takes part as well."""
     torch.manual_seed(0)
     model = Decoder(num_blocks=2)
     for name, param in model.named_parameters():
@@ -166,7 +166,7 @@ def test_gradients_of_weights_wait_for_the_second_half_of_a_backward() -> None:
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
     model.zero_grad()
-    model(x).square().sum().backward()  # outside of `put_aside` it is whole
+    model(x).square().sum().backward()  # outside of `put_aside` it is a whole backward
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
     weights.release()

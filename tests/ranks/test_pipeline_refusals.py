@@ -1,4 +1,4 @@
-"""What a pipeline cannot do is refused with a sentence, and a stage that fails is named."""
+"""What a pipeline cannot do is refused with a clear error, and a stage that fails is named."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OtherOrder(nn.Module):
 
 
 class NothingComputed(nn.Module):
-    """Its second module is called with nothing that the first one has computed."""
+    """Calls its second module with nothing that the first one computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: A
 
 
 class Penalised(Decoder):
-    """Adds to its loss what `penalty` makes of the model, the embedding, and the activations between blocks."""
+    """Adds to its loss what `penalty` computes from the model and the outputs of the embedding and the blocks."""
 
     def __init__(self, penalty: Any, *, from_call: int = 0) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_a_loss_with_terms_of_other_stages_is_refused_by_name_and_nothing_is_cha
 
 @pytest.mark.parametrize("what", ["of the embedding's output", "of all parameters"])
 def test_a_term_that_the_loss_gets_in_a_later_step_is_refused(what: str) -> None:
-    """Such forwards are not watched, but gradients flow."""
+    """Forwards of later steps are not watched, but gradients reveal the term."""
     models = [Penalised(PENALTIES[what][0], from_call=4) for _ in range(2)]
     finished: list[int] = []
 
@@ -354,7 +354,7 @@ def test_a_rehearsal_refuses_what_the_first_step_does() -> None:
 
 
 class Failing(nn.Linear):
-    """Does something on purpose in its third forward, or another one."""
+    """Calls `what` in its third forward, or in another one."""
 
     def __init__(self, what: Any, first: int = 3) -> None:
         super().__init__(4, 4)
@@ -401,7 +401,8 @@ def test_a_stage_that_raises_is_named_on_every_rank(place: int, schedule: str) -
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_step_that_follows_the_whole_schedule_and_is_cut_short(schedule: str) -> None:
-    """In the fifth step, two stages of two ranks under ZeRO-3: gathers and reductions of other passes are under way."""
+    """A stage fails in the fifth step, with two stages of two ranks under ZeRO-3: gathers and reductions of other
+    passes are in flight."""
     said: dict[int, BaseException] = {}
     firsts = [1000, 1000, 4 * 4 + 3, 1000]
     models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Failing(fail, first), nn.Tanh()) for first in firsts]
@@ -467,7 +468,7 @@ def test_stages_are_told_so_in_a_later_step_too() -> None:
 
 
 def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
-    """A loss function that raises before anything was sent leaves nothing behind on a single rank."""
+    """A batch that cannot be split is refused before anything is sent, and leaves nothing behind."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
@@ -490,7 +491,7 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
 
 
 def test_hooks_on_modules_of_earlier_stages_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """What they collect on other ranks cannot be known, and it would be missing in a loss."""
+    """What they collect on other ranks is unknown, and would be missing in a loss."""
     models = [Decoder() for _ in range(2)]
 
     def warnings(*names: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A step of a pipeline follows one program: gathers and reductions are counted, and steps that are unlike are raced."""
+"""A step of a pipeline follows one program: gathers and reductions are counted, and steps that deviate are compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def decoder(*, recomputes: bool) -> Decoder:
 
 
 def counted(engine: sw.Engine) -> dict[str, Any]:
-    """Of the step that was the last: what was sent along the data axis, and what the program says of it."""
+    """For the last step: what was sent along the data axis, and what the program predicts."""
     ledger, program = engine._sharded.ledger, engine._sharded.runner.programs.program
     text = parse(engine.program())
     assert text == (*program.micro_batch, *program.step)
@@ -131,7 +131,7 @@ WAYS = [
     (schedule, recomputes) for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1") for recomputes in (False, True)
 ]
 CASES = [(name, *way, (place + number) % 2 == 0) for place, name in enumerate(PLANS) for number, way in enumerate(WAYS)]
-"""Every plan with every schedule, recomputed or not, over shared memory and over messages by turns."""
+"""Every plan with every schedule, with and without recomputation, alternately over shared memory and over messages."""
 
 
 @pytest.mark.parametrize(("name", "schedule", "recomputes", "shares_memory"), CASES)
@@ -162,7 +162,7 @@ def test_a_step_does_what_its_program_says_and_trains_like_the_unsplit_model(
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 @pytest.mark.parametrize("name", ["zero3", "kept", "zero2"])
 def test_steps_that_are_unlike_the_recorded_one(name: str, schedule: str, *, shares_memory: bool) -> None:
-    """Evaluation in between, other shapes, gradients that nobody reduces or uses: what comes after follows again."""
+    """Evaluation in between, other shapes, gradients not reduced or not used: later steps follow the program again."""
     model, data = decoder(recomputes=False), batches(6, 16, lengths=(6, 6, 3))
     evaluated: dict[tuple[int, int], float] = {}
 

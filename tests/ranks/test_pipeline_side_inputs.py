@@ -1,4 +1,4 @@
-"""What a forward uses beside the activation that stages pass on: noticed whether or not gradients flow through it."""
+"""What a forward uses besides the activation that stages pass on is detected, with and without gradients through it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 class Blocks(nn.Module):
-    """Four blocks, between which `beside` does something of its own."""
+    """Four blocks, between which `beside` adds an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MaskOfActivations(Blocks):
 
 
 class InPlaceOfZeros(Blocks):
-    """Values reach the output over a tensor that is written to."""
+    """Values reach the output through a tensor that is written to in place."""
 
     def beside(self, hidden: Tensor, first: Tensor) -> Tensor:
         store = torch.zeros_like(hidden)
@@ -158,7 +158,7 @@ def test_shapes_of_earlier_outputs_may_be_used(kind: type[Blocks], schedule: str
 
 
 class Counts(Blocks):
-    """Counts its forwards in a buffer and in an attribute, and both decide what it computes."""
+    """Counts its forwards in a buffer and in an attribute; its result depends on both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Counts(Blocks):
 
 
 def micro_batched(model: nn.Module, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """As `plain`, in four micro-batches."""
+    """Like `plain`, in four micro-batches."""
     model = copy.deepcopy(model)
     optimizer, (x, y), losses = torch.optim.SGD(model.parameters(), lr=0.1), data(), []
     for _ in range(num_steps):
@@ -241,7 +241,7 @@ def test_buffers_that_some_stages_change_otherwise_are_refused(kind: type[Blocks
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @one_in(3)
 def test_modules_in_the_row_with_buffers_alone_are_in_a_stage(schedule: str) -> None:
-    """Their running statistics are those of what they really got, wherever the cut is."""
+    """Their running statistics come from what they really receive, wherever the cut is."""
     torch.manual_seed(0)
     norms = (nn.BatchNorm1d(WIDTH, affine=False) for _ in range(4))
     layers = [layer for norm in norms for layer in (nn.Linear(WIDTH, WIDTH), norm, nn.Tanh())]
@@ -249,7 +249,7 @@ def test_modules_in_the_row_with_buffers_alone_are_in_a_stage(schedule: str) -> 
 
 
 class Balanced(nn.Module):
-    """Keeps a loss of its own, in one way or another."""
+    """Keeps a loss of its own, in one of several ways."""
 
     def __init__(self, keeps: str) -> None:
         super().__init__()

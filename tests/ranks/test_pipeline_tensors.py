@@ -1,4 +1,4 @@
-"""Several tensors between stages: blocks that take and return tuples, and tensors that all blocks are called with."""
+"""Several tensors between stages: blocks that take and return tuples, and tensors passed to all blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class Base(Decoder):
-    """A `Decoder` with blocks of a class of its own."""
+    """A `Decoder` with its own class of blocks."""
 
     block: type[nn.Module] = Block
 
@@ -42,7 +42,7 @@ class WithResidual(Block):
 
 
 class Residual(Base):
-    """(hidden, residual), as in Mamba; the first block gets `None`."""
+    """Passes (hidden, residual), as in Mamba; the first block gets `None`."""
 
     block = WithResidual
 
@@ -54,7 +54,7 @@ class Residual(Base):
 
 
 class Gated(Block):
-    """A tuple with a boolean, an integer and an activation without gradients, all of which depend on activations."""
+    """Passes a tuple with a boolean, an integer and an activation without gradients; all depend on activations."""
 
     def forward(self, state: tuple[Tensor, Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         hidden, is_high, more = state
@@ -81,7 +81,7 @@ class Summing(Block):
 
 
 class AuxiliaryLoss(Base):
-    """A loss without dimensions, to which each block adds."""
+    """A scalar loss to which each block adds."""
 
     block = Summing
 
@@ -125,7 +125,7 @@ ORDER = [["classes", "tokens", "blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks
 
 
 class Checked(Base):
-    """Checks values between blocks, without which nothing would differ."""
+    """Checks values between blocks, which does not change the results."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.tokens(x)
@@ -209,8 +209,8 @@ def test_blocks_that_return_several_tensors(make: Any, plan: dict[str, Any], num
 
 
 class Micro(nn.Module):
-    """The plain twin of a step: the mean over its micro-batches, which is another function if a loss or mean is taken
-    over a micro-batch. On ranks, each call has one micro-batch."""
+    """The plain twin of a step: the mean over its micro-batches. This differs from the whole batch if the model
+    computes a loss or mean per micro-batch. On ranks, each call has one micro-batch."""
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         super().__init__()

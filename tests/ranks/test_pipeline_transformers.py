@@ -1,4 +1,4 @@
-"""Decoders of the transformers library in stages, as they are."""
+"""Unchanged decoders of the transformers library in pipeline stages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build(kind: str, **changes: Any) -> nn.Module:
 
 
 def padded(num_steps: int = NUM_STEPS) -> list[dict[str, Tensor]]:
-    """Rows of several lengths, with their masks."""
+    """Batches with rows of several lengths, and their masks."""
     numbers = torch.Generator().manual_seed(1)
     drawn = []
     for _ in range(num_steps):
@@ -146,7 +146,7 @@ def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "opt", "falcon", "bert"])
 @one_in(8)
 def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) -> None:
-    """A stage receives a part of each sequence; its masks and positions are those of whole ones."""
+    """A stage receives a part of each sequence; masks and positions are those of whole sequences."""
     torch.manual_seed(0)
     plan = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence": True}, "pipeline": {"schedule": schedule}}
     race(build(kind).train(), {"preset": "zero1", **plan})
@@ -164,7 +164,7 @@ def test_sequences_are_split_by_the_model_or_micro_batch_by_micro_batch(mesh: di
 def race(
     model: nn.Module, plan: dict[str, Any], *, splits: bool = False, data: list[dict[str, Tensor]] | None = None
 ) -> None:
-    """On the ranks of the plan's mesh: losses, norms and parameters are those of one process."""
+    """Train on the ranks of the plan's mesh: losses, norms and parameters equal those of one process."""
     data = data or padded()
     losses, norms, params = twin_of(model, data)
     num_ranks = math.prod(plan["mesh"].values())

@@ -1,8 +1,8 @@
-"""Everything that a plain loop does is equal to the plain loop, or refused with a sentence; and the docs say which.
+"""Every operation of a plain loop is equal to the plain loop, or refused with a clear error. The docs list which.
 
-Each action of the matrix runs twice among plain steps, in a forked child: one that crashes or hangs is told as such.
-`make exhaustive` does so in every preset, with memory in common and over messages; `make test` in one of these places
-for each action, `make thorough` in three. Then actions follow each other in drawn order.
+Each action of the matrix runs twice among plain steps, in a forked child, so that crashes and hangs are reported too.
+`make exhaustive` runs every preset, with shared memory and with messages; `make thorough` a third of these for each
+action, `make test` one. Random sequences of actions run as well.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
 
 
 def says(words: str, said: str) -> bool:
-    """Whether the sentence has these words. Ranks that did different things contradict or wait for each other."""
+    """Whether the error message contains `words`. Ranks that did different things contradict or wait for each other."""
     return bool(words) and (words in said or (words == ORDER and "Nothing more can be sent between" in said))
 
 
 def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
-    """What is not as the table says; empty if nothing is."""
+    """How a verdict differs from the table; empty if it does not."""
 
     def words_of(name: str) -> str:
         return sentence_of(name, preset)
 
     if verdict.kind not in ("equal", "refused"):
-        # An error of torch's own kind may carry the sentence too.
+        # An error raised by torch itself may contain the message too.
         expected = [words_of(name) for name in names]
         if verdict.kind != "raw" or not any(says(words, verdict.said) for words in expected):
             return str(verdict)
     for name, said in verdict.refused:
         words = words_of(name)
         if not words and ORDER in map(words_of, names) and says(ORDER, said):
-            continue  # what one rank did alone is found when ranks meet next
+            continue  # what one rank did alone is detected when ranks meet next
         if not words:
             return f"{name} was refused: {said}"
         if not says(words, said):
@@ -66,8 +66,8 @@ def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
 
 
 def places_for(name: str) -> list[tuple[str, bool]]:
-    """Every preset, with and without common memory, in `make exhaustive`; a third of these, by turns, in `make
-    thorough`; else one of them, or one whose update is done on the host."""
+    """In `make exhaustive`, every preset with and without shared memory; in `make thorough`, a third of these; else one
+    of them, or of two presets that update on the host."""
     if EXHAUSTIVE:
         return PLACES
     some, turn = [*PLACES, *ON_HOST], NAMES.index(name)

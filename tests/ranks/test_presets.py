@@ -1,4 +1,4 @@
-"""Every preset trains beside the plain model: same losses, same parameters, the bytes that its program says."""
+"""Every preset trains like the plain model: same losses and parameters, and the bytes that its program predicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = one_in(18)
 ALL = [*PRESETS_2, *PRESETS_4, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None), ("hsdp", 4, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in ALL]
 NUM_STEPS = 5
-"""The first is recorded, the others follow the record."""
+"""The first one is recorded, and the others follow the record."""
 CLIP = 0.5
 
 
@@ -54,7 +54,7 @@ def test_bf16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any,
 def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
     preset: str, num_ranks: int, mesh: Any, model: Transformer, twin: Run, *, shares_memory: bool
 ) -> None:
-    """A step more than the race is counted."""
+    """What is counted is one more step after training."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
         ledger = engine._sharded.ledger
@@ -148,7 +148,7 @@ def test_bf16_gradients_can_travel_wide(model: Transformer) -> None:
 
 
 def test_rows_can_be_edited(model: Transformer) -> None:
-    """HSDP whose gradients and states are sharded over both axes, and whose cross-node sum is taken late."""
+    """HSDP with gradients and states sharded over both axes, or with its sum across nodes deferred."""
     mesh = {"node": 2, "local": 2}
     data = batches(6)
     both = {"shard": ["node", "local"]}

@@ -1,4 +1,4 @@
-"""Models drawn at random beside their twins: nesting, ties, frozen parts, reuse, reaching, skipping, experts."""
+"""Models drawn at random, compared with twins: nesting, ties, frozen parts, reuse, reads, skipped layers, experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_STEPS = 4
 
 
 class Layer(nn.Module):
-    """One of a few kinds, perhaps with an odd parameter of its own."""
+    """A layer of one of a few kinds, some with an unusual parameter."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a layer: called, recomputed in the backward (in one of torch's two ways), or only its first parameter
-    read: into a number, or by a product whose backward reads it again."""
+    """One use of a layer: it is called, or recomputed in the backward (in one of torch's two ways), or only its first
+    parameter is read: into a sum, or into a product whose backward reads it again."""
 
     layer: int
     how: str
@@ -72,7 +72,7 @@ class Sketch:
     calls: tuple[Call, ...]
     every_other: frozenset[int]
     frozen_ends: frozenset[str] = frozenset()
-    """Which of the layers outside of all groups are frozen."""
+    """Which layers outside of all groups are frozen."""
 
 
 class Drawn(nn.Module):
@@ -103,7 +103,7 @@ class Drawn(nn.Module):
         self.step = 0
 
     def begin(self, step: int, rank: int) -> None:
-        """What is used depends on the step, and inside a layer with experts on the rank too."""
+        """Which layers are used depends on the step; which expert of a layer, on the step and the rank."""
         self.step = step
         for layer in self.modules():
             if isinstance(layer, Layer):
@@ -151,7 +151,7 @@ def sketches(draw: st.DrawFn) -> Sketch:
 
 
 def reread(*calls: Call, kind: str = "linear") -> Sketch:
-    """A layer that a module reads beside calling it, while reentrant checkpointing runs its own backward inside."""
+    """A layer that is both called and read by a module, while reentrant checkpointing runs a nested backward."""
     return Sketch(
         kinds=(kind, "linear"), nested=(2,), ties=(), frozen=frozenset(), calls=calls, every_other=frozenset()
     )
@@ -240,7 +240,7 @@ def test_drawn_models_train_like_their_twins(
 
 
 def drawn_course(world: sw.World, model: Drawn, plan: dict[str, Any], data: Tensor) -> Course:
-    """What a drawn model comes to on one rank."""
+    """Train a drawn model on one rank, and return its course."""
 
     def loss_of(step: int, x: Tensor) -> Tensor:
         model.begin(step, world.rank)
@@ -251,5 +251,5 @@ def drawn_course(world: sw.World, model: Drawn, plan: dict[str, Any], data: Tens
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """With weight decay and momentum, which show at once if an unused parameter is touched."""
+    """With weight decay and momentum, which would reveal any update of an unused parameter."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)

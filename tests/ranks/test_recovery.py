@@ -1,4 +1,4 @@
-"""Steps that raise, gradients kept at home, engines made and closed: nothing is left behind."""
+"""Steps that raise, gradients that are not reduced yet, engines opened and closed: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Breaking(Transformer):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any], where: str) -> None:
-    """In the first step, which is recorded, and in a later one, which follows the program."""
+    """In the first step, which is recorded, and in later ones, which follow the program."""
     torch.manual_seed(0)
     model = Breaking(tied=True)
     count = {"steps": 0}
@@ -99,7 +99,7 @@ class Stumbling(torch.optim.AdamW):
 
 @pytest.mark.parametrize("way", ["engine", "optimizer"])
 def test_an_update_that_raises_leaves_the_groups_and_the_gradients(case: tuple[str, int, Any], way: str) -> None:
-    """The groups list the model's parameters again, and the same step can be taken once more."""
+    """After the error, the groups list the model's parameters again, and the same step can be repeated."""
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
         assert isinstance(optimizer, Stumbling)
@@ -131,7 +131,7 @@ def assert_lists_params(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
 
 
 def test_the_rate_after_an_update_on_the_host_that_raised() -> None:
-    """Units there are updated before the optimizer's own step, each from the settings that the groups have now."""
+    """Units on the host are updated before the optimizer's own step, each with the current settings of its group."""
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
         assert isinstance(optimizer, Stumbling)
@@ -159,7 +159,7 @@ def test_the_rate_after_an_update_on_the_host_that_raised() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "never"])
 def test_a_guarded_step_beside_schedulers(when: str) -> None:
-    """A scheduler may wrap the step before `shard` or after it, and plans of one optimizer follow each other."""
+    """A scheduler may wrap the step before `shard` or after it, and the plan changes with the same optimizer."""
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     optimizer = stumbling(model)
@@ -189,13 +189,13 @@ def test_a_guarded_step_beside_schedulers(when: str) -> None:
 
 
 def depth(step: Any) -> int:
-    """How many wrappers are around a step."""
+    """The number of wrappers around a step."""
     return 1 + depth(step.__wrapped__) if hasattr(step, "__wrapped__") else 0
 
 
 @pytest.mark.parametrize("last_inside", [False, True], ids=["sum-in-last-backward", "sum-in-step"])
 def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bool) -> None:
-    """Gradients stay home for two micro-batches and are summed with the third, or by the step itself."""
+    """Gradients stay local for two micro-batches, and are summed with the third, or by the step itself."""
     sent: list[int] = []
 
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
@@ -226,7 +226,7 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bo
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("num_optimizers", [1, 2])
 def test_gradients_that_went_with_a_backward_that_raised_are_asked_for(set_to_none: bool, num_optimizers: int) -> None:
-    """The step is refused until they are zeroed, in whichever way, by each of several optimizers."""
+    """A step is refused until the gradients have been zeroed, in either way, by each of several optimizers."""
     from shardwise.testing import run_ranks
 
     torch.manual_seed(0)
@@ -269,7 +269,7 @@ def test_gradients_that_went_with_a_backward_that_raised_are_asked_for(set_to_no
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_engines_come_and_go_without_a_trace(model: Transformer) -> None:
-    """Five engines over one model: no hooks left, and no more tensors than before."""
+    """Five engines over one model, one after the other, leave no hooks and no additional tensors."""
     x, y = batches(1)[0]
 
     def round_trip() -> int:
@@ -291,7 +291,7 @@ def test_engines_come_and_go_without_a_trace(model: Transformer) -> None:
 
 
 def test_two_engines_in_one_loss(case: tuple[str, int, Any]) -> None:
-    """Two models, each with an engine of its own plan, trained by the sum of their losses."""
+    """Two models, each with an engine and a plan of its own, trained on the product of their losses."""
     from shardwise.testing import run_ranks
 
     preset, num_ranks, mesh = case

@@ -1,4 +1,4 @@
-"""What cannot be meant is refused in a sentence, on every rank, before anything is changed."""
+"""What makes no sense is refused with a clear error, on every rank, before anything is changed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PLANS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", PLANS)
 def test_plans(case: str) -> None:
-    """Nothing has been changed, and the model can be sharded by a plan that can be meant."""
+    """After the refusal nothing has changed, and the model can be sharded by a valid plan."""
     plan, words = PLANS[case]
     torch.manual_seed(0)
     models = [Transformer() for _ in range(2)]

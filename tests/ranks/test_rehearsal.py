@@ -34,12 +34,12 @@ pytestmark = one_in(6)
 
 CPU = torch.device("cpu")
 GENERATOR_BYTES = torch.get_rng_state().nbytes
-"""What a checkpointed block keeps of torch's generator, in a tensor that no operation makes."""
+"""Size of the generator state that a checkpointed block keeps, in a tensor that no operation creates."""
 Loss = Callable[[Any], torch.Tensor]
 
 
 class Checkpointed(Transformer):
-    """Blocks are recomputed in the backward."""
+    """Recomputes its blocks in the backward."""
 
     reentrant = False
 
@@ -55,7 +55,7 @@ class CheckpointedReentrant(Checkpointed):
 
 
 class Logits(Transformer):
-    """Its loss is the loop's business."""
+    """Returns logits; the loop computes the loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.logits(x)
@@ -93,7 +93,7 @@ class Locked(nn.Module):
 
 
 class Remembering(nn.Module):
-    """Keeps what it computes, as tables of positions are kept."""
+    """Keeps what it computes, like a cached table of positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def bytes_of(batch: tuple[torch.Tensor, ...]) -> int:
 
 
 def profiled(model: nn.Module, batch: tuple[torch.Tensor, ...], precision: str, loss: Loss | None = None) -> int:
-    """What torch's profiler sees allocated in a real forward and backward, gradients dropped as they come."""
+    """What torch's profiler counts in a real forward and backward; gradients are dropped as soon as they are made."""
     model = copy.deepcopy(model).to(torch_dtype("bf16" if precision == "bf16" else "fp32"))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
@@ -141,7 +141,7 @@ def profiled(model: nn.Module, batch: tuple[torch.Tensor, ...], precision: str, 
     [
         (Transformer, "fp32"),
         (Transformer, "bf16"),
-        (Checkpointed, "fp32"),  # in bf16 the peak is inside a matrix product, whose scratch is not to be foreseen
+        (Checkpointed, "fp32"),  # in bf16 the peak is inside a matrix product, whose scratch cannot be predicted
         (CheckpointedReentrant, "fp32"),
     ],
 )
@@ -197,7 +197,7 @@ def test_counts_mixtures_of_experts(precision: str) -> None:
     for param in twin.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     expected = profiled_peak(lambda: twin(input_ids=tokens, labels=tokens).loss.backward()) + tokens.nbytes
-    numbers = 4096  # bytes: what the kernel of a product keeps while it runs, and Python numbers as above
+    numbers = 4096  # bytes: what a matrix product's kernel keeps while it runs, and Python numbers as above
     activations = rehearsed(model, {"input_ids": tokens, "labels": tokens}, precision)
     assert peak_of(activations) == pytest.approx(expected, abs=numbers)
     has_kernels = precision == "bf16" and torch.backends.mkldnn.is_available()
@@ -227,7 +227,7 @@ def test_a_grouped_product_has_the_shape_and_strides_of_the_real_one(
 
 
 class Padded(nn.Module):
-    """Cuts off what is padding in all rows, if anything is."""
+    """Cuts off padding that is common to all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_what_a_module_keeps_is_not_replaced() -> None:
 
 
 def test_a_watchdog_that_asks_where_the_rank_is_changes_no_count() -> None:
-    """Whoever reads a frame keeps its variables, and what is freed later is counted for longer."""
+    """Reading a frame keeps its variables alive, and so their memory. It must not read the model's frames."""
     with sw.shard(Transformer(), "zero1", optimizer=None) as engine:
         journal, batch = engine.world.journal, batches(1, 1)[0]
         counted = engine.rehearse(batch)

@@ -1,5 +1,5 @@
-"""Ranks that come in the place of dead ones: they and the others take the same steps from then on, wherever the others
-stood when one died."""
+"""Replacements of dead ranks: from then on they and the others take the same steps, wherever the others were when a
+rank died."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def trained(
     least: int = 1,
     most_wrong: int = 0,
 ) -> list[list[int]]:
-    """A loop that asks the others something wherever one can; returns the sizes of the worlds in which each rank that
-    lives to the end took its steps."""
+    """A loop that communicates at every possible point. Returns the world sizes of the steps of each surviving rank."""
     images, run = folder / "images", folder / "run"
     images.mkdir()
     model = Net()
@@ -55,7 +54,7 @@ def trained(
         own = models[member]
         try:
             engine = sw.shard(own, {**plan, "run": str(run)}, optimizer=adamw(own), world=world)
-        except FaultError as error:  # one that comes as another dies ends, and the others go on
+        except FaultError as error:  # a rank that joins while another dies may end; the others continue
             raise Killed if member >= NUM_RANKS else error from None
         engine.log({"loss": 0.0}, kind="validation")
         engine.world.barrier()
@@ -115,12 +114,12 @@ def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tm
 def test_one_comes_after_a_death_while_another_was_let_in(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is not sharded when the next newcomer is told learning rates."""
+    """The model is not sharded when the next newcomer gets the learning rates."""
     rebuilt, ranks = recovery.rebuilt, list[int]()
 
     def or_die(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
         ranks.append(world.rank)
-        if world.rank == 0 and ranks.count(0) == 2:  # of those that have let one in
+        if world.rank == 0 and ranks.count(0) == 2:  # in the world that has let a newcomer in
             raise Killed
         return rebuilt(former, plan, held, world)
 
@@ -164,7 +163,7 @@ def test_wherever_ranks_die_and_others_come(tmp_path: Path) -> None:
 
 
 class LossOf(nn.Module):
-    """Of rows that are inputs and targets."""
+    """The loss of rows that contain inputs and targets."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -176,8 +175,8 @@ class LossOf(nn.Module):
 
 @pytest.mark.parametrize(("point", "draws"), [("begin", False), ("backward", False), ("begin", True)])
 def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: bool, tmp_path: Path) -> None:
-    """The batch of two void iterations, one with the death and one with the newcomer, comes again; with `draws`
-    micro-batches are drawn by `train_step`."""
+    """Two iterations are void, one with the death and one with the newcomer; their batch is handed out again. With
+    `draws`, `train_step` draws the micro-batches."""
     rows = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
     model, accumulate = LossOf(Net()), 2 if draws else 1
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS + 1)]

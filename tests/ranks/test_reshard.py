@@ -1,4 +1,4 @@
-"""A live engine goes on by another plan: nothing is lost, only what is missing travels, and training races a twin."""
+"""A live engine changes its plan: nothing is lost, only missing data is sent, and training equals the twin's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from twins import Batch, Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
 
 import shardwise as sw
-import shardwise.optim  # its tables are not to be counted
+import shardwise.optim  # its tables are not counted
 from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
@@ -43,7 +43,7 @@ def start() -> Transformer:
 
 
 def whole(engine: sw.Engine) -> dict[tuple[str, str], torch.Tensor | None]:
-    """Every parameter and both moments."""
+    """Every parameter and both of its moments."""
     names = [name for name, _ in engine.module.named_parameters()]
     return {(name, what): engine.get(name, what) for name in names for what in ("param", "exp_avg", "exp_avg_sq")}
 
@@ -74,7 +74,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("names", ORDERS, ids=["-".join(order[:2]) for order in ORDERS])
 def test_one_run_through_many_plans(names: list[str]) -> None:
-    """Three steps by each plan; before and after each change all tensors are the same bits, and so is the twin."""
+    """Three steps with each plan: every change keeps all tensors bit by bit, and training equals the twin's."""
     names = [name for name in names if name != CLIPPED]
     data = batches(3 * len(names))
     replicas = [start() for _ in range(4)]
@@ -105,7 +105,7 @@ def test_one_run_through_many_plans(names: list[str]) -> None:
 
 
 def test_precision_there_and_back() -> None:
-    """Master weights stay as they are; what computes is their cast. The first losses in fp32 again are fp32's."""
+    """Master weights do not change; computations use their cast. Back in fp32, the first losses are those of fp32."""
     replicas = [start() for _ in range(2)]
     data = batches(4)
 
@@ -134,7 +134,7 @@ def test_precision_there_and_back() -> None:
 
 
 def test_only_what_is_missing_travels() -> None:
-    """Nothing, where the optimizer's states stay where they are; else what ranks lack, and each byte once."""
+    """Nothing, if the optimizer's states stay in place; else what ranks lack, each byte once."""
     replicas = [Transformer() for _ in range(4)]
     sizes = [param.numel() for param in replicas[0].parameters()]
 
@@ -158,19 +158,19 @@ def test_only_what_is_missing_travels() -> None:
 
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 def test_buffers_of_the_old_plan_wait_for_no_garbage_collection(preset: str) -> None:
-    """Neither those of a plan that was left, nor whoever ran its programs."""
+    """Neither the flat buffers of the old plan, nor the runner of its programs."""
     replicas = [Transformer() for _ in range(2)]
 
     def rank(world: sw.World) -> list[str]:
         model = replicas[world.rank]
         with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(3))
-            model.positions.weight.detach().clone()  # a look at a parameter at rest
+            model.positions.weight.detach().clone()  # a read of a parameter at rest
             old = {flat.name: weakref.ref(flat) for flat in engine._sharded.flats}
             old["runner"] = weakref.ref(engine._sharded.runner)
             engine.reshard("zero1")
             left = [name for name, known in old.items() if known() is not None]
-            world.barrier()  # the collector comes on again when all have looked
+            world.barrier()  # collection is enabled again when all have looked
             return left
 
     gc.collect()
@@ -197,7 +197,7 @@ def test_a_graph_of_the_old_plan_is_refused_in_a_sentence() -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("hosts", [None, ["a", "b"]], ids=["one-host", "two-hosts"])
 def test_the_peak_is_one_unit_more(hosts: list[str] | None) -> None:
-    """All that is alive at once on one rank of two while things move, by the storages that torch makes."""
+    """Counts all storages of torch that are alive at once on one of two ranks during a change of plan."""
     replicas = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))) for _ in range(2)]
     unit_bytes = 3 * 64 * 65 * 4  # with both moments
     whole_bytes = 16 * unit_bytes
@@ -221,8 +221,8 @@ def test_the_peak_is_one_unit_more(hosts: list[str] | None) -> None:
             engine.close()
         return peaks
 
-    # Half a unit sent and half received; as much in the threads' mail, and again if one rank is a buffer ahead. With
-    # the old buffers kept to the end it would be half of everything more.
+    # Half a unit is sent and half received; as much is in the threads' mail, and again if one rank is a buffer ahead.
+    # If the old buffers were kept to the end, half of everything would be added.
     messages_bytes = 2 * unit_bytes
     for peaks in run_ranks(2, rank, hosts=hosts):
         for plan, peak in zip(plans[:-1], peaks, strict=True):

@@ -1,4 +1,4 @@
-"""Rows by rule: some parameters live elsewhere or compute in another dtype, and the model trains all the same."""
+"""Rows by rule: some parameters are stored elsewhere or compute in another dtype; training equals the plain model's."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_what_is_resident_is_never_gathered_and_costs_what_is_promised() -> None
     assert any(name.startswith("blocks") for name in run.extra["gathers"])
     assert not [name for name in run.extra["gathers"] if name.endswith(":small")]
     report = run.extra["report"]
-    counters = 4 * len(list(Transformer().parameters()))  # Adam's own step counters, which no plan knows of
+    counters = 4 * len(list(Transformer().parameters()))  # Adam's own step counters, which no plan counts
     assert 0 <= report.measured.pop("optim") - report.promised.pop("optim") <= counters
     assert report.measured == report.promised
 
 
 class MixedNorm(nn.Module):
-    """Computes in the dtype of its own parameters, whatever comes in."""
+    """Computes in the dtype of its own parameters, whatever the input's."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an engine tells of its run: the record, who waits for whom, what goes wrong, and a profile of some steps."""
+"""What an engine reports about its run: the record, which ranks wait, what goes wrong, and a profile of some steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def models(num: int) -> list[nn.Module]:
-    """All alike."""
+    """Equal models."""
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)) for _ in range(num)]
     for model in made:
@@ -53,8 +53,8 @@ def lines(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path) -> None:
-    """Three ranks, one of which computes longer, and one waits for its data: means, throughput, times, memory; then a
-    second run from a checkpoint, at another size and plan."""
+    """One of three ranks computes longer, and one waits for its data: means, throughput, times and memory are recorded.
+    A second run continues from a checkpoint, with another size and plan."""
     run, kept = tmp_path / "run", tmp_path / "kept"
     first, again, plain = models(3), models(2), models(1)[0]
     returned: list[float] = []
@@ -129,7 +129,8 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def test_a_table_grows_by_rows_and_columns_and_goes_on_where_the_run_does(tmp_path: Path) -> None:
-    """Three steps and a validation on two ranks, a checkpoint after two; then from there at another size, and anew."""
+    """Three steps and a validation on two ranks, with a checkpoint after two. One run resumes there at another size,
+    and another starts anew."""
     run, kept, made = tmp_path / "run", tmp_path / "kept", models(5)
     plan: dict[str, Any] = {"preset": "zero3", "trackers": ["csv"]}
 
@@ -194,8 +195,8 @@ def test_a_table_is_read_after_a_crash_and_that_of_others_is_left_alone(tmp_path
 
 
 def test_a_new_run_that_logs_late_keeps_nothing_of_an_older_one(tmp_path: Path) -> None:
-    """The record begins after the last step that was taken elsewhere, and not before the first one that is logged: also
-    where steps were taken before a checkpoint is resumed."""
+    """A new run drops the older record from its own first step on, though it logs later; a resumed run, from its
+    checkpoint on, even if it took steps before."""
     made, run, kept = models(3), tmp_path / "run", tmp_path / "kept"
 
     def train(model: nn.Module, steps: range, every: int, resumed: bool = False) -> None:
@@ -220,7 +221,7 @@ def test_a_new_run_that_logs_late_keeps_nothing_of_an_older_one(tmp_path: Path) 
 
 
 def test_what_a_loop_has_brought_together_is_written_as_it_is(tmp_path: Path) -> None:
-    """Ranks that say different things, and lines that rank 0 writes alone."""
+    """Ranks log different values, and rank 0 writes some lines alone."""
     made = models(2)
 
     def train(world: sw.World) -> list[dict[str, float]]:
@@ -329,7 +330,7 @@ def test_a_profile_of_two_steps_names_units_and_actions(
 ) -> None:
     (model,) = models(1)
     plan: dict[str, Any] = {"profile": {"steps": [2, 3]}}
-    if chosen_by == "environment":  # as `shardwise launch --profile` sets it; the plan's window gives way
+    if chosen_by == "environment":  # as `shardwise launch --profile` sets it; it overrides the plan's window
         monkeypatch.setenv("SHARDWISE_PROFILE", "2:3")
         plan = {"profile": {"steps": [1, 1]}}
     with engine_of(model, sw.World.join(environment={}), tmp_path, **plan) as engine:

@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic job that are copied while its images are."""
+"""Checkpoints of an elastic job that are copied at the same time as its images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks.threads_as_members import run_members
 def test_a_shadow_that_follows_while_a_checkpoint_is_copied_is_no_change_by_hand(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with any model that takes long to copy."""
+    """The images are updated during the copy, as with any model whose copy takes long. The save must accept this."""
     is_taken, has_followed = threading.Event(), threading.Event()
     copy, take, copy_rest = Survival._copy, Snapshot.take, Snapshot._copy_rest
 

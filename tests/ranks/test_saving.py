@@ -1,4 +1,4 @@
-"""Saving in the background, what is kept, what an engine remembers, and what comes back of all that."""
+"""Saving in the background, which checkpoints are kept, what an engine remembers, and what a resume restores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def whole(engine: sw.Engine) -> dict[str, torch.Tensor]:
 
 
 class Slow:
-    """Holds up every write until `go`; an event that all ranks share, and what each has begun."""
+    """Delays every write until the event `go` is set, which all ranks share."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -56,7 +56,7 @@ class Slow:
 
 
 def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on while it is written, and does not show in it; nothing is there before all of it is."""
+    """Training continues while it is written, without an effect on it. It becomes visible only when it is complete."""
     slow = Slow(monkeypatch)
 
     def work(engine: sw.Engine) -> None:
@@ -82,7 +82,7 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, mon
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is copied behind the training's back before this is set."""
+    """Until this event is set, background saves copy nothing."""
     go = threading.Event()
     plain = Snapshot._copy_rest
 
@@ -112,7 +112,7 @@ def edit_a_weight(engine: sw.Engine) -> None:
 def test_whatever_changes_values_waits_for_the_copy(
     tmp_path: Path, late: threading.Event, plan: Any, change: Callable[[sw.Engine], None]
 ) -> None:
-    """Forward and backward go on beside it; a step, and the engine's own ways to edit, begin when it is done."""
+    """Forward and backward run during the copy. A step, and edits through the engine, wait for it."""
     done: list[bool] = []
 
     def work(engine: sw.Engine) -> None:
@@ -140,7 +140,7 @@ ZEROS = {name: torch.zeros_like(value) for name, value in Transformer(num_blocks
 
 @pytest.mark.parametrize("what", ["state", "shard"])
 def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threading.Event, what: str) -> None:
-    """Half of it might be in the checkpoint; so there is none. Those before stay, and training goes on."""
+    """A checkpoint might contain half of the change, so none is written. Earlier ones stay, and training continues."""
 
     def work(engine: sw.Engine) -> str:
         train(engine)
@@ -171,7 +171,7 @@ def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threa
 
 
 def test_what_the_model_shows_may_change_at_once(tmp_path: Path, late: threading.Event) -> None:
-    """Loops clamp and average parameters by hand, also in ways that torch does not count."""
+    """Loops clamp and average parameters by hand, also in ways that torch does not count. These writes wait."""
 
     def work(engine: sw.Engine) -> None:
         train(engine)
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_opened_does_not_hold_up_training(
 
 
 def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second save waits for the first: both are good, and memory for one is enough."""
+    """A second save waits for the first. Both are good, and memory for one is enough."""
     slow = Slow(monkeypatch)
 
     def work(engine: sw.Engine) -> int:
@@ -231,7 +231,7 @@ def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_failure_behind_the_back_comes_to_light(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surfaces: str, rank: int
 ) -> None:
-    """At the next call that has to do with checkpoints, on all ranks, in the same words; the earlier one stays."""
+    """The next call that concerns checkpoints raises the same error on all ranks. The earlier checkpoint stays."""
     plain = write.write_at
 
     def full(handle: int, window: memoryview, offset: int) -> bool:
@@ -273,7 +273,7 @@ def test_a_failure_behind_the_back_comes_to_light(
     assert "step-00000002 could not be written" in messages[0]
     assert "No space left" in messages[0]
     if surfaces == "close":
-        assert 0 in messages  # rank 0 hears of everybody's failure, others of their own
+        assert 0 in messages  # rank 0 learns of every rank's failure, others of their own
     else:
         assert messages[0] == messages[1]
         assert str(tmp_path) in messages[0]
@@ -282,7 +282,7 @@ def test_a_failure_behind_the_back_comes_to_light(
 
 
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path) -> None:
-    """Rank 1 ends without a word while the others' files are there: rank 0 gives up after a while, and says so."""
+    """Rank 1 never writes its file, while the others' files exist. Rank 0 gives up after a while, and names rank 1."""
 
     def work(engine: sw.Engine) -> None:
         train(engine)
@@ -321,7 +321,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
-    """Over two runs: the second knows the metrics of the first from what it finds."""
+    """Over two runs: the second one reads the metrics of the first from its checkpoints."""
     losses = [5.0, 1.0, 4.0, 3.0, 2.0, 6.0, 7.0]
     keep = Keep(last=2, every=4, best="loss")
 
@@ -341,7 +341,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
 
 
 class Loader:
-    """Each rank is somewhere else."""
+    """A loader whose position differs between ranks."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -357,7 +357,7 @@ class Loader:
 
 
 def test_what_an_engine_remembers(tmp_path: Path) -> None:
-    """Schedulers with whole-number keys and nested ones; a loader's place on each rank, in another world rank 0's."""
+    """Nested schedulers with integer keys, and each rank's position in a loader. In another world, all get rank 0's."""
 
     def schedule(engine: sw.Engine) -> torch.optim.lr_scheduler.LRScheduler:
         optimizer = engine._sharded.require_optimizer().members[0]
@@ -416,7 +416,7 @@ def test_an_object_that_refuses_undoes_the_others(tmp_path: Path) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a plain number, and a state in a dtype of its own."""
+    """An optimizer whose states are a plain number, and a tensor in a dtype of its own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "betas": (0.5, 0.9), "tensor": torch.tensor(0.25)})
@@ -463,7 +463,7 @@ def test_numbers_stay_numbers_and_dtypes_stay_theirs(tmp_path: Path) -> None:
 
 
 def test_buffers_that_ranks_have_for_themselves(tmp_path: Path) -> None:
-    """With `sync_buffers: false` each rank's are its own, and come back so; new ranks get rank 0's."""
+    """With `sync_buffers: false`, each rank's own buffers are saved and restored. New ranks get rank 0's."""
 
     def build(value: float) -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""Schedulers of torch and transformers, made before or after sharding: rates and losses are the twin's."""
+"""Schedulers of torch and transformers, created before or after sharding: rates and losses equal the twin's."""
 
 from __future__ import annotations
 

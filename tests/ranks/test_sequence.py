@@ -1,4 +1,4 @@
-"""Training with sequences split over ranks is training with whole ones: every preset, beside data parallelism too."""
+"""Training with sequences split over ranks equals training with whole ones: every preset, also beside data axes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def lamb(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make_optimizer", [muon, lamb])
 def test_optimizers_that_look_at_whole_parameters(make_optimizer: MakeOptimizer) -> None:
-    """As over data axes alone, and no further from the whole model than that."""
+    """Results equal those over data axes alone."""
     model, data = gpt(), batches(2)
     alone = split_run(model, data, "zero3", {"dp": 1}, make_optimizer=make_optimizer)
     assert_same(split_run(model, data, "zero3", BOTH, make_optimizer=make_optimizer), alone, tolerance=5e-5)
@@ -110,7 +110,7 @@ def test_with_other_rows_for_some_parameters(plan: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_in_bf16(attention: str) -> None:
-    """About as far from training in fp32 as bf16 takes the same model on one rank."""
+    """The difference from fp32 is about as large as for bf16 on one rank."""
     model, data = gpt(), batches(3)
     wide, one = whole_run(model, data), split_run(model, data, "zero2", {"dp": 1}, precision="bf16")
     run = split_run(model, data, "zero2", BOTH, precision="bf16", sequence={"attention": attention})
@@ -134,7 +134,7 @@ def trained(engine: sw.Engine, data: list[Batch]) -> list[float]:
 
 
 def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
-    """Split over four, two and one ranks, beside data parallelism and without: one run."""
+    """One run on meshes that split sequences over four, two and one ranks, with and without data parallelism."""
     model, data = gpt(), batches(8)
     expected = whole_run(model, data).losses
     legs: list[tuple[str, dict[str, int]]] = [("zero3", BOTH), ("zero1", SPLIT), ("hsdp", {"node": 1, "local": 1})]
@@ -156,7 +156,7 @@ def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
 
 
 class Limited(Allocations):
-    """A rank that has so many bytes for what a step allocates."""
+    """A limit for the bytes that a step on this rank may allocate."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Limited(Allocations):
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_a_sequence_that_does_not_fit_one_rank_trains_over_four(attention: str) -> None:
-    """Under a limit of two fifths of what a step takes on one rank; counted is what torch allocates."""
+    """The limit is two fifths of what a step allocates on one rank, as counted in torch."""
     torch.manual_seed(0)
     num_tokens = 2048
     model = Gpt(tokens=num_tokens, num_blocks=6)

@@ -1,4 +1,4 @@
-"""Attention over a split sequence is that of the whole one: outputs and gradients, by all-to-alls and rings."""
+"""Attention over split sequences equals that over whole ones: outputs and gradients, with all-to-alls and rings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(num_heads: int, num_kv_heads: int, dtype: torch.dtype = torch.float32
 
 
 def plain(visibility: Visibility, *tensors: Tensor, softcap: float | None = None) -> list[Tensor]:
-    """Scores, mask and softmax, written out; the output and the gradients."""
+    """Explicit scores, mask and softmax; returns the output and the gradients."""
     *inside, grad = tensors
     query, key, value = (tensor.clone().requires_grad_() for tensor in inside)
     repeats = query.shape[1] // key.shape[1]
@@ -58,7 +58,7 @@ def plain(visibility: Visibility, *tensors: Tensor, softcap: float | None = None
 def split(
     world: sw.World, kind: str, visibility: Visibility, *tensors: Tensor, softcap: float | None = None
 ) -> list[Tensor]:
-    """This rank's part of the same."""
+    """This rank's part of the same, with split sequences."""
     line = Line(world.collectives(torch.device("cpu")), Group("sp", tuple(range(world.size)), world.rank))
     layout = Layout(TOKENS, world.size, kind == "zigzag")
     *mine, grad = (layout.take(tensor, world.rank, 2) for tensor in tensors)
@@ -93,7 +93,7 @@ SEEN = {
 def test_is_that_of_the_whole_sequence(
     seen: str, kind: str, num_ranks: int, num_kv_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks may be larger than what is made whole; tiles may be smaller than a run, and divide nothing."""
+    """Also if masks are larger than what is materialized, and if tiles are smaller than a run and do not divide it."""
     monkeypatch.setattr(blocks, "TILE", tile)
     if tile == 3:
         monkeypatch.setattr(ulysses, "MOST_MASKED", 0)
@@ -119,7 +119,7 @@ def test_scores_may_be_capped(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "zigzag"])
 def test_in_fp64_and_narrow(kind: str) -> None:
-    """In fp64 to its precision; in bf16 no further from fp32 than torch's own attention, but for a little."""
+    """Accurate to fp64's precision in fp64; in bf16 the error is at most a few times that of torch's own attention."""
     for dtype in (torch.float64, torch.bfloat16):
         *tensors, grad = inputs(4, 2, dtype)
         exact = plain(SEEN["causal"], *(tensor.double() for tensor in (*tensors, grad)))
@@ -150,8 +150,8 @@ def test_on_devices_nothing_is_read_before_it_has_come(kind: str, when: When) ->
 
 
 def test_each_rank_sends_what_the_papers_say() -> None:
-    """Ulysses: a part of the heads of queries, keys, values and outputs, once each way. Ring: keys and values n - 1
-    times each way, and their gradients n times."""
+    """Ulysses sends a part of the heads of queries, keys, values and outputs once each way. Ring sends keys and values
+    n - 1 times each way, and their gradients n times."""
     tensors = inputs(4, 2)
     kv_bytes, q_bytes = (2 * BATCH * heads * TOKENS // 2 * DIM * 4 for heads in (2, 4))
 
@@ -167,7 +167,7 @@ def test_each_rank_sends_what_the_papers_say() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("is_zigzag", [False, True])
 def test_fused_parts_cover_what_is_seen_once(num_ranks: int, is_zigzag: bool) -> None:
-    """Whatever keys are here, one call of a kernel does for all that is seen of them."""
+    """For any keys of another rank, one kernel call covers all that is seen of them, exactly once."""
     layout = Layout(4 * num_ranks * 2, num_ranks, is_zigzag)
     positions = [[token for run in runs for token in range(run.start, run.stop)] for runs in layout.runs]
     for mine, theirs in itertools.product(range(num_ranks), repeat=2):
@@ -205,8 +205,8 @@ def test_fused_parts_come_to_what_tiles_do(dtype: torch.dtype, monkeypatch: pyte
 
 
 def test_causal_work_is_balanced_in_zigzag_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in tiles of one token: in contiguous order the last of four ranks has almost six times the work of
-    the first."""
+    """Counted in tiles of one token. In contiguous order, the last of four ranks has almost six times the work of the
+    first."""
     monkeypatch.setattr(blocks, "TILE", 1)
 
     def work(layout: Layout) -> list[int]:

@@ -1,4 +1,4 @@
-"""Batches cut for the ranks that share in a sequence, losses of unequal shares, and what is refused."""
+"""Batches split for ranks that share sequences, losses over unequal shares, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN: dict[str, Any] = {"preset": "zero3", "mesh": {"sp": 2}}
 
 
 def on_two(work: Callable[[sw.Engine], Any], build: Callable[[], nn.Module] = Gpt, **more: Any) -> list[Any]:
-    """What `work` returns on each of two ranks that share in a sequence."""
+    """What `work` returns on each of two ranks that share sequences."""
     replicas = [build() for _ in range(2)]
 
     def rank(world: sw.World) -> Any:
@@ -38,7 +38,7 @@ def on_two(work: Callable[[sw.Engine], Any], build: Callable[[], nn.Module] = Gp
 
 
 def counted_loss(model: Any, batch: Batch) -> Tensor:
-    """Labels of -100 do not count, and ranks have different numbers of them."""
+    """Labels of -100 do not count, so ranks have different numbers of labels."""
     losses = functional.cross_entropy(
         model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="none"
     )
@@ -51,7 +51,7 @@ def counted_loss(model: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3])
 def test_the_loss_counts_tokens_once(attention: str, tokens: int) -> None:
-    """Those that do not count are on one rank mostly; and there are tokens behind the end that are nobody's."""
+    """The labels that do not count are mostly on one rank, and a sequence that does not divide evenly is padded."""
     torch.manual_seed(0)
     model, data = Gpt(), batches(2, tokens=tokens)
     for batch in data:
@@ -100,7 +100,7 @@ def test_what_each_rank_gets(attention: str, order: list[int]) -> None:
 
 
 def test_documents_of_an_own_model() -> None:
-    """Two documents in a row are as if each were alone."""
+    """Two documents in one row give the same results as each alone."""
     torch.manual_seed(0)
     model = Gpt()
     tokens = torch.randint(0, VOCAB, (1, TOKENS))
@@ -119,7 +119,7 @@ def test_documents_of_an_own_model() -> None:
 
 
 def test_positions_of_an_own_model_say_nothing_of_documents() -> None:
-    """What its attention may see it says itself."""
+    """Such a model decides by itself what its attention sees."""
     model, batch = seeded(Gpt), batches(1, rows=2)[0]
     batch["position_ids"] = torch.cat([torch.arange(6), torch.arange(TOKENS - 6)]).expand(2, -1)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_positions_of_an_own_model_say_nothing_of_documents() -> None:
 
 
 def test_a_loader_deals_by_data_axes() -> None:
-    """Ranks that share in a sequence read the same rows, and others other rows."""
+    """Ranks that share sequences read the same rows, and the others read other rows."""
 
     def rank(world: sw.World) -> list[int]:
         with sw.shard(Gpt(), {"preset": "zero1", "mesh": {"dp": 2, "sp": 2}}, world=world) as engine:
@@ -196,7 +196,7 @@ def test_a_model_that_numbers_its_tokens_is_told(how: str, said: str) -> None:
 
 
 class Attends(nn.Module):
-    """Calls attention as it is told to."""
+    """Calls attention in the given way."""
 
     def __init__(self, attend: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_ring_attention_has_no_dropout() -> None:
 
 
 def test_ranks_that_are_seeded_alike_drop_other_tokens() -> None:
-    """And go on alike afterwards: the user's generator has moved by one number."""
+    """Afterwards their own generators agree again: each has advanced by one number."""
     drawn, left = [], []
     for place in (0, 1, 1):
         torch.manual_seed(7)
@@ -305,7 +305,7 @@ def test_ranks_that_are_seeded_alike_drop_other_tokens() -> None:
 
 
 def test_what_is_recomputed_is_of_its_own_batch() -> None:
-    """Whose documents are not those of the batch that was split last; only in one backward of both nobody can tell."""
+    """Each batch has its own documents, not those of the batch that was split last. A backward of both is refused."""
     one, other = (torch.tensor([[0] * cut + [1] * (TOKENS - cut)]) for cut in (3, 9))
 
     def work(engine: sw.Engine) -> None:
@@ -341,7 +341,7 @@ def test_what_is_recomputed_is_of_its_own_batch() -> None:
 
 
 def test_batches_may_be_split_before_others_are_computed() -> None:
-    """What the model is called with tells which one it is; where that is something else, they may not differ."""
+    """The tensors that the model is called with identify the batch. Others work only if batches do not differ."""
     one, other = (torch.tensor([[0] * cut + [1] * (TOKENS - cut)]) for cut in (3, 9))
 
     def work(engine: sw.Engine) -> None:

@@ -1,4 +1,4 @@
-"""Stages whose sequences are split: each rank has its tokens of what its stage computes."""
+"""Pipeline stages with split sequences: each rank computes its stage for its own tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = one_in(9)
 
 
 def staged_run(model: nn.Module, data: list[Batch], mesh: dict[str, int], train: Any, **plan: Any) -> list[Run]:
-    """What every rank says of training by `train(engine, its rows of a batch)`."""
+    """Train by `train(engine, its rows of a batch)`; returns the results of every rank."""
     num_ranks = math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
     names = [name for name, _ in model.named_parameters()]
@@ -61,7 +61,7 @@ def staged_run(model: nn.Module, data: list[Batch], mesh: dict[str, int], train:
 def test_a_model_of_transformers_is_given_whole_batches(
     build: Any, preset: str, mesh: dict[str, int], schedule: str, attention: str, recomputes: bool
 ) -> None:
-    """By its own loss; labels that do not count are not spread evenly over the ranks."""
+    """With the model's own loss. Labels that do not count are distributed unevenly over the ranks."""
     model, data = built(build), batches(3)
     if recomputes:
         model.activation_checkpointing_enable()
@@ -73,7 +73,7 @@ def test_a_model_of_transformers_is_given_whole_batches(
 
 
 def packed_loss(model: Any, batch: Batch, documents: Tensor) -> Tensor:
-    """Of a plain model, one document after the other, row by row."""
+    """The loss of a plain model, document by document and row by row."""
     losses = []
     for row, numbers in enumerate(documents):
         for number in numbers.unique():
@@ -91,7 +91,7 @@ DOCUMENTS = torch.tensor([[0] * cut + [1] * (TOKENS - cut) for cut in (3, 9, 16,
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("mesh", [{"sp": 2}, {"pp": 2, "sp": 2}], ids=["sp", "pp-sp"])
 def test_micro_batches_have_documents_of_their_own(mesh: dict[str, int], attention: str, recomputes: bool) -> None:
-    """A split batch is cut into micro-batches, of which several are under way: each is recomputed as what it was."""
+    """A split batch is cut into micro-batches, several of which are in flight. Each keeps its own documents."""
     torch.manual_seed(0)
     model, data = Gpt(num_blocks=3, recomputes=recomputes), gpt_batches(2)
 

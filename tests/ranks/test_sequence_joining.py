@@ -1,4 +1,4 @@
-"""What ranks along sp have computed, put together again: as the whole model has it; losses made of it count once."""
+"""Results of ranks along `sp`, joined: they equal the whole model's, and losses computed from them count once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def built() -> nn.Module:
 
 
 def labelled(num_steps: int, tokens: int) -> list[Batch]:
-    """Rows of which the labels of different numbers of tokens count, and whose ends are padding."""
+    """Rows with different numbers of labels that count, and with padding at their ends."""
     draw = torch.Generator().manual_seed(5)
     made = []
     for _ in range(num_steps):
@@ -77,7 +77,7 @@ def test_an_evaluation_returns_what_the_whole_model_does(attention: str) -> None
 
     kept = batch["attention_mask"].bool()
     for whole, parts, without_labels in on_ranks({"sp": 2}, work, attention):
-        assert_close(without_labels[kept], plain.logits[kept])  # whoever works a loss out needs them
+        assert_close(without_labels[kept], plain.logits[kept])  # needed to compute a loss
         assert_close(whole.loss, plain.loss)
         assert whole["logits"] is whole.logits
         assert_close(whole.logits[kept], plain.logits[kept])
@@ -89,7 +89,7 @@ def test_an_evaluation_returns_what_the_whole_model_does(attention: str) -> None
 
 
 def from_logits(model: Any, batch: Batch) -> Tensor:
-    """Smoothed, over whole sequences, as a loop would do it that knows nothing of split ones."""
+    """A loss with label smoothing over whole sequences, as in a loop that does not know of the split."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     wanted = batch["labels"][:, 1:].flatten()
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted, ignore_index=IGNORED, label_smoothing=0.1)

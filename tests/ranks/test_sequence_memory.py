@@ -1,4 +1,4 @@
-"""What split sequences are promised to hold, against what a step makes and keeps."""
+"""Predicted memory with split sequences, compared with what a step allocates and keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]) -> list[tuple[Footprint, int]]:
-    """For each rank what it was promised, and the most bytes that lived at once of what its third step made."""
+    """For each rank, the prediction and the peak of what its third step allocated."""
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
     plan = {"preset": "zero1", "mesh": {"sp": NUM_RANKS}, "sequence": {"attention": attention}}
 

@@ -1,4 +1,4 @@
-"""Small models and meshes drawn at random, with split sequences beside the same model on one process."""
+"""Small models and meshes drawn at random: split sequences, compared with the same model in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESHES: list[dict[str, int]] = [{"sp": 2}, {"sp": 4}, {"sp": 3}, {"dp": 2, "sp":
 
 @dataclass(frozen=True)
 class Shape:
-    """What is drawn of a model."""
+    """What is drawn for a model."""
 
     num_kv_heads: int
     num_groups: int

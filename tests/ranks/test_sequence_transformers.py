@@ -1,4 +1,4 @@
-"""Models of transformers train with split sequences as they are, by their own loss."""
+"""Unchanged models of transformers train with split sequences, with their own loss."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opt() -> nn.Module:
 
 
 def gemma2() -> nn.Module:
-    """Scores are capped, which only its eager attention does; every other layer has a window."""
+    """Its scores are capped, which only its eager attention does; every other layer has a window."""
     settings = {"head_dim": 8, "attn_logit_softcapping": 0.5, "sliding_window": 5, "attn_implementation": "eager"}
     return library().Gemma2ForCausalLM(library().Gemma2Config(**SIZES, **HEADS, **settings))
 
@@ -62,7 +62,7 @@ def mixtral(**settings: Any) -> nn.Module:
 
 
 def deepseek(version: str) -> nn.Module:
-    """Compressed queries, keys and values; values are narrower than keys."""
+    """Queries, keys and values are compressed, and values are narrower than keys."""
     heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
@@ -91,7 +91,7 @@ def moe(kind: str) -> nn.Module:
 
 
 def batches(num_steps: int, *, tokens: int = TOKENS) -> list[Batch]:
-    """With labels that do not count, more of them at the end."""
+    """Some labels do not count, more of them at the end."""
     numbers = torch.Generator().manual_seed(5)
     drawn = [torch.randint(0, VOCAB, (4, tokens), generator=numbers) for _ in range(num_steps)]
     made = [{"input_ids": one, "labels": one.clone()} for one in drawn]
@@ -130,7 +130,7 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
 
 
 def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
-    """A label counts wherever a token is kept, so padding before it predicts it."""
+    """Labels count wherever tokens are kept, so the label after padding is predicted from padding."""
     data = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone()} for batch in batches(2)]
     for batch in data:
         kept = torch.ones_like(batch["input_ids"])
@@ -147,7 +147,7 @@ def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
 @pytest.mark.parametrize("where", ["left", "right", "middle"])
 @pytest.mark.parametrize("build", [llama, gpt2, opt, mistral])
 def test_padding_anywhere(build: Any, where: str, attention: str) -> None:
-    """Padding sees what is kept before it, and not itself; OPT numbers only what is kept."""
+    """Padding sees the kept tokens before it, and not itself. OPT numbers only kept tokens."""
     model, data = built(build), padded(where)
     run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
     assert_same(run, whole_run(model, data, loss_of=own_loss))
@@ -180,7 +180,7 @@ MIXTURES = [partial(moe, kind) for kind in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Gr
 
 @pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral, deepseek_v2, deepseek_v3, *MIXTURES])
 def test_other_models(build: Any) -> None:
-    """Heads normalised by themselves, fused projections, learned positions, capped scores, experts."""
+    """Heads normalized separately, fused projections, learned positions, capped scores, experts."""
     model, data = built(build), batches(1)
     twin = whole_run(model, data, loss_of=own_loss)
     for attention in ("ulysses", "ring"):
@@ -190,8 +190,7 @@ def test_other_models(build: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "Esm"])
 def test_a_model_that_looks_both_ways(kind: str) -> None:
-    """The loss over masked tokens is worked out from the logits. RoBERTa counts its tokens from after the padding's
-    number, and ESM too."""
+    """The loss over masked tokens is computed from logits. RoBERTa and ESM number tokens from the padding index + 1."""
 
     def build() -> nn.Module:
         sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1}
@@ -220,7 +219,7 @@ def test_a_model_that_looks_both_ways(kind: str) -> None:
 
 
 def test_a_plain_loop_gives_whole_batches() -> None:
-    """Neither the model nor the loop knows; tokens by position or by name."""
+    """Neither the model nor the loop knows of the split. Tokens are passed by position or by name."""
     model, data = built(llama), batches(2)
     twin = whole_run(model, data, loss_of=own_loss)
     replicas = [built(llama) for _ in range(4)]
@@ -248,7 +247,7 @@ def test_a_plain_loop_gives_whole_batches() -> None:
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_packed_documents(attention: str) -> None:
-    """Positions that begin anew begin a document, as in transformers itself."""
+    """A position that starts again starts a new document, as in transformers itself."""
     model, data = built(llama), batches(2)
     for batch in data:
         batch["position_ids"] = torch.cat([torch.arange(7), torch.arange(5), torch.arange(4)]).expand(4, -1)
@@ -260,7 +259,7 @@ def test_packed_documents(attention: str) -> None:
 
 
 def test_in_bf16() -> None:
-    """Beside the same training without splitting, in the same precision: no further from it than bf16 rounds."""
+    """Compared with bf16 training without splitting: the difference is about that of bf16 rounding."""
     model, data = built(llama), batches(2)
     one = split_run(model, data, "zero3", {"dp": 1}, loss_of=own_loss, precision="bf16")
     wide = whole_run(model, data, loss_of=own_loss)
@@ -272,7 +271,7 @@ def test_in_bf16() -> None:
 
 
 def test_generates_and_is_left_as_it_was() -> None:
-    """Inside of inference() a rank computes whole sequences, and after close the model has its own attention back."""
+    """In `inference()` each rank computes whole sequences, and after `close` the model has its own attention again."""
     model, data = built(llama), batches(1)
     prompt = data[0]["input_ids"][:1, :5]
     with torch.no_grad():
@@ -389,7 +388,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     ],
 )
 def test_by_itself_a_plan_takes_ulysses_where_heads_divide(mesh: dict[str, int], is_ring: bool) -> None:
-    """Four of queries; beside tensor parallelism a rank has its part of them."""
+    """The model has four query heads; with tensor parallelism each rank has a part of them."""
     model = built(llama)
     num_ranks = int(torch.tensor(list(mesh.values())).prod())
     replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
@@ -405,9 +404,9 @@ def test_by_itself_a_plan_takes_ulysses_where_heads_divide(mesh: dict[str, int],
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("mesh", [{"tp": 2, "sp": 2}, {"sp": 2, "tp": 2}], ids=["tp-sp", "sp-tp"])
 def test_beside_tensor_parallelism(mesh: dict[str, int], attention: str) -> None:
-    """Each rank has some of the tokens and some of the heads; of those Ulysses gives it fewer, for all tokens."""
+    """Each rank has some tokens and some heads. Ulysses gives it fewer of these heads, for all tokens."""
     model, data = built(llama), batches(3)
     run = split_run(model, data, "zero1", mesh, sequence={"attention": attention}, loss_of=own_loss)
     twin = whole_run(model, data, loss_of=own_loss)
-    run.grads, twin.grads = [], []  # on a rank those of its part; the norm and the updates tell of all
+    run.grads, twin.grads = [], []  # on a rank those of its part; the norm and the updates cover all
     assert_same(run, twin)

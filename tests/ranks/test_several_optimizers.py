@@ -1,4 +1,4 @@
-"""Several optimizers over one model: each steps, zeroes and is saved by itself, as in a plain loop."""
+"""Several optimizers over one model: each steps, zeroes and is saved separately, as in a plain loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def two_over(model: nn.Module, *, muon: bool = False) -> list[torch.optim.Optimi
 
 
 def trained(model: Any, optimizers: list[torch.optim.Optimizer], halves: Any) -> None:
-    """Both step, then one alone; what it leaves in the other's gradients stays for the next step."""
+    """Both step. In every other iteration they step once more, after another backward: the first one zeroes its
+    gradients before the second one's step."""
     one, two = optimizers
     for number, batch in enumerate(DATA):
         x, y = halves(batch)

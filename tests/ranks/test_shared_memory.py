@@ -1,4 +1,4 @@
-"""Memory that ranks of one host have in common: who reads, who writes, and what is left where they have none."""
+"""Memory shared by ranks of one host: which ranks read and write it, and what happens where there is none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engines(num_ranks: int, model: nn.Module, work: Any, plan: Any = "zero3") ->
 
 
 def test_one_copy_is_read_by_all(model: Transformer) -> None:
-    """What one rank writes where a parameter rests is what all others read, though nothing was sent."""
+    """What one rank writes to parameters at rest is read by all others, without messages."""
 
     def work(engine: sw.Engine) -> list[float]:
         flat = engine._sharded.flats[0]
@@ -82,7 +82,7 @@ def test_parameters_can_be_read_between_steps(model: Transformer) -> None:
 
 
 def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: Transformer) -> None:
-    """A forward writes nothing to it, so that its pages are not held for the loss."""
+    """A forward does not write to it, so its pages are not held until the loss is computed."""
     x, y = batches(1)[0]
 
     def work(engine: sw.Engine) -> tuple[bool, int]:
@@ -101,7 +101,7 @@ def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: T
 
 
 def _num_present(tensor: Tensor) -> int:
-    """Pages of it that this process has."""
+    """How many of its pages are present in this process."""
     first, last = tensor.data_ptr() // mmap.PAGESIZE, (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(8 * first)
@@ -122,7 +122,7 @@ def test_rank_0_edits_for_all(model: Transformer) -> None:
 
 @pytest.mark.parametrize("plan", ["zero3", {"preset": "zero3", "precision": "bf16"}, {"preset": "hsdp", "mesh": MESH}])
 def test_reshard_set_and_load(model: Transformer, plan: Any) -> None:
-    """All that writes parameters, one after the other, with a forward in between."""
+    """Everything that writes parameters, one after the other, with a forward in between."""
     x, y = batches(1, rows=4)[0]
 
     def work(engine: sw.Engine) -> list[float]:
@@ -149,7 +149,7 @@ def test_reshard_set_and_load(model: Transformer, plan: Any) -> None:
 
 
 def test_nothing_stays_mapped(model: Transformer) -> None:
-    """Engines that are gone leave no mapping and no descriptor behind."""
+    """Closed engines leave no mapping and no file descriptor behind."""
 
     def shared() -> int:
         gc.collect()
@@ -207,7 +207,7 @@ def test_where_memory_cannot_be_shared_messages_are_sent(
 def test_where_nothing_can_rest_in_common_collectives_still_share(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No address space for the whole on one rank: parameters rest apart on all, and are gathered through blocks."""
+    """One rank lacks address space for it. Parameters rest separately on all ranks, and are gathered through blocks."""
     plain_map = SharedFile.map_privately
 
     def refuse(self: SharedFile, offset: int, num_bytes: int) -> Mapping:
@@ -228,7 +228,7 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
 
 
 def test_a_unit_takes_no_descriptor() -> None:
-    """Hundreds of units would not fit into the 1024 that a shell allows."""
+    """With one each, hundreds of units would exceed the usual limit of 1024."""
 
     def num_open(units: int) -> int:
         layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(units)))
@@ -319,7 +319,7 @@ def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch)
     writer, reader = (futex.Futex(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
     seen = reader.value
     reader.wait_while(seen, 0.01)
-    assert reader.value == seen  # time was up
+    assert reader.value == seen  # it timed out
     woken = threading.Event()
 
     def wait() -> None:
@@ -333,7 +333,7 @@ def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch)
     assert woken.wait(10)  # long before the 20 seconds are over
     waiting.join()
     assert reader.value == writer.value == seen + 1
-    reader.wait_while(seen, 20)  # it is another by now
+    reader.wait_while(seen, 20)  # it has changed by now
 
 
 def test_blocks_are_used_again_once_nobody_needs_them() -> None:
@@ -343,7 +343,7 @@ def test_blocks_are_used_again_once_nobody_needs_them() -> None:
     view = large[5:]
     del large
     second = arena.take(10 * 2**20)
-    assert second.data_ptr() != address  # a view is still there
+    assert second.data_ptr() != address  # a view still exists
     del view
     third = arena.take(9 * 2**20)
     assert third.data_ptr() == address
@@ -370,7 +370,7 @@ def test_pages_of_idle_blocks_are_given_back() -> None:
 
 
 def test_a_buffer_that_has_moved_gives_its_pages_back() -> None:
-    """Each rank's own, all but those that a neighbour's part begins or ends in."""
+    """Each rank's own pages, except those in which a neighbour's part begins or ends."""
 
     def rank(world: sw.World) -> tuple[int, int]:
         model = nn.Linear(1024, 1023)

@@ -1,4 +1,4 @@
-"""Stages of layers that are cut, beside data axes: products of pipeline, tensor and data parallelism."""
+"""Pipeline stages with split layers, and data axes: products of pipeline, tensor and data parallelism."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PRODUCTS: list[tuple[str, str, dict[str, int]]] = [
 
 
 class Net(Decoder):
-    """Of blocks whose attention takes the heads that are there."""
+    """A decoder of blocks whose attention uses the heads that its rank has."""
 
     def __init__(self, *, tied: bool, num_blocks: int = 4) -> None:
         super().__init__(tied=tied, num_blocks=0)
@@ -63,7 +63,7 @@ def net(*, tied: bool) -> nn.Module:
 )
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_trains_as_the_unsplit_model(preset: str, schedule: str, mesh: dict[str, int], tied: bool) -> None:
-    """With accumulation and clipping; a tied embedding lies on the first stage and on the last."""
+    """With accumulation and clipping; a tied embedding is on the first and on the last stage."""
     model, data = net(tied=tied), batches(NUM_STEPS, 16)
     plan = {"preset": preset, "pipeline": {"schedule": schedule}, "tensor": TIED if tied else CUT}
     runs = pipelined(model, mesh, data, shares_memory=preset != "zero2", **plan)
@@ -99,7 +99,7 @@ def test_lamb_takes_the_norms_of_whole_parameters() -> None:
 
 @thorough_only("trains many products")
 def test_frozen_parts_and_lower_precision() -> None:
-    """Frozen: the first block and the norm. In bf16 losses are near, and the same on all ranks."""
+    """The first block and the norm are frozen. In bf16, losses are close, and the same on all ranks."""
     model, data = net(tied=False), batches(NUM_STEPS, 16)
     model.blocks[0].requires_grad_(False)
     model.norm.requires_grad_(False)
@@ -116,7 +116,7 @@ def test_frozen_parts_and_lower_precision() -> None:
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_checkpoint_goes_between_products_and_one_process(tmp_path: Any) -> None:
-    """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
+    """Each job resumes from the previous one, takes a step, and saves. Together they train like the twin."""
     model = net(tied=True)
     jobs: list[tuple[str, dict[str, int]]] = [
         ("zero1", {"pp": 2, "dp": 2, "tp": 2}),

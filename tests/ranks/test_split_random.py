@@ -1,6 +1,6 @@
-"""Small models, meshes and plans drawn at random: stages, cut layers and data axes beside the unsplit model.
+"""Small models, meshes and plans drawn at random: stages, split layers and data axes, compared with the unsplit model.
 
-In fp64: norms over four features, and Adam where a gradient is nothing but rounding, make much of little in fp32.
+In fp64, because norms over four features, and Adam where a gradient is only rounding, amplify fp32's rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESHES = [
 
 @dataclass(frozen=True)
 class Shape:
-    """What is drawn of a model."""
+    """What is drawn for a model."""
 
     num_heads: int
     num_blocks: int
@@ -112,7 +112,7 @@ def runs(draw: Any) -> tuple[Shape, dict[str, Any]]:
 )
 @given(drawn_run=runs(), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=2), shares=st.booleans())
 @example(
-    drawn_run=(  # a stage without anything to train knows nothing of its neighbour's fp64
+    drawn_run=(  # a stage without anything to train does not see its neighbour's fp64
         Shape(2, 2, recomputes=False, tied=False, cuts_words=False, frozen=frozenset(["tokens", "blocks.0"])),
         {"preset": "zero2", "precision": "fp64", "mesh": {"pp": 2, "dp": 1, "tp": 1}, "accumulate": 2, "pipeline": {}}
         | {"clip_grad_norm": None},

@@ -72,7 +72,7 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
 
 
 def test_stages_are_priced_as_they_are_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the rank with most parameters."""
+    """By the rank with the most parameters."""
     plan = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": CUT}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     text = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_split_products import net\n"

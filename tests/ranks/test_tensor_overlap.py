@@ -1,4 +1,4 @@
-"""Sums and gathers that overlap the backward of column modules: their order, and that results do not change."""
+"""Sums and gathers that overlap with the backward of column modules: their order, and unchanged results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Build = Callable[[], nn.Module]
 
 
 class Attention(nn.Module):
-    """Causal, with separate projections that read the same tensor."""
+    """Causal attention with separate projections that read the same tensor."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ APART: dict[str, Any] = {
 SEQUENCE = {**APART, "sequence": True}
 
 
-# -- in which order -----------------------------------------------------------------------------------
+# -- order --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
-    """Events by thread: collectives that start and are waited for, and products of column modules."""
+    """Events by thread: starts and waits of collectives, and matrix products of column modules."""
     events: dict[int, list[str]] = {}
 
     def noting(of: Any, name: str, told: str) -> None:
@@ -96,7 +96,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
 
 
 def backwards_of(build: Build, tensor: dict[str, Any], events: dict[int, list[str]], **more: Any) -> list[str]:
-    """The events in the backward of the second step. Asserts that they are the same on both ranks."""
+    """The events in the backward of the second step, which must be the same on both ranks."""
     models = [seeded(build) for _ in range(2)]
 
     def rank(world: sw.World) -> str:
@@ -145,7 +145,7 @@ def test_ranks_of_one_host_do_not_overlap(order: dict[int, list[str]]) -> None:
     assert all(told[place + 1] == "sumed" for place in sums)
 
 
-# -- and that nothing else changes ----------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hosts", ["abab", "abcd", "aabb"])
@@ -219,7 +219,7 @@ class Adapted(Apart):
 def test_adapters_do_not_end_the_region_of_their_base(order: dict[int, list[str]], hosts: str) -> None:
     """The input gradient of queries, keys and values is summed once, although adapters open regions of their own."""
     told = backwards_of(Adapted, APART, order, hosts=hosts)
-    adapters, read, heads = 2 * 2, 1, 1  # nothing that is trained comes before the first block's attention
+    adapters, read, heads = 2 * 2, 1, 1  # nothing before the first block's attention is trained
     assert told.count("sum") == adapters + read + 2 + heads
 
 
@@ -245,7 +245,7 @@ class Tied(Apart):
 
 
 class Twice(Apart):
-    """A column module is called twice in its region, and another is left out of every second forward."""
+    """A column module is called twice in its region, and another is skipped in every second forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def test_ranks_that_share_heads(sequence: bool) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_autocast_equals_that_without_overlap(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
-    """Bit for bit equal to sums without overlap, and close to the unsplit model."""
+    """Close to the run without overlap, and to the unsplit model."""
     asked = {**APART, "sequence": sequence}
 
     class Narrow(Apart):
@@ -395,7 +395,7 @@ def test_autocast_equals_that_without_overlap(monkeypatch: pytest.MonkeyPatch, s
 
 @thorough_only("takes many steps")
 def test_ten_steps_equal_those_without_overlap() -> None:
-    """With and without overlap: the same numbers, and the same bytes along each axis."""
+    """With and without overlap: the same parameters, up to rounding, and the same bytes along each axis."""
 
     def trained(tensor: dict[str, Any], **where: Any) -> list[dict[str, Any]]:
         models = [seeded(Apart) for _ in range(4)]
@@ -535,7 +535,7 @@ def test_a_backward_with_create_graph() -> None:
         model = models[world.rank]
         plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}}
         with sw.shard(model, plan, world=world) as engine:
-            engine.backward(engine(x.clone()).square().mean())  # after it columns that enter together are known
+            engine.backward(engine(x.clone()).square().mean())  # after it, columns that read the same tensor are known
             engine.zero_grad()
             engine.backward(penalty(engine, x.clone().requires_grad_()))
             return {name: engine.get(name, "grad") for name, _ in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Models split along the mesh axis `tp`, against the unsplit twin: losses, norms, gradients, parameters."""
+"""Models split along the mesh axis `tp`, compared with the unsplit twin: losses, norms, gradients, parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def seeded(build: Build) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Its epsilon is so large that gradients which are only rounding errors (of keys' biases) have no effect."""
+    """With an epsilon so large that gradients which are only rounding errors (of keys' biases) have no effect."""
     trained = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
 
@@ -76,7 +76,7 @@ def sharded(
     devices: Devices | None = None,
     **plan: Any,
 ) -> list[dict[str, Any]]:
-    """`hosts` has a letter for the host of each rank."""
+    """Train on `dp` times `tp` ranks. `hosts` has a letter for the host of each rank."""
     models = [seeded(build) for _ in range(dp * tp)]
     asked = {
         "preset": preset,
@@ -142,7 +142,7 @@ def test_sequences_are_split_between_blocks(preset: str) -> None:
 
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["fp32", "autocast"])
 def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
-    """Columns read the whole sequence, and gather it again in the backward, in their compute dtype."""
+    """Column modules read the whole sequence. They gather it again in the backward, in their compute dtype."""
     models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
     whole = (tokens(0).numel(), 24)
@@ -166,7 +166,7 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
     for saved, gathered_bytes in run_ranks(2, rank):
         assert (whole[0] // 2, whole[1]) in saved
         assert saved.count(whole) == 2, "what the last norm and the head read, behind the blocks"
-        # of each block the inputs of two regions and the gradients of two rows' outputs; that of the first edge
+        # per block, the inputs of two regions and the gradients of two row modules' outputs; that of the first edge
         num_bytes = 2 if is_narrow else 4
         assert gathered_bytes == (2 * (2 + 2) * num_bytes + 4) * math.prod(whole) // 2
 
@@ -265,7 +265,7 @@ class CutLogits(Transformer):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_split_logits(tp: int) -> None:
-    """On the twin the head is whole, and the same function calls torch's."""
+    """In the twin the head is whole, and the same function calls torch's."""
     asked = {**TENSOR, "plan": {**TENSOR["plan"], "head": "vocabulary_cut"}}
     assert_equal(sharded(CutLogits, "zero1", asked, dp=1, tp=tp), plain(seeded(CutLogits)))
 
@@ -331,7 +331,7 @@ def test_verify_names_the_first_module_that_differs() -> None:
 
 @pytest.mark.parametrize(("preset", "precision"), [("zero3", "bf16"), ("zero1", "fp16")])
 def test_narrow_precisions(preset: str, precision: str) -> None:
-    """Equal within half precision; all ranks take the same decisions."""
+    """Equal up to half precision; all ranks take the same decisions."""
     scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1}} if precision == "fp16" else {}
     runs = sharded(Transformer, preset, TENSOR, precision=precision, **scale)
     twin = plain(seeded(Transformer), 2)
@@ -409,7 +409,7 @@ def test_initial_values_are_those_of_the_unsplit_model_however_it_is_built(tmp_p
     plan = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
     models = [seeded(Transformer) for _ in range(4)]
     for model in models[1:]:
-        nn.init.normal_(model.blocks[0].up.weight)  # rank 0's count
+        nn.init.normal_(model.blocks[0].up.weight)  # rank 0's values count
     deferred = []
     for _ in range(4):
         torch.manual_seed(3)
@@ -597,7 +597,7 @@ def test_the_preset_changes_during_training() -> None:
 
 
 class Jittered(nn.Linear):
-    """Draws in training, as Mixtral's router does, without any dropout."""
+    """Draws random numbers in training without dropout, like Mixtral's router."""
 
     def __init__(self, noise: float) -> None:
         super().__init__(4, 4)
@@ -605,7 +605,7 @@ class Jittered(nn.Linear):
 
 
 def test_models_that_draw_numbers_are_recognized() -> None:
-    """Ranks along tp then draw the same ones for what they have in common."""
+    """Ranks along `tp` then draw the same numbers for what they share."""
     assert draws(nn.Sequential(Jittered(0.1)))
     assert draws(nn.Sequential(nn.Dropout(0.1)))
     assert not draws(nn.Sequential(Jittered(0.0), nn.Dropout(0.0)))

@@ -1,4 +1,4 @@
-"""Rows on the host and on a disk of models that are split: by tensors, stages, experts and sequences."""
+"""Tensors on the host and on disk in models that are split: by tensors, stages, experts and sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.thorough import drawn, one_in, varies
 CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2
 Train = Callable[[sw.Engine, Batch], Tensor]
 AT_ONCE = {"accumulate": 1}
-"""Routers balance over a micro-batch, and those of ranks and of the whole batch are cut differently."""
+"""Routers balance over a micro-batch, and ranks cut micro-batches differently than the whole batch is cut."""
 ON_HOST = {"preset": "zero3-offload", "rows": {"param": {"tier": "host"}}}
 UPDATE_ON_HOST = {"preset": "offload"}
 ON_DISK = {"preset": "infinity"}
@@ -95,7 +95,7 @@ def of_sequences(mesh: dict[str, int], attention: str) -> Split:
 
 
 CASES: dict[str, tuple[Split, dict[str, Any], bool]] = {
-    # Each split on the host and on a disk; products of them; whether ranks share memory.
+    # Each split with the host and with disk; products of them; whether ranks share memory.
     "tp host": (of_tensors({"dp": 2, "tp": 2}), ON_HOST, True),
     "tp disk": (of_tensors({"dp": 2, "tp": 2}), ON_DISK, False),
     "pp host": (Split(decoder, {"pp": 2, "dp": 2}), ON_HOST, False),
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Split, dict[str, Any], bool]] = {
 
 
 def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory: bool) -> list[sequences.Run]:
-    """What every rank says of it, step by step."""
+    """Train with a split, and return the results of every rank."""
     start = split.build()
     models = [copy.deepcopy(start) for _ in range(split.num_ranks)]
     names = [name for name, _ in start.named_parameters()]
@@ -145,7 +145,7 @@ def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory
 @one_in(len(CASES))
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, norms, clipping, all gradients of every step, and parameters; the folder is empty in the end."""
+    """Losses, norms, clipping, all gradients of each step, and parameters are equal. The folder is empty at the end."""
     monkeypatch.setattr("shardwise.activations.offload.SMALL_BYTES", 64)
     split, rows, shares_memory = CASES[case]
     data = split.data()
@@ -177,7 +177,7 @@ JOBS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 @varies
 def test_a_checkpoint_goes_between_splits_and_tiers(tmp_path: Path) -> None:
-    """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
+    """Each job resumes from the previous one, takes a step, and saves. Together they train like the twin."""
     jobs = JOBS[: drawn(2, len(JOBS))]
     data = [{"x": x, "y": y} for x, y in batches(len(jobs), 8)]
     twin = whole_run(decoder(), data, loss_of=of_pairs, accumulate=ACCUMULATE, clip=CLIP)

@@ -1,4 +1,4 @@
-"""The timeline of a step: every action of the program, every unit, on every rank, in a form that viewers read."""
+"""The timeline of a step: every action of the program, for every unit, on every rank, in a format that viewers read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
 
 
 def _assert_gathers_run_ahead(events: list[dict[str, Any]]) -> None:
-    """The gather of a block has begun before the block before it is through."""
+    """The gather of a block begins before the previous block is complete."""
     times = {(event["ph"], event["name"]): event["ts"] for event in reversed(events) if event["ph"] in "be"}
     assert times["b", "blocks.1 param"] < times["e", "forward blocks.0"]
 
@@ -93,8 +93,8 @@ def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> N
 
 
 def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each unit's states are read and written once, and the next is read while one is updated; the first while the
-    model computes."""
+    """Each unit's states are read and written once. The next ones are read while one is updated, and the first ones
+    while the model computes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     disk = DiskFigures(1e9, 1e9, 3, 2**16, True, "today")
     write_calibration(Calibration("here", {str(tmp_path): disk}))

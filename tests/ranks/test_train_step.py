@@ -1,4 +1,4 @@
-"""`engine.train_step` is the plain loop over the micro-batches, to the bit, whatever the plan and however they come."""
+"""`engine.train_step` equals the plain loop over micro-batches bit by bit, for any plan and form of micro-batches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NUM_STEPS, MICRO_BATCHES = 3, 2
 
 
 class Logits(Transformer):
-    """The loss is made outside."""
+    """Returns logits; the loss is computed outside."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(x)
 
 
 class WithLoss(Transformer):
-    """As models of transformers answer."""
+    """Returns a dict with the loss, like models of transformers."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"loss": super().forward(x, y)}

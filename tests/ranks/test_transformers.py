@@ -1,4 +1,4 @@
-"""Models of the transformers library train as they are."""
+"""Unchanged models of the transformers library train."""
 
 from __future__ import annotations
 

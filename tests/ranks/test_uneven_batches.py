@@ -1,4 +1,4 @@
-"""Batches that do not divide among ranks: every sample counts the same, as in a plain loop over whole batches."""
+"""Batches that do not divide evenly among ranks: every sample counts the same, as in a plain loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cut(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain(engine: sw.Engine, optimizer: Any, rows: Iterator[Tensor]) -> float:
-    """The engine is asked for nothing."""
+    """A plain loop that does not call the engine's training methods."""
     losses = []
     for _ in range(engine.plan.accumulate):
         loss = engine.module(*cut(next(rows)))
@@ -63,7 +63,7 @@ def with_list(engine: sw.Engine, _: Any, rows: Iterator[Tensor]) -> float:
 
 
 def with_whole_batch(engine: sw.Engine, _: Any, rows: Iterator[Tensor]) -> float:
-    """The engine cuts what the loader has not."""
+    """The engine divides batches that the loader has not divided."""
     return engine.mean(engine.train_step(cut(next(rows))).item())
 
 
@@ -119,7 +119,7 @@ class TestOnDataRanks:
     @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
     @pytest.mark.parametrize("loop", LOOPS)
     def test_every_sample_counts_the_same(self, loop: str, preset: str, batch_rows: int, accumulate: int) -> None:
-        """Three ranks, of which some have no sample in a micro-batch, or in all."""
+        """Three ranks, some of which have no sample in a micro-batch, or in the whole step."""
         plan = {"preset": preset, "accumulate": accumulate}
         assert_exact(trained(transformer(), 3, LOOPS[loop], batch_rows, plan), twin_of(transformer(), batch_rows))
 
@@ -136,7 +136,7 @@ def test_with_partial_gradients_and_two_data_axes() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_narrow_precisions(precision: str) -> None:
-    """As far from the wide twin as the plain model in that precision."""
+    """Close to the plain model in the same precision."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     loop = with_backward
     runs = trained(transformer(), 3, loop, 8, {"preset": "zero3", "precision": precision})
@@ -151,7 +151,7 @@ def test_in_narrow_precisions(precision: str) -> None:
 
 
 def test_in_a_pipeline() -> None:
-    """Two stages beside two data ranks, micro-batches of unlike sizes."""
+    """Two stages with two data ranks, and micro-batches of different sizes."""
     torch.manual_seed(0)
     model = Decoder(tied=True)
     plan = {"preset": "zero2", "mesh": {"pp": 2, "dp": 2}, "accumulate": 3}
@@ -159,7 +159,7 @@ def test_in_a_pipeline() -> None:
 
 
 def test_experts_have_the_tokens_of_all_ranks() -> None:
-    """Their gradients come from tokens of several ranks, so losses are weighed, and those that are not are refused."""
+    """Gradients of experts come from tokens of several ranks, so losses must be weighed; unweighed ones are refused."""
     model = mixture()
     plan = {"preset": "zero2", "mesh": {"ep": 2}}
     assert_exact(trained(model, 2, with_backward, 5, plan), twin_of(model, 5))
@@ -168,7 +168,7 @@ def test_experts_have_the_tokens_of_all_ranks() -> None:
 
 
 def test_even_batches_are_as_they_were() -> None:
-    """To the bit: a loader that follows changes nothing where ranks have as much as each other."""
+    """Bit-identical: a loader that follows the engine changes nothing if all ranks have equally many samples."""
     plan = {"preset": "zero3", "accumulate": 2}
     runs = trained(transformer(), 2, with_iterator, 8, plan)
     others = trained_by_pairs(8, plan)

@@ -1,5 +1,5 @@
-"""Parameters that are unfrozen, frozen again or added to the optimizer while a sharded model trains: as in plain
-PyTorch."""
+"""Parameters that are unfrozen, frozen again or added to the optimizer while a sharded model trains: results equal
+those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Act = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 
 
 def built() -> nn.Sequential:
-    """Threads as ranks share one generator, so each copies the same model."""
+    """A copy of the model for each rank: ranks are threads, and share a random generator."""
     return copy.deepcopy(MODEL)
 
 
@@ -50,7 +50,7 @@ def adam_of_trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def unfreeze(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Block by block, from the last."""
+    """Unfreeze one block after the other, beginning with the last."""
     if step in (2, 4):
         model[1 if step == 2 else 0].requires_grad_(True)  # type: ignore[index]  # a Sequential
 
@@ -63,13 +63,13 @@ def unfreeze_and_add(step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def freeze_and_back(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The last block rests for two steps, in which another one is unfrozen; its momentum stays."""
+    """The last block is frozen for two steps, in which another one is unfrozen. Its momentum is kept."""
     unfreeze(step, model, optimizer)
     model[2].requires_grad_(step not in (3, 4))  # type: ignore[index]  # a Sequential
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, act: Act, rows: slice, late: bool) -> list[list[float]]:
-    """Parameters after every step; with `late`, gradients are dropped between forward and backward."""
+    """Train, and return the parameters after every step. With `late`, gradients are dropped after the forward."""
     found = []
     for step in range(STEPS):
         act(step, model, optimizer)
@@ -106,7 +106,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def frozen() -> nn.Sequential:
-    """Only the last block and the head are trained."""
+    """A model of which only the last block and the head are trained."""
     model = built()
     model[:2].requires_grad_(False)
     return model
@@ -118,7 +118,7 @@ def raced(
     loop: Callable[[nn.Module, torch.optim.Optimizer, slice, sw.Engine | None], list[Any]],
     num_ranks: int = 2,
 ) -> None:
-    """Require that `loop` gives on ranks, each with its rows of four, what it gives in a plain process."""
+    """Require that `loop` has the same results on ranks, which share four rows, as in a plain process."""
     plain = frozen()
     expected = loop(plain, build(plain), slice(0, 4), None)
 
@@ -165,7 +165,7 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> N
 def through_modules(
     model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None
 ) -> list[list[float]]:
-    """The model itself is not called: its blocks are, and a layer within one."""
+    """The model itself is not called, only its blocks, and a layer within one."""
     found = []
     for step in range(5):
         unfreeze(step, model, optimizer)
@@ -182,7 +182,7 @@ def through_modules(
 def by_closures(
     model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None
 ) -> list[list[float]]:
-    """Memory is planned while the step runs; other hooks and schedulers see each step once."""
+    """Memory is planned while the step runs. Other hooks and schedulers run once per step."""
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
@@ -238,7 +238,7 @@ def in_whole_steps(
 def between_backward_and_step(
     model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None
 ) -> list[list[float]]:
-    """The step under way leaves them as they are."""
+    """The current step does not change parameters that were unfrozen after its backward."""
     found = []
     for step in range(6):
         model(batch(step)[rows]).square().mean().backward()
@@ -252,7 +252,7 @@ def between_backward_and_step(
 def evaluated_between(
     model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None
 ) -> list[list[float]]:
-    """No memory for gradients is needed there."""
+    """Evaluation needs no memory for gradients."""
     found = []
     for step in range(5):
         unfreeze(step, model, optimizer)
@@ -269,7 +269,7 @@ def evaluated_between(
 def resharded_by_the_loop(
     model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None
 ) -> list[list[float]]:
-    """It plans the memory too."""
+    """`reshard` plans the memory too."""
     found = []
     for step in range(6):
         unfreeze_and_add(step, model, optimizer)
@@ -318,7 +318,7 @@ def test_a_compiler_around_the_model(is_wrapped: bool) -> None:
         return found
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it compiles next to nothing
+        warnings.simplefilter("ignore")  # a warning that it compiles almost nothing
         raced("zero3", momentum, loop)
 
 
@@ -355,7 +355,7 @@ def test_groups_for_optimizers_that_look_at_whole_parameters(build: Build) -> No
 
 
 def test_several_optimizers_and_tied_weights() -> None:
-    """Gradients are dropped optimizer by optimizer, before or after the steps."""
+    """Each optimizer drops its gradients, before or after the steps."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -435,7 +435,7 @@ def test_split_layers(mesh: dict[str, int]) -> None:
 
 
 def on_ranks(act: Callable[[sw.Engine, Any, torch.optim.Optimizer], Any], build: Build = momentum, **more: Any) -> Any:
-    """`act` after a first backward."""
+    """Run `act` on ranks after a first backward."""
 
     def work(world: sw.World) -> Any:
         model = frozen()
@@ -489,7 +489,7 @@ def test_states_are_loaded_after_unfreezing_and_before_a_forward(
 
 
 def test_what_was_saved_before_unfreezing_is_loaded_after_it(tmp_path: Path) -> None:
-    """The states of what was frozen then begin anew."""
+    """The states of parameters that were frozen then start anew."""
 
     def act(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> Any:
         engine.step()
@@ -531,7 +531,7 @@ def test_states_that_were_not_read_are_missed_when_they_matter(tmp_path: Path) -
 
 
 def test_a_checkpoint_between_the_micro_batches_of_a_step(tmp_path: Path) -> None:
-    """It has no gradients: whoever resumes begins the step anew; whoever goes on notices nothing."""
+    """It has no gradients: a resumed run begins the step again, and the saving run is not affected."""
 
     def act(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> Any:
         with pytest.raises(StateError, match="Gradients are waiting"):

@@ -1,4 +1,4 @@
-"""Ranks that are lost, or join, in a job whose parameters are unfrozen one after the other."""
+"""Ranks are lost, or join, in a job whose parameters are unfrozen one after the other."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def batch(step: int) -> torch.Tensor:
 
 
 def act(step: int, model: Any, optimizer: torch.optim.Optimizer, *, adds: bool, rests: bool) -> None:
-    """A block is unfrozen at step 2; with `rests` another one is frozen in steps 3 and 4."""
+    """A block is unfrozen at step 2. With `rests`, another one is frozen in steps 3 and 4."""
     if step == 2:
         model[1].requires_grad_(True)
-        if adds and len(optimizer.param_groups) == 1:  # those who joined after it have the others' groups
+        if adds and len(optimizer.param_groups) == 1:  # ranks that joined later have the others' groups
             optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
     if rests:
         model[2].requires_grad_(step not in (3, 4))
@@ -61,7 +61,7 @@ def test_the_others_train_what_was_unfrozen(
         optimizer = adam(model, adds=adds)
         try:
             engine = sw.shard(model, "zero3", optimizer=optimizer, world=world)
-        except FaultError as error:  # one that comes as another dies ends, and the others go on
+        except FaultError as error:  # a rank that joins while another dies may end; the others continue
             raise Killed if member >= NUM_RANKS else error from None
 
         def pass_by(now: str) -> None:

@@ -1,4 +1,4 @@
-"""Units of the user's choice: single modules, several together, lists that nobody calls; and autocast inside them."""
+"""Units that the user chooses: single modules, several together, lists that nobody calls; and autocast inside them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_units_that_cannot_be_meant_are_refused(units: Any, said: str) -> None:
 
 
 class Autocast(nn.Module):
-    """Half of its work in bf16, inside a unit."""
+    """Computes a part in bf16 autocast, inside a unit."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`model.state_dict()` and `load_state_dict()` of models that a mesh axis cuts mean the unsplit model."""
+"""`model.state_dict()` and `load_state_dict()` of models that a mesh axis splits refer to the unsplit model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_state_of_the_unsplit_model_is_loaded(preset: str) -> None:
 
 
 def test_averages_of_states_are_those_of_the_unsplit_model() -> None:
-    """An exponential average as loops write it, over what `state_dict` gives."""
+    """An exponential average of `state_dict()` values, as loops write it."""
     models = [build(tied=False) for _ in range(4)]
 
     def averaged(model: nn.Module, step: Any) -> dict[str, Tensor]:

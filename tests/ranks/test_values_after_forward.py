@@ -1,5 +1,5 @@
-"""Parameters change after a forward that no backward follows, as where a script looks at a loss: what that forward has
-gathered is not taken for them."""
+"""Parameters change after a forward without a backward, as when a script only looks at a loss. Values gathered by that
+forward must not be used any more."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_values_written_after_a_forward_without_a_backward(
 
 
 class Boxed(torch.nn.Module):
-    """A block whose output nobody can watch, so that it is kept whole until its backward."""
+    """A block whose output cannot be observed, so that it stays gathered until its backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights from safetensors files: each rank reads its own part, and every mistake is told at once."""
+"""Weights from safetensors files: each rank reads its own part, and every mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_folders_of_transformers(build: Any, how: str, shard_size: str, tmp_path
 @pytest.mark.parametrize("build", [mixtral, vit, qwen_moe])
 @pytest.mark.parametrize("how", ["meta", "deferred"])
 def test_what_transformers_converts_while_loading(build: Any, how: str, tmp_path: Path) -> None:
-    """`save_pretrained` writes other names than the model has, and experts one by one that are one tensor in it."""
+    """`save_pretrained` writes other names than the model has, and separate experts that the model keeps stacked."""
     torch.manual_seed(5)
     build().save_pretrained(tmp_path)
     twin = build().from_pretrained(tmp_path)
@@ -75,7 +75,7 @@ def test_what_transformers_converts_while_loading(build: Any, how: str, tmp_path
 
 
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
-    """A file that lacks an expert, and one of another model: what stays random is said, if it is asked for."""
+    """Files that lack an expert, and of another model. On request, missing weights stay random, with a warning."""
     mixtral().save_pretrained(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
     experts = [name for name in whole if ".experts.1." in name]

@@ -1,7 +1,7 @@
-"""Along model axes ranks hold different parts of one model, and take the same decisions on the norm of all of it.
+"""Along model axes, ranks hold different parts of one model, and take the same decisions on the norm of all of it.
 
-The mesh is put in by hand: along `parts` each rank has a stage of its own, and along `tp` a part of one layer and
-copies of the others.
+The tests insert the mesh: along `parts` each rank has its own stage, and along `tp` a part of one layer and copies of
+the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def batch(data_place: int) -> torch.Tensor:
 
 
 def plain_norms(models: list[nn.Module], norm_type: float) -> list[float]:
-    """Of the gradients of all models as one, by what is summed."""
+    """Norms of the gradients of each model, and of all models together."""
     for model in models:
         for place in range(2):
             (model(batch(place)).square().sum() / 2).backward()
@@ -46,7 +46,7 @@ def plain_norms(models: list[nn.Module], norm_type: float) -> list[float]:
 
 
 def on_mesh(mesh: Mesh, models: list[list[nn.Module]], plan: dict[str, Any], monkeypatch: Any, work: Any) -> list[Any]:
-    """`work(engine, data_place)` on four ranks; `models[model_place][data_place]`."""
+    """Run `work(engine, data_place)` on four ranks, with `models[model_place][data_place]`."""
     monkeypatch.setattr(sharding, "mesh_for", lambda *_: mesh)
 
     def rank(world: sw.World) -> Any:

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Killed(BaseException):
-    """Nothing of the library catches it."""
+    """The library does not catch it anywhere."""
 
 
 class Crowd:
@@ -33,12 +33,11 @@ class Crowd:
         least: int = 1,
         hosts: Sequence[str] = (),
     ) -> None:
-        """A newcomer waits to be let in from the moment in which a member dies. `hosts` are those of the members, by
-        number, if there are several."""
+        """A newcomer starts to wait when a member dies. `hosts` names the host of each member, if there are several."""
         self.folder = folder
         self.hosts = tuple(hosts)
         self.doomed: set[int] = set()
-        """Members that are to die wherever they are next: their host is gone."""
+        """Members whose host is gone. They die at the next opportunity."""
         for name in set(hosts):
             self.folder_of(name).mkdir()
         self.shares_memory = shares_memory
@@ -50,7 +49,7 @@ class Crowd:
         self._waiting: list[int] = []
         self._least = least
         self.is_ending = False
-        """Whether somebody has come to the end: nobody is let in any more."""
+        """Whether a member has finished: no more newcomers are let in."""
         self._arrived: dict[int, tuple[bytes, bool]] = {}
         self._made: tuple[tuple[int, ...], dict[int, bytes], PostOffice] | None = None
         self._before: list[int] = []
@@ -73,14 +72,14 @@ class Crowd:
         return world
 
     def kill_host(self, member: int) -> None:
-        """That of a member: its memory is gone at once, and its ranks do nothing more that others would notice."""
+        """Kill the host of a member: its memory is gone at once, and its ranks do nothing more that others notice."""
         with self._changed:
             host = self.hosts[member]
             dead = {one for one, name in enumerate(self.hosts) if name == host}
             self.doomed |= dead
             self._living -= dead
             folder = self.folder_of(host)
-            while folder.exists():  # threads of its ranks, which do not die at once, may be making files there
+            while folder.exists():  # its ranks' threads do not die at once, and may still create files
                 shutil.rmtree(folder, ignore_errors=True)
             self._changed.notify_all()
 
@@ -97,7 +96,7 @@ class Crowd:
         return not self.is_ending and bool(self._waiting or is_too_few)
 
     def enter(self, member: int) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice] | None:
-        """For a newcomer: what `meet` returns, once it is let in; `None` if it never is."""
+        """For a newcomer, what `meet` returns, once it is let in; `None` if it never is."""
         with self._changed:
             while not (self._made is not None and member in self._made[0]):
                 if not self._living or self.is_ending:
@@ -108,7 +107,7 @@ class Crowd:
     def meet(
         self, member: int, report: bytes, *, lets_in: bool
     ) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]:
-        """Members before and now, what they reports, and where they meet."""
+        """The members before and now, their reports, and the office through which they communicate."""
         with self._changed:
             if member in self.doomed:
                 raise Killed
@@ -125,7 +124,7 @@ class Crowd:
             return before, *self._made
 
     def _announce(self) -> bool:
-        """The next generation, if there are enough for it; see `Rendezvous`."""
+        """Form the next generation, if there are enough members for it; see `Rendezvous`."""
         staying = [one for one in self._members if one in self._living]
         lets_in = all(self._arrived[one][1] for one in staying)
         coming = self._waiting if lets_in and not self.is_ending else []
@@ -143,7 +142,7 @@ class Crowd:
 
 
 class ThreadMembership:
-    """One thread's `Membership`."""
+    """The `Membership` of one thread."""
 
     arrival: Regrouped | None = None
     step = 0
@@ -153,10 +152,10 @@ class ThreadMembership:
         self.crowd, self.member = crowd, member
         self.folder = crowd.folder_of(crowd.hosts[member]) if crowd.hosts else crowd.folder
         self.world: World | None = None
-        """The one that this member is in now."""
+        """The world that this member is in now."""
 
     def begin(self, size: int) -> World:
-        """The first generation."""
+        """Enter the first generation."""
         self.world = self.crowd.world(self.member, range(size), self.crowd.office)
         self.world.membership = self
         return self.world
@@ -180,7 +179,7 @@ class ThreadMembership:
         raise AssertionError("nobody starts threads again")
 
     def end(self, error: BaseException | None) -> None:
-        """The thread ends."""
+        """Nothing to do: the thread ends."""
 
     def regroup(self, world: World, report: bytes, *, lets_in: bool = True) -> Regrouped:
         world.part()
@@ -211,9 +210,9 @@ def run_members(
     least: int = 1,
     hosts: Sequence[str] = (),
 ) -> dict[int, Result]:
-    """Call `work(world, member)` on threads; what those who live to the end return, by member.
+    """Call `work(world, member)` on threads, and return the results of the surviving ones, by member.
 
-    With each death one of `num_newcomers` waits to be let in. Fewer than `least` wait for one.
+    With each death, one of `num_newcomers` begins to wait. Fewer than `least` members wait for one to join.
     """
     prepare_operators()
     crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
@@ -236,7 +235,7 @@ def run_members(
             crowd.die(member, has_ended=member in results)
             if membership.world is not None and member not in results:
                 membership.world.close(Killed())
-                membership.world._abort()  # no thread of a process that is gone waits for anything
+                membership.world._abort()  # no thread of a dead process waits for anything
 
     members = range(num_ranks + num_newcomers)
     threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in members]

@@ -1,4 +1,4 @@
-"""Races: a sharded model on several ranks beside an unsharded copy that is fed the whole batch."""
+"""Comparisons (races) of a sharded model on several ranks with its unsharded twin, which gets the whole batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        # Without a bias: that of the keys has no gradient but rounding, which Adam would blow up to full size.
+        # Without a bias: the gradient of the keys' bias is only rounding, which Adam would turn into full-size updates.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small Transformer with learned positions, three blocks and a head; tied if asked."""
+    """A small Transformer with learned positions, three blocks and a head, tied on request."""
 
     def __init__(self, *, tied: bool = False, num_blocks: int = 3) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ class Transformer(nn.Module):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With an `eps` well above rounding: where a gradient is next to nothing, Adam's default makes a full-size
-    update of the order in which numbers were added."""
+    """With an `eps` well above rounding. With Adam's default, gradients close to zero lead to full-size updates that
+    depend on the order of additions."""
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-5)
 
 
@@ -84,7 +84,7 @@ def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
 
 @dataclass
 class Run:
-    """What a training run came to: losses and gradient norms by step, final parameters by name."""
+    """Results of a training run: losses and gradient norms of each step, final parameters by name."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -107,9 +107,9 @@ def plain_run(
     keeps: tuple[type[nn.Module], ...] = (),
     forward: Callable[[Any, Batch], Tensor] = call,
 ) -> Run:
-    """The twin: one process, nothing of ours. Whole batches, or as many `shares` of one as there are ranks, whose
-    gradients are averaged; in a narrow `dtype` if one is given (but for modules of classes that keep theirs), beside
-    fp32 masters that the optimizer updates."""
+    """The twin: one process, without this library. It trains on whole batches, or on as many `shares` of each as there
+    are ranks, and averages their gradients. With a narrow `dtype`, the model computes in it, except for modules of
+    classes in `keeps`, and the optimizer updates fp32 masters."""
     masters = copy.deepcopy(model)
     model = masters if dtype is None else narrowed(model, dtype, keeps)
     scale = 2.0**16 if dtype == torch.float16 else 1.0
@@ -132,7 +132,7 @@ def plain_run(
 
 
 def narrowed(model: nn.Module, dtype: torch.dtype, keeps: tuple[type[nn.Module], ...] = ()) -> nn.Module:
-    """A copy in `dtype`, but for the modules of the classes that keep theirs."""
+    """A copy in `dtype`, except for modules of the classes in `keeps`."""
     narrow = copy.deepcopy(model).to(dtype)
     for module in narrow.modules():
         if isinstance(module, keeps):
@@ -141,7 +141,7 @@ def narrowed(model: nn.Module, dtype: torch.dtype, keeps: tuple[type[nn.Module],
 
 
 def copy_params(masters: nn.Module, model: nn.Module) -> None:
-    """What a narrow model computes with is the cast of its masters; a model may be its own."""
+    """Cast master weights into the model that computes with them, unless both are the same."""
     if model is not masters:
         with torch.no_grad():
             for param, master in zip(model.parameters(), masters.parameters(), strict=True):
@@ -171,7 +171,7 @@ def sharded_run(
     hosts: Sequence[str] | None = None,
     **plan: Any,
 ) -> Run:
-    """The same training on threads as ranks. `step` replaces the engine's own loop body, for other styles."""
+    """The same training on threads as ranks. `step` replaces the loop's body, for other styles."""
     replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
     settings = plan_of(preset, mesh, **plan)
 
@@ -221,13 +221,13 @@ def work_on_ranks(
 
 
 def share_of(engine: sw.Engine, batch: Batch) -> Batch:
-    """This rank's rows."""
+    """This rank's rows of a batch."""
     x, y = (part.chunk(engine.world.size)[engine.world.rank] for part in batch)
     return x, y
 
 
 def train(engine: sw.Engine, data: Sequence[Batch]) -> list[float]:
-    """The losses, as means over the ranks."""
+    """Train, and return the losses, averaged over the ranks."""
     losses = []
     for batch in data:
         loss = engine(*share_of(engine, batch))
@@ -238,7 +238,7 @@ def train(engine: sw.Engine, data: Sequence[Batch]) -> list[float]:
 
 
 def train_steps(engine: sw.Engine, steps: range) -> list[float]:
-    """The same on steps of one run, of which step N always has the same batch."""
+    """Train the given steps of a run in which step N always has the same batch."""
     return train(engine, batches(steps.stop, rows=12)[steps.start :])
 
 
@@ -251,17 +251,17 @@ def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Te
 
 @dataclass
 class Course:
-    """What one rank saw of a run that only has to come to the same as its twin's."""
+    """The results of one rank that are compared with the twin's."""
 
     losses: list[float]
-    """Of this rank's share, step by step."""
+    """Losses of this rank's share, for each step."""
     params: dict[str, Tensor]
     working: int
-    """Bytes that the engine still held for something under way."""
+    """Bytes that the engine still held for work in progress."""
 
 
 def course_of(engine: sw.Engine, data: Iterable[Tensor], loss_of: Callable[[int, Tensor], Tensor]) -> Course:
-    """Train a step on each of `data`, of which every rank takes its part; `loss_of(step, part)` runs the forward."""
+    """Take a step on each tensor of `data`, of which every rank has a part; `loss_of(step, part)` runs the forward."""
     losses = []
     for step, x in enumerate(data):
         loss = loss_of(step, x.chunk(engine.world.size)[engine.world.rank])
@@ -272,12 +272,12 @@ def course_of(engine: sw.Engine, data: Iterable[Tensor], loss_of: Callable[[int,
 
 
 def mean_losses(courses: Sequence[Course]) -> list[float]:
-    """Of all ranks, step by step."""
+    """The losses of each step, averaged over the ranks."""
     return [sum(losses) / len(courses) for losses in zip(*(course.losses for course in courses), strict=True)]
 
 
 def full_params(engine: sw.Engine) -> dict[str, Tensor]:
-    """All parameters, whole, from every rank's pieces of the master weights."""
+    """All parameters, whole, from all ranks' pieces of the master weights."""
     told = engine.world.exchange(_packed(engine))
     shapes = {name: param.shape for name, param in engine.module.named_parameters() if param.is_floating_point()}
     params = {name: torch.empty(shape).flatten() for name, shape in shapes.items()}
@@ -303,7 +303,7 @@ def _unpacked(message: bytes) -> list[tuple[str, int, Tensor]]:
 
 
 def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5, norm: float = 1e-5) -> None:
-    """Losses within `loss` relative, parameters within `param` absolute, as the race demands."""
+    """Require that losses and norms agree within relative tolerances, and parameters within an absolute one."""
     for index, (ours, theirs) in enumerate(zip(run.losses, twin.losses, strict=True)):
         assert abs(ours - theirs) <= loss * abs(theirs), f"step {index}: loss {ours}, the twin has {theirs}"
     for index, (ours, theirs) in enumerate(zip(run.norms, twin.norms, strict=True)):
@@ -314,11 +314,11 @@ def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5,
 
 
 def assert_as_near(run: Run, twin: Run, other: Run, *, times: float = 4.0) -> None:
-    """`run` comes as near to `twin` as a few times the rounding of the plain model, on the processor we are on.
+    """Require that `run` differs from `twin` by at most a few times the plain model's own rounding on this processor.
 
-    `other` is a plain run as well, which differs from `twin` by rounding alone: it takes whole batches where the twin
-    takes the shares that ranks have, or a wider dtype. How far those two are apart is no number of ours: matrix
-    products round by their shape, and processors differ in how.
+    `other` is another plain run that differs from `twin` by rounding alone: it takes whole batches instead of the
+    ranks' shares, or a wider dtype. Their difference is measured, because rounding of matrix products depends on shapes
+    and processors.
     """
     names = twin.params.keys()
     assert_same(
@@ -331,7 +331,7 @@ def assert_as_near(run: Run, twin: Run, other: Run, *, times: float = 4.0) -> No
 
 
 def _furthest(pairs: Iterable[tuple[float, float]]) -> float:
-    """The largest relative distance."""
+    """The largest relative difference."""
     return max((abs(one - other) / abs(other) for one, other in pairs), default=0.0)
 
 
@@ -347,7 +347,7 @@ def assert_rounds_like_the_plain_model(
     keeps: tuple[type[nn.Module], ...] = (),
     forward: Callable[[Any, Batch], Tensor] = call,
 ) -> None:
-    """A sharded run in a narrow `dtype`, or under the autocast that `forward` switches on, beside the plain model."""
+    """Compare a sharded run in a narrow `dtype`, or under the autocast that `forward` enables, with the plain model."""
     settings: dict[str, Any] = {"clip": clip, "dtype": dtype, "keeps": keeps, "forward": forward}
     in_shares = plain_run(model, data, make_optimizer, shares=num_ranks, **settings)
     assert_as_near(run, in_shares, plain_run(model, data, make_optimizer, **settings))
