@@ -99,9 +99,9 @@ class EngineTraining(EngineSequences):
         Raises `ConfigError` for a batch that cannot be split, and `StateError` between the micro-batches of a loop.
         """
         self._require_open()
-        self._replan()
-        if self._session is not None:
+        if self._session is not None:  # which plans memory again where a lost rank can be made up for
             return self._session.train(batch, target, loss_fn)
+        self._replan()
         loss = forward_backward(self._sharded, batch, target, loss_fn)
         self._sharded.step()
         return loss
@@ -110,9 +110,9 @@ class EngineTraining(EngineSequences):
         """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
         step."""
         self._require_open()
-        self._replan()
         if self._session is not None:
             return self._session.forward_backward(batch, target, loss_fn)
+        self._replan()
         return forward_backward(self._sharded, batch, target, loss_fn)
 
     def eval_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:

@@ -314,7 +314,11 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
         had.close()
     elif had is not None:
         had.close_previous()
-    renewed.runner.step.restore_params()
+    try:
+        renewed.runner.step.restore_params()
+    except BaseException:  # a rank was lost: the others go on from the model in its plain form
+        renewed.take_down()
+        raise
     return renewed
 
 
@@ -350,6 +354,15 @@ class Former:
     before_change: Callable[[], None]
     added: Mapping[nn.Parameter, Update] = field(default_factory=dict)
     """Updates of parameters whose groups were added and for which memory is still to be planned."""
+
+    @classmethod
+    def of(cls, sharded: ShardedModel) -> Former:
+        """What remains of `sharded`, which is still to be taken down."""
+        optimizers, added = (
+            ((), {}) if sharded.optimizer is None else (sharded.optimizer.members, sharded.optimizer.added)
+        )
+        before_change = sharded.before_change
+        return cls(sharded.model, optimizers, sharded.sharding, sharded.progress, before_change, dict(added))
 
 
 def move(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise import state as state_module
+from shardwise.elastic.loop_state import LoopState
+from shardwise.elastic.session import Session
 from shardwise.errors import FaultError
+from shardwise.unfreezing import Unfreezing
 from tests.ranks.test_unfreezing import adam_of_trained, frozen
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import one_in
@@ -90,5 +97,87 @@ def test_the_others_train_what_was_unfrozen(
     for state, trained, num_groups in results.values():
         assert trained == [param.requires_grad for param in plain.parameters()]
         assert num_groups == len(optimizer.param_groups)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Dying:
+    """Kills member 1 in step 2 at one point of planning memory again, wherever the others are then."""
+
+    POINTS = ("check", "down", "moved", "images", "follow", "done")
+
+    def __init__(self, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._here = threading.local()
+        self.has_died = False
+        functions: dict[str, tuple[Any, str, bool]] = {
+            "check": (Unfreezing, "check", False),
+            "down": (state_module, "move", False),
+            "moved": (state_module, "move", True),
+            "images": (Session, "renew", False),
+            "follow": (LoopState, "follow", False),
+            "done": (Session, "renew", True),
+        }
+        owner, name, is_after = functions[point]
+        original = getattr(owner, name)
+
+        def die_in_it(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs) if is_after else None
+            if getattr(self._here, "member", None) == 1 and not self.has_died:
+                self.has_died = True
+                raise Killed
+            return result if is_after else original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, die_in_it)
+
+    @contextlib.contextmanager
+    def around(self, member: int, number: int) -> Iterator[None]:
+        if number == 2:
+            self._here.member = member
+        yield
+        self._here.member = None
+
+
+@one_in(4)
+@pytest.mark.parametrize("whole_steps", [False, True])
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+@pytest.mark.parametrize("point", Dying.POINTS)
+def test_a_rank_is_lost_while_memory_is_planned_again(
+    point: str, preset: str, whole_steps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = copy.deepcopy(FIRST)
+    optimizer = adam(plain, adds=True)
+    for number in range(NUM_STEPS):
+        act(number, plain, optimizer, adds=True, rests=False)
+        plain(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    models = [copy.deepcopy(FIRST) for _ in range(NUM_RANKS)]
+    dying = Dying(point, monkeypatch)
+
+    def work(world: sw.World, member: int) -> dict[str, torch.Tensor]:
+        model = models[member]
+        optimizer = adam(model, adds=True)
+        engine = sw.shard(model, preset, optimizer=optimizer, world=world)
+        while engine.num_steps < NUM_STEPS:
+            number = engine.num_steps
+            act(number, model, optimizer, adds=True, rests=False)
+            place, count = engine.data_ranks
+            rows = batch(number).tensor_split(count)[place]
+            engine.weigh(len(rows), ROWS)
+            with dying.around(member, number):
+                if whole_steps:
+                    engine.train_step(rows, loss_fn=lambda output: output.square().mean())
+                    continue
+                loss = model(rows).square().mean()
+            engine.backward(loss)
+            engine.step()
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    results = run_members(NUM_RANKS, work, tmp_path)
+    assert dying.has_died
+    assert len(results) == NUM_RANKS - 1
+    for state in results.values():
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 
 from shardwise.checkpoint import Held, TrainingState
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.elastic.meshes import plan_on
-from shardwise.errors import CommError
 from shardwise.sharded_model import ShardedModel
 from shardwise.sharding import design
 from shardwise.state import Former, move, trained_as_before
@@ -40,14 +38,3 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
         take_down(renewed)
         raise
     return renewed
-
-
-def plan_again(sharded: ShardedModel, recover: Callable[[CommError], object]) -> None:
-    """Plan memory for what was unfrozen, if anything was. Ranks may be lost until values are moved; the others then
-    `recover`, and plan later."""
-    try:
-        sharded.progress.replan()
-    except CommError as error:
-        if sharded.is_taken_down:
-            raise
-        recover(error)

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,6 +72,14 @@ class Host(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Replanned:
+    """A model whose memory is being planned again, as it was in the layout `label`."""
+
+    label: int
+    model: Former
+
+
 class Recovery(ABC):
     """One rank's record of its iterations, and its way from one world to the next."""
 
@@ -115,6 +124,8 @@ class Recovery(ABC):
         """The layout to return to until the present one is complete on all ranks."""
         self._former_model: Former | None = None
         """The model, while it is taken down."""
+        self._replanned: Replanned | None = None
+        """While memory is planned again."""
         self.copy_meter = CopyMeter()
         self._layout: Layout
         self._make_layout(sharded)
@@ -259,15 +270,17 @@ class Recovery(ABC):
             for one in layouts
             if one.survival is not None
         }
-        report = Report(self._begun, self._iterations, self._complete_label, steps, self._outside.results)
+        results = self._outside.results
+        report = Report(self._begun, self._iterations, self._complete_label, steps, results, self._num_layouts)
         regrouped = self._membership.regroup(self._world, report.message(), lets_in=lets_in)
         self._world = regrouped.world
-        self._num_layouts += 1
         self._layout = self._layout.regrouped(regrouped.origins)
         if self._former is not None:
             self._former = self._former.regrouped(regrouped.origins)
         is_new = [origin is None for origin in regrouped.origins]
-        return [None if new else Report.of(message) for new, message in zip(is_new, regrouped.reports, strict=True)]
+        reports = [None if new else Report.of(message) for new, message in zip(is_new, regrouped.reports, strict=True)]
+        self._num_layouts = 1 + max(one.num_layouts for one in reports if one is not None)
+        return reports
 
     def _check_agreement(self, layout: Layout, version: int, readers: dict[int, int]) -> None:
         """Check that all continue from the same state; the first rank that was there sends it to those that join."""
@@ -306,19 +319,12 @@ class Recovery(ABC):
         if self._layout is not layout:
             self._layout.remove()  # of an attempt that not all ranks completed
         self._former, layout.flats = layout, []
-        former = self._former_model
-        if former is None:
-            sharded = self._sharded
-            optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
-            before_change = sharded.before_change
-            added = sharded.optimizer.added if sharded.optimizer is not None else {}
-            former = Former(sharded.model, optimizers, sharded.sharding, sharded.progress, before_change, added)
-            self._former_model = former
-            take_down(sharded)
+        former = self._former_model = self._model_of(layout)
+        take_down(self._sharded)
         self._unwrap()
         self._sharded = sharded = rebuilt(former, self.plan, held, self._world)
         self._wrap()
-        self._former_model = None
+        self._former_model = self._replanned = None
         self._make_layout(sharded)
         self._survival.begin(version)
         self._complete_label = self._layout.label
@@ -328,6 +334,14 @@ class Recovery(ABC):
         self._former.remove()
         self._former = None
         self._enter_quiet_mode()
+
+    def _model_of(self, layout: Layout) -> Former:
+        """The model without its present layout, with the parameters trained that were trained in `layout`."""
+        if self._former_model is not None:
+            return self._former_model
+        if self._replanned is not None and self._replanned.label == layout.label:
+            return self._replanned.model
+        return Former.of(self._sharded)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""

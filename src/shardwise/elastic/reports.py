@@ -28,6 +28,8 @@ class Report:
     """By layout, the versions of the state that it has."""
     results: list[tuple[int, int, Any]]
     """Results of calls outside a step: iteration, number, encoded value."""
+    num_layouts: int
+    """Layouts that it has numbered: one more where it has come further than others in making one."""
 
     def message(self) -> bytes:
         return json.dumps(self.__dict__).encode()

@@ -49,14 +49,14 @@ from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.image_space import warn_if_scarce, why_no_space
 from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
-from shardwise.elastic.rebuild import plan_again
-from shardwise.elastic.recovery import Host, Recovery
+from shardwise.elastic.recovery import Host, Recovery, Replanned
 from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
 from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
 from shardwise.precision import Norm
 from shardwise.runtime.tolerant import Tolerant
 from shardwise.sharded_model import ShardedModel
+from shardwise.state import Former
 from shardwise.training import require_whole_step
 
 Result = TypeVar("Result")
@@ -107,16 +107,18 @@ class Session(Recovery):
 
     def renew(self, sharded: ShardedModel) -> None:
         """The same ranks have changed the model's plan. All ranks call."""
-        former = self._layout
+        self._former = self._layout  # to return to, until the new one is complete on all ranks
+        self._former.flats = []
         self._num_layouts += 1
         self._sharded, self.plan = sharded, sharded.plan
         self._make_layout(sharded)
         self._survival.begin(self._version)
         self.loop_state.follow(sharded)
         self._wrap()
-        self._world.exchange(b"", "images")
         self._complete_label = self._num_layouts
-        former.remove()
+        self._world.exchange(b"", "images")
+        self._former.remove()
+        self._former = None
 
     def close(self, error: BaseException | None = None) -> None:
         """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
@@ -297,13 +299,27 @@ class Session(Recovery):
             self._recover(None)
         if self._is_quiet and self._begun > self._void_until:
             self._leave_quiet_mode()
-        if not self._is_quiet:
-            plan_again(self._sharded, self._recover)
+        if not self._is_quiet and self._sharded.unfreezing.can_plan:
+            self._plan_again()
         self._num_steps[self._version] = self._sharded.progress.num_steps
         self.loop_state.restore_settings()
         self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
         if self.is_void():
             self.loop_state.note_settings()
+
+    def _plan_again(self) -> None:
+        """Plan memory for what was unfrozen. If a rank is lost meanwhile, the others recover, and plan later."""
+        sharded = self._sharded
+        try:
+            self._survival.await_copies()  # then the images have all of the layout that is given up
+            self._replanned = Replanned(self._layout.label, Former.of(sharded))
+            sharded.progress.replan()
+        except CommError as error:
+            if sharded.is_taken_down and self._sharded is sharded:
+                assert self._replanned is not None
+                self._former_model, self._layout.flats = self._replanned.model, []
+            self._recover(error)
+        self._replanned = None
 
     def _take_edits(self) -> None:
         """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
