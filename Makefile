@@ -48,7 +48,7 @@ thorough: .venv/.test ## what `make test` leaves out: more cases of tests that h
 	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'from tests.thorough import' tests)
 
 exhaustive: .venv/.test ## before a release: the cases that both leave out
-	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' 'from tests.thorough import .*(one_in|EXHAUSTIVE)' tests)
+	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
 
 test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
 	@if [ "$$(id -u)" != 0 ]; then echo "make test-cluster needs root: its tests are skipped, by name."; \

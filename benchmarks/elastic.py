@@ -134,11 +134,11 @@ def main(args: argparse.Namespace, console: Console) -> int:
         why = _why_not(form)
         if why:
             result["not_run"][form] = why
-            continue
-        try:
-            result["forms"][form] = _killed(Job(form, _folder()), min(most, num_kills))
-        except RunError as error:
-            result["not_run"][form] = str(error)
+        else:
+            try:
+                result["forms"][form] = _killed(Job(form, _folder()), min(most, num_kills))
+            except RunError as error:
+                result["not_run"][form] = str(error)
         write_result(file, result)
     _show(result, console)
     console.print(f"\n{file}", markup=False)

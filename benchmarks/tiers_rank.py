@@ -64,7 +64,7 @@ def main() -> None:
         tall = SIZES["tall-few-tokens"] if args.size == "few-tokens" else size
         with _ours("infinity", tall, world, args.folder / "slow", Longer) as slow:
             first = _disk_of_a_step(slow, batch_of(tall, world.rank))
-            Longer.repeats = _most(world, 2 * median(figures["disk"]["seconds"]) / median(first["update_seconds"]))
+            Longer.repeats = _most(world, 2 * median(first["seconds"]) / median(first["update_seconds"]))
             figures["slow"] = _disk_of_a_step(slow, batch_of(tall, world.rank)) | {"repeats": Longer.repeats}
         dist.barrier()
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.activations import Treatments, treatments_for
-from shardwise.calibration import Calibration, read_calibration
+from shardwise.calibration import Calibration, readable_calibration
 from shardwise.config import Activations, Plan, PolicyName
 from shardwise.errors import ConfigError, ModelError
 from shardwise.report import promise_of
@@ -143,7 +143,7 @@ def _rehearsed(
     expert_load: float,
 ) -> dict[PolicyName, Choice]:
     """What this rank would hold, by policy."""
-    rate, calibration = _operations_per_second(sharded), read_calibration()
+    rate, calibration = _operations_per_second(sharded), readable_calibration()
     found: dict[PolicyName, Choice] = {}
     num_kept = 0
     for policy, treatments in meant.items():

@@ -11,8 +11,8 @@ from shardwise.comm.members import Announcement, MemberMessage
 from shardwise.errors import ConfigError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
-from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.deadlines import SILENT_SECONDS, STOPPED_SECONDS
+from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.rendezvous import Rendezvous
 from shardwise.launch.job import Elastic
 

@@ -7,6 +7,7 @@ import copy
 import errno
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -427,5 +428,32 @@ def test_a_byte_that_has_changed_on_the_disk_is_found(tmp_path: Path) -> None:
                 train(engine, data[2:3])
             assert engine.resume(tmp_path / "saved") is not None
             train(engine, data[2:])
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("use", ["forward", "generation"])
+def test_a_byte_of_a_parameter_that_has_changed_on_the_disk_is_found(use: str, tmp_path: Path) -> None:
+    """Parameters are read without the states behind them in the same file, and checked alone."""
+    torch.manual_seed(0)
+    replica, data = Transformer(), batches(3, rows=6)
+
+    def rank(world: sw.World) -> None:
+        rows = {"param": {"tier": "disk"}}
+        plan = {"preset": "infinity", "rows": rows, "disk": str(tmp_path / "scratch"), "disk_checksums": True}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            train(engine, data[:2])
+            unit = next(unit for unit in engine._sharded.sharding.units if unit.spec.name == "blocks.1")
+            on_disk = unit.flats[0].rows
+            assert on_disk is not None
+            assert 0 < on_disk.resting_bytes < min(on_disk.file.num_bytes, on_disk.file.queue.block_bytes)
+            file = os.open(f"/proc/self/fd/{on_disk.file.descriptor()}", os.O_RDWR)
+            byte = os.pread(file, 1, 1000)
+            os.pwrite(file, bytes([byte[0] ^ 4]), 1000)
+            os.fsync(file)
+            os.close(file)
+            reading = engine.inference() if use == "generation" else nullcontext()
+            with pytest.raises(TierError, match=r"at byte 0 of .*rows-\d+ are not what was written there"), reading:
+                engine(*data[2])
 
     run_ranks(1, rank)

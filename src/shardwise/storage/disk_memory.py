@@ -231,7 +231,7 @@ class DiskMemory:
 
     def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
         """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
-        rows = DiskRows(name, self.file("rows", num_bytes), resting_bytes)
+        rows = DiskRows(name, self.file("rows", num_bytes, cut=resting_bytes), resting_bytes)
         self._every.append(rows)
         if is_updated:
             self._rows.append(rows)
@@ -241,11 +241,11 @@ class DiskMemory:
         self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
         return rows
 
-    def file(self, name: str, num_bytes: int) -> DiskFile:
-        """A separate file in the folder; the caller counts and closes it."""
+    def file(self, name: str, num_bytes: int, *, cut: int = 0) -> DiskFile:
+        """A separate file in the folder; the caller counts and closes it. For `cut` see `DiskFile`."""
         self._num_made += 1
         path = f"{name}-{self._num_made - 1}"
-        return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums)
+        return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums, cut=cut)
 
     # -- a pass -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -43,10 +44,12 @@ class DiskFile:
         queue: IoQueue,
         *,
         checksums: bool = False,
+        cut: int = 0,
         calls: Calls = SYSTEM,
         when_cached: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `checksums`, each block that was written as a whole is verified when it is read as a whole.
+        """With `checksums`, each block that was written as a whole is verified when it is read as a whole. A block
+        also ends at byte `cut`, a multiple of a page, so that what is before it can be read alone.
 
         `when_cached` is called where direct I/O is refused; its owner must live as long as the file.
         """
@@ -56,6 +59,7 @@ class DiskFile:
         self.queue = queue
         self._calls = calls
         self._sums: dict[int, int] | None = {} if checksums else None
+        self._cut = cut if checksums else 0
         self._lock = threading.Lock()
         try:
             self._handle, self.is_direct = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, calls)
@@ -130,14 +134,30 @@ class DiskFile:
 
     def _around(self, start: int, stop: int) -> tuple[int, int]:
         """The whole pages that contain these bytes; whole blocks if each block has a checksum."""
-        step = PAGE if self._sums is None else self.queue.block_bytes
-        first, last = down(start, step), min(up(stop, step), max(self.num_bytes, up(stop)))
-        self._check(first, last)
+        self._check(start, stop)
+        if self._sums is None or start == stop:
+            return down(start), up(stop)
+        return self._block_at(start)[0], self._block_at(stop - 1)[1]
+
+    def _block_at(self, byte: int) -> tuple[int, int]:
+        """Where the block that contains `byte` begins and ends."""
+        first = down(byte, self.queue.block_bytes)
+        last = min(first + self.queue.block_bytes, self.num_bytes)
+        if first < self._cut < last:
+            return (first, self._cut) if byte < self._cut else (self._cut, last)
         return first, last
+
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Bytes `start` to `stop`, so divided that no part is of two blocks."""
+        parts = []
+        for first, last in requests(start, stop, self.queue.block_bytes):
+            edges = [first, self._cut, last] if first < self._cut < last else [first, last]
+            parts += pairwise(edges)
+        return parts
 
     def _now(self, work: Callable[[int, memoryview], None], start: int, buffer: torch.Tensor) -> None:
         """Do it and wait; this thread does a single block itself."""
-        if buffer.numel() <= self.queue.block_bytes - start % self.queue.block_bytes:
+        if len(self._parts(start, start + buffer.numel())) == 1:
             work(start, memoryview(buffer.numpy().data))
         else:
             self._start(work, start, buffer).wait()
@@ -153,7 +173,7 @@ class DiskFile:
                 f"written past the page cache begins and ends on multiples of {PAGE}. Take buffers from a BufferPool."
             )
         view = memoryview(buffer.numpy().data)
-        parts = requests(start, stop, self.queue.block_bytes)
+        parts = self._parts(start, stop)
         return self.queue.start(partial(work, first, view[first - start : last - start]) for first, last in parts)
 
     def _read_block(self, start: int, view: memoryview) -> None:
@@ -172,7 +192,7 @@ class DiskFile:
 
     def _write_block(self, start: int, view: memoryview) -> None:
         if self._sums is not None:
-            self._sums.pop(down(start, self.queue.block_bytes), None)
+            self._sums.pop(self._block_at(start)[0], None)
         try:
             was_direct = write_at(self._handle, view, start, self._calls)
         except OSError as error:
@@ -182,8 +202,7 @@ class DiskFile:
             self._sums[start] = crc32(view)
 
     def _is_block(self, start: int, view: memoryview) -> bool:
-        whole = min(self.queue.block_bytes, self.num_bytes - start)
-        return start % self.queue.block_bytes == 0 and len(view) == whole
+        return self._block_at(start) == (start, start + len(view))
 
     def _note(self, was_direct: bool) -> None:
         if was_direct or not self.is_direct:

@@ -129,8 +129,9 @@ class TierFolder:
                 f"{format_bytes(num_bytes - free)} too little. Make room there, or name a folder on a larger disk."
             )
 
-    def create(self, name: str, num_bytes: int, queue: IoQueue, *, checksums: bool = False) -> DiskFile:
-        """A file of `num_bytes` whose space is allocated at once; `TierError` if there is not enough.
+    def create(self, name: str, num_bytes: int, queue: IoQueue, *, checksums: bool = False, cut: int = 0) -> DiskFile:
+        """A file of `num_bytes` whose space is allocated at once; `TierError` if there is not enough. For `checksums`
+        and `cut` see `DiskFile`.
 
         `name` is a plain file name, and also used in messages.
         """
@@ -138,7 +139,9 @@ class TierFolder:
             raise StateError(f"{self.folder} has been given up; make another TierFolder.")
         self.check_room(up(num_bytes))
         path = self.folder / f"{self._prefix}.{name}"
-        file = DiskFile(path, num_bytes, queue, checksums=checksums, calls=self._calls, when_cached=self._warn_cached)
+        file = DiskFile(
+            path, num_bytes, queue, checksums=checksums, cut=cut, calls=self._calls, when_cached=self._warn_cached
+        )
         self._files.append(file)
         return file
 
