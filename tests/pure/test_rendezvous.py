@@ -339,6 +339,27 @@ def test_generations_that_cannot_be_opened_are_tried_a_few_times() -> None:
     assert "though none of them died" in job.rendezvous.why_lost
 
 
+def fault(job: Job, step: int) -> None:
+    """All report a fault after `step` in which nobody was lost, and meet again."""
+    generation = job.rendezvous.generation
+    for number, text in enumerate(("a connection broke", "")):
+        job.rendezvous.receive(MemberMessage("ready", number, generation, step, text, (), pid=number), job.now)
+    job.collect()
+    job.settle()
+
+
+def test_faults_in_which_nobody_is_lost_end_the_job_only_if_no_step_is_taken_between_them() -> None:
+    job = Job(2, 1, 2)
+    job.begin()
+    for step in range(10):
+        fault(job, step)
+        assert job.rendezvous.state == "formed"
+    for _ in range(10):
+        fault(job, 9)
+    assert job.rendezvous.state == "lost"
+    assert job.rendezvous.why_lost == "6 times in a row the ranks took no step, though none of them died."
+
+
 def test_after_the_end_of_a_script_no_rank_joins() -> None:
     job = Job(3, 2, 4)
     job.begin()

@@ -73,7 +73,7 @@ _CONSEQUENCES: dict[Action, str] = {
     "skip": "The batch is skipped.",
     "shrink": "The others continue.",
     "exclude": "The host is excluded.",
-    "retry": "All ranks repeat the step.",
+    "retry": "The others repeat the step.",
 }
 
 

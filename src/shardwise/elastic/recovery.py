@@ -11,12 +11,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from shardwise.checkpoint import Held
@@ -29,6 +27,7 @@ from shardwise.elastic.image_space import make_images, share_wishes
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.outside import Outside
+from shardwise.elastic.quiet_mode import QuietMode
 from shardwise.elastic.rebuild import rebuilt, take_down
 from shardwise.elastic.reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
@@ -101,8 +100,7 @@ class Recovery(ABC):
         """Whether an iteration has begun and not ended."""
         self._void_after = self._void_until = 0
         """Iterations after the first and up to the second are void."""
-        self._quiet_mode = ExitStack()
-        self._is_quiet = False
+        self._quiet = QuietMode()
         self._outside = Outside()
         self._num_layouts = 0
         self._changes_wanted = False
@@ -210,7 +208,7 @@ class Recovery(ABC):
 
     def _regroup_and_restore(self, error: CommError | None, *, lets_in: bool) -> None:
         self._changes_wanted = False
-        self._abandon_quiet_mode(error)
+        self._quiet.leave(error)
         for layout in (self._former, self._layout):
             if layout is not None and layout.survival is not None:
                 layout.survival.await_copies() if error is None else layout.survival.settle()
@@ -333,7 +331,22 @@ class Recovery(ABC):
         self._share_change_wishes("recovered")
         self._former.remove()
         self._former = None
-        self._enter_quiet_mode()
+        self._quiet.enter(self._sharded)
+
+    def renew(self, sharded: ShardedModel) -> None:
+        """The same ranks have changed the model's plan. All ranks call."""
+        self._former = self._layout  # to return to, until the new one is complete on all ranks
+        self._former.flats = []
+        self._num_layouts += 1
+        self._sharded, self.plan = sharded, sharded.plan
+        self._make_layout(sharded)
+        self._survival.begin(self._version)
+        self.loop_state.follow(sharded)
+        self._wrap()
+        self._complete_label = self._num_layouts
+        self._world.exchange(b"", "images")
+        self._former.remove()
+        self._former = None
 
     def _model_of(self, layout: Layout) -> Former:
         """The model without its present layout, with the parameters trained that were trained in `layout`."""
@@ -355,33 +368,6 @@ class Recovery(ABC):
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,
         and that none has a `refusal`, which all raise."""
         self._changes_wanted = share_wishes(self._world, subject, refusal, wants=self._membership.changes_wanted())
-
-    def _abandon_quiet_mode(self, error: CommError | None) -> None:
-        """Leave quiet mode; after a fault, without the steps that need other ranks."""
-        if error is None:
-            self._leave_quiet_mode()
-        elif self._is_quiet:
-            self._is_quiet = False
-            grads = torch.is_grad_enabled()
-            self._quiet_mode.__exit__(type(error), error, None)
-            torch.set_grad_enabled(grads)
-
-    def _enter_quiet_mode(self) -> None:
-        """From here on, parameters are gathered as in `engine.inference()`: see [Note: iterations]."""
-        grads = torch.is_grad_enabled()
-        self._quiet_mode = ExitStack()
-        try:
-            self._quiet_mode.enter_context(self._sharded.inference(None))
-        finally:
-            torch.set_grad_enabled(grads)
-        self._is_quiet = True
-
-    def _leave_quiet_mode(self) -> None:
-        if self._is_quiet:
-            self._is_quiet = False
-            grads = torch.is_grad_enabled()
-            self._quiet_mode.close()
-            torch.set_grad_enabled(grads)
 
 
 def _left_out(folder: Path | None) -> list[int]:

@@ -95,7 +95,7 @@ class Session(Recovery):
         self._wrap()
         if arrival is not None:
             self._share_change_wishes("recovered")
-            self._enter_quiet_mode()
+            self._quiet.enter(self._sharded)
 
     def _before_update(self) -> None:
         self._host.wait_for_copy()
@@ -105,28 +105,13 @@ class Session(Recovery):
         """The loop changes parameters or states by hand, on all ranks."""
         self._is_edited = True
 
-    def renew(self, sharded: ShardedModel) -> None:
-        """The same ranks have changed the model's plan. All ranks call."""
-        self._former = self._layout  # to return to, until the new one is complete on all ranks
-        self._former.flats = []
-        self._num_layouts += 1
-        self._sharded, self.plan = sharded, sharded.plan
-        self._make_layout(sharded)
-        self._survival.begin(self._version)
-        self.loop_state.follow(sharded)
-        self._wrap()
-        self._complete_label = self._num_layouts
-        self._world.exchange(b"", "images")
-        self._former.remove()
-        self._former = None
-
     def close(self, error: BaseException | None = None) -> None:
         """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
         do until all ranks have closed."""
         self._unwrap()
         self._steps.close()
         if error is None and not self._is_left:
-            self._leave_quiet_mode()
+            self._quiet.leave()
         for layout in (self._former, self._layout):
             if layout is None or layout.survival is None:
                 continue
@@ -182,7 +167,7 @@ class Session(Recovery):
         while True:
             self._handle_noted_fault()
             try:
-                if not self._is_quiet:
+                if not self._quiet.is_on:
                     return self._call(*args, **kwargs)
                 grads = torch.is_grad_enabled()
                 with torch.no_grad():
@@ -297,9 +282,9 @@ class Session(Recovery):
         self._take_edits()
         while self._changes_wanted:  # the batch was read for the former world: the iteration is void
             self._recover(None)
-        if self._is_quiet and self._begun > self._void_until:
-            self._leave_quiet_mode()
-        if not self._is_quiet and self._sharded.unfreezing.can_plan:
+        if self._quiet.is_on and self._begun > self._void_until:
+            self._quiet.leave()
+        if not self._quiet.is_on and self._sharded.unfreezing.can_plan:
             self._plan_again()
         self._num_steps[self._version] = self._sharded.progress.num_steps
         self.loop_state.restore_settings()
@@ -354,7 +339,7 @@ class Session(Recovery):
     def _end_void(self) -> float:
         self._sharded.zero_grad()
         if self._begun >= self._void_until:
-            self._leave_quiet_mode()
+            self._quiet.leave()
         self.loop_state.restore()
         self._is_open = False
         self._sharded.progress.num_void += 1

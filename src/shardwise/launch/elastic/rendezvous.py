@@ -26,7 +26,7 @@ from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by
 from shardwise.launch.report import ranks_in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
-_MAX_NOT_FORMED = 5
+_MAX_IN_VAIN = 5
 
 
 @dataclass
@@ -64,7 +64,8 @@ class Rendezvous:
     """Whether members have reported that if one is lost, all must restart."""
     requests: LeaveRequests = field(default_factory=LeaveRequests)
     _since: float = 0.0
-    _num_not_formed: int = 0
+    _in_vain: tuple[int, int] = (0, 0)
+    """A step, and the generations since it that were over without a lost member."""
     _wanted: int = -1
 
     # -- what happens -----------------------------------------------------------------------------------
@@ -227,8 +228,8 @@ class Rendezvous:
     def _end_generation(self, lost: Iterable[int], text: str, now: float) -> None:
         """Declare the generation over: members waiting in it wake up and get ready for the next."""
         if self.state in ("entering", "formed"):
-            gone = tuple(lost)
-            self._num_not_formed += self.state == "entering" and not gone
+            gone, (step, num) = tuple(lost), self._in_vain
+            self._in_vain = self.step, 0 if gone or self.step > step else num + 1
             self.state, self._since = "gathering", now
             self._publish(Announcement("over", self.generation, gone, text=text))
 
@@ -243,7 +244,7 @@ class Rendezvous:
 
     def _form(self) -> None:
         if all(process.opened >= self.generation for process in self._living()) and self._living():
-            self.state, self._num_not_formed = "formed", 0
+            self.state = "formed"
             self.formed, self.former = self.generation, self.members
             self._call_for_changes()  # before "formed", so that members know it when they enter
             self._publish(Announcement("formed", self.generation))
@@ -285,8 +286,8 @@ class Rendezvous:
         if self.former and not staying:
             if not self.is_ending:
                 self.stop("No rank is left that has the state of the training.")
-        elif self._num_not_formed > _MAX_NOT_FORMED:
-            self.stop("The ranks could not form a new generation, though none of them died.")
+        elif self._in_vain[1] > _MAX_IN_VAIN:
+            self.stop(f"{self._in_vain[1]} times in a row the ranks took no step, though none of them died.")
         elif len(staying) + len(coming) >= least or (can_come and not lets_in):
             self._enter([process.number for process in (*staying, *coming)], now)
         elif not can_come:

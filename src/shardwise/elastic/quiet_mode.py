@@ -1,0 +1,39 @@
+"""What a rank is in during a void iteration: see [Note: iterations] in `session.py`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from shardwise.sharded_model import ShardedModel
+
+
+class QuietMode:
+    """Parameters are gathered as in `engine.inference()`, and nothing is sent. Whether gradients are enabled stays as
+    the loop has it."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._inside = ExitStack()
+
+    def enter(self, sharded: ShardedModel) -> None:
+        grads = torch.is_grad_enabled()
+        self._inside = ExitStack()
+        try:
+            self._inside.enter_context(sharded.inference(None))
+        finally:
+            torch.set_grad_enabled(grads)
+        self.is_on = True
+
+    def leave(self, fault: BaseException | None = None) -> None:
+        """After a `fault`, without the steps that need other ranks. Does nothing if it is not on."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        grads = torch.is_grad_enabled()
+        if fault is None:
+            self._inside.close()
+        else:
+            self._inside.__exit__(type(fault), fault, None)
+        torch.set_grad_enabled(grads)
