@@ -24,6 +24,7 @@ from experts_models import (
     whole_grads,
     whole_run,
 )
+from fake_devices import WHENS, Devices, When
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline import CLIP
@@ -64,12 +65,11 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Lamb(model.parameters(), lr=0.01)
 
 
+IDS = ["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES]
+
+
 @one_in(len(MESHES))
-@pytest.mark.parametrize(
-    ("preset", "mesh", "of_experts", "shares_memory"),
-    MESHES,
-    ids=["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES],
-)
+@pytest.mark.parametrize(("preset", "mesh", "of_experts", "shares_memory"), MESHES, ids=IDS)
 def test_every_preset_trains_as_the_whole_model(
     preset: str, mesh: dict[str, int], of_experts: dict[str, Any], shares_memory: bool
 ) -> None:
@@ -80,6 +80,27 @@ def test_every_preset_trains_as_the_whole_model(
         model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, shares_memory=shares_memory
     )
     assert_same(run, twin)
+
+
+@one_in(len(MESHES))
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize(("preset", "mesh", "of_experts"), [case[:3] for case in MESHES], ids=IDS)
+def test_on_devices_whenever_collectives_act(
+    preset: str, mesh: dict[str, int], of_experts: dict[str, Any], when: When
+) -> None:
+    """The counts of rows, the rows and their gradients are used once they have come, and not changed on their way."""
+    model, data, devices = mixture(**of_experts), batches(2, 12), Devices(when)
+    run = dealt_run(model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, devices=devices)
+    assert_same(run, whole_run(model, data, clip=0.5, after_step=update_biases))
+    assert devices.num_works == devices.num_waited
+
+
+@pytest.mark.parametrize("when", WHENS)
+@one_in(3)
+def test_on_devices_recomputed_and_accumulated(when: When) -> None:
+    devices = Devices(when)
+    race(mixture(recomputes=True, balance_loss=0.05), "zero3", {"dp": 2, "ep": 2}, accumulate=2, devices=devices)
+    assert devices.num_works == devices.num_waited
 
 
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:
