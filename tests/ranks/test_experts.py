@@ -24,7 +24,7 @@ from experts_models import (
     whole_grads,
     whole_run,
 )
-from fake_devices import WHENS, Devices, When
+from fake_devices import WHENS, Devices, FakeGroups, FakeWork, When
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline import CLIP
@@ -101,6 +101,21 @@ def test_on_devices_recomputed_and_accumulated(when: When) -> None:
     devices = Devices(when)
     race(mixture(recomputes=True, balance_loss=0.05), "zero3", {"dp": 2, "ep": 2}, accumulate=2, devices=devices)
     assert devices.num_works == devices.num_waited
+
+
+def test_counts_of_rows_that_are_read_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are integers, by which the rows that follow are split."""
+    honest = FakeGroups.all_to_all
+
+    def hasty(self: FakeGroups, arrived: Any, sent: Any, group: Any) -> FakeWork:
+        work = honest(self, arrived, sent, group)
+        if not arrived[0].is_floating_point():
+            work.wait = lambda: None  # type: ignore[method-assign]
+        return work
+
+    monkeypatch.setattr(FakeGroups, "all_to_all", hasty)
+    with pytest.raises(RuntimeError, match=r"non-negative entries, but got split_sizes=\[.*-2"):
+        dealt_run(mixture(), batches(1, 8), "zero3", {"ep": 2}, devices=Devices("late"))
 
 
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:

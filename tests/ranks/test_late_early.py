@@ -588,7 +588,7 @@ class Sloppy(FakeGroups):
         return work
 
     def spoil(self, work: FakeWork) -> None:
-        if self.fault == "never waits":
+        if self.fault == "never waits" or (self.fault == "never waits for integers" and not _has_floats(work.outs)):
             work.wait = lambda: None  # type: ignore[method-assign]
         elif self.fault == "writes to what is sent":
             work.sources[0].add_(1)
@@ -596,6 +596,10 @@ class Sloppy(FakeGroups):
             work.sources[0].untyped_storage().resize_(0)
         elif self.fault == "writes to what is to be filled":
             work._poisoned[0].zero_()
+
+
+def _has_floats(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.is_floating_point() for tensor in tensors)
 
 
 @pytest.mark.parametrize(
@@ -612,10 +616,72 @@ class Sloppy(FakeGroups):
     ],
 )
 def test_faults_of_order_are_found(case: tuple[str, int, Any], verb: str, fault: str) -> None:
+    assert _is_found(sloppy_devices(verb, fault), case)
+
+
+def sloppy_devices(verb: str, fault: str) -> Devices:
     devices = Devices("late")
     sloppy = type("SloppyHere", (Sloppy,), {"verb": verb, "fault": fault})
     devices.join = lambda world: Devices.join(devices, world, sloppy)  # type: ignore[method-assign]
-    assert _is_found(devices, case)
+    return devices
+
+
+RIGHT_VALUES = [
+    torch.arange(4),
+    torch.zeros(4, dtype=torch.int32),
+    torch.zeros(4, dtype=torch.uint8),
+    torch.full((4,), 255, dtype=torch.uint8),
+    torch.ones(4, dtype=torch.bool),
+    torch.zeros(4, dtype=torch.bool),
+    torch.zeros(4, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("right", RIGHT_VALUES, ids=lambda right: f"{str(right.dtype)[6:]} {right[-1].item()}")
+def test_what_is_read_too_early_has_wrong_values_in_any_dtype(right: Tensor) -> None:
+    """No value is right for all uses: a mask may be all true, or all false."""
+    mesh = Mesh(("dp",), (2,))
+
+    def rank(world: sw.World) -> tuple[Tensor, Tensor]:
+        collectives = world.collectives(torch.device("cpu"))
+        collectives.prepare(mesh)
+        out = right.clone()
+        work = collectives.broadcast(out, 0, world.group(mesh, "dp"), "x")
+        early = out.clone()
+        work.wait()
+        return early, out
+
+    early, late = Devices("late").run(2, rank)[1]
+    assert not torch.equal(early, right)
+    assert torch.equal(late, right)
+
+
+class Counting(nn.Module):
+    """Its result depends on how often it has been called, by a buffer that ranks keep the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("num_calls", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.inner(x).square().mean() * self.num_calls.sum()
+
+
+@pytest.mark.parametrize("fault", ["", "never waits for integers"])
+def test_integer_buffers_that_are_read_too_early_are_found(fault: str) -> None:
+    models = [Counting() for _ in range(2)]
+
+    def rank(world: sw.World) -> list[int]:
+        mine = models[world.rank]
+        with sw.shard(mine, "zero2", optimizer=adamw(mine), world=world) as engine:
+            for _ in range(3):
+                engine_step(engine, torch.optim.SGD([torch.zeros(1)]), (torch.ones(2, 4),))
+            return mine.num_calls.tolist()
+
+    found = sloppy_devices("broadcast", fault).run(2, rank)
+    assert (found == [[3, 3]] * 2) == (not fault)
 
 
 def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
