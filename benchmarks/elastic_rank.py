@@ -201,7 +201,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[
     optimizer.step()
 
 
-FORMS = {
+FORMS: dict[str, Callable[[Path, int, str], None]] = {
     "shardwise": shardwise_form,
     "gpt": gpt_form,
     "gpt-4": partial(gpt_form, num_micro_batches=4),
