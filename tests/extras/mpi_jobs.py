@@ -46,19 +46,41 @@ def backend(folder: Path) -> None:
 
 
 def _all_collectives(number: int, dtype: torch.dtype, members: list[int], group: Any) -> None:
-    size, me = len(members), members.index(dist.get_rank())
-    rng = torch.Generator().manual_seed(number)
-    shape = [int(torch.randint(1, 9, (), generator=rng)) for _ in range(1 + number % 3)]
-    every = [_drawn(shape, dtype, rng) for _ in range(size)]
-    mine = every[me].clone()
-    if number % 2 and len(shape) > 1:  # not contiguous
-        mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
-    wide = torch.stack(every).to(torch.float64 if dtype.is_floating_point else torch.int64)
-    bound = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-6)
+    case = _Case(number, dtype, members, group)
+    _reductions(case)
+    _with_a_root(case)
+    _gathers_and_scatters(case)
+    _swaps_and_messages(case)
+    dist.barrier(group=group)
 
-    def same(found: Tensor, expected: Tensor, slack: float = bound) -> None:
-        torch.testing.assert_close(found.to(wide.dtype), expected.to(wide.dtype), rtol=slack, atol=slack)
 
+class _Case:
+    """What each member of a group has drawn, all of it known to all."""
+
+    def __init__(self, number: int, dtype: torch.dtype, members: list[int], group: Any) -> None:
+        self.number, self.dtype, self.members, self.group = number, dtype, members, group
+        self.size, self.me = len(members), members.index(dist.get_rank())
+        self.root = members[number % self.size]
+        rng = torch.Generator().manual_seed(number)
+        self.shape = [int(torch.randint(1, 9, (), generator=rng)) for _ in range(1 + number % 3)]
+        self.every = [_drawn(self.shape, dtype, rng) for _ in range(self.size)]
+        self.mine = self.every[self.me].clone()
+        if number % 2 and len(self.shape) > 1:  # not contiguous
+            self.mine = self.mine.transpose(0, -1).contiguous().transpose(0, -1)
+        self.wide = torch.stack(self.every).to(torch.float64 if dtype.is_floating_point else torch.int64)
+        self._bound = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-6)
+
+    @property
+    def is_root(self) -> bool:
+        return dist.get_rank() == self.root
+
+    def same(self, found: Tensor, expected: Tensor, slack: float | None = None) -> None:
+        slack = self._bound if slack is None else slack
+        torch.testing.assert_close(found.to(self.wide.dtype), expected.to(self.wide.dtype), rtol=slack, atol=slack)
+
+
+def _reductions(case: _Case) -> None:
+    dtype, mine, wide, group = case.dtype, case.mine, case.wide, case.group
     for op, expected in (
         (dist.ReduceOp.SUM, wide.sum(0).to(dtype)),
         (dist.ReduceOp.MAX, wide.amax(0)),
@@ -69,64 +91,74 @@ def _all_collectives(number: int, dtype: torch.dtype, members: list[int], group:
         work = dist.all_reduce(found, op, group=group, async_op=True)
         work.wait()
         assert work.is_completed()
-        same(found, expected)
+        case.same(found, expected)
+    found = mine.clone()
     if dtype.is_floating_point:
-        found = mine.clone()
         dist.all_reduce(found, dist.ReduceOp.AVG, group=group)
-        same(found, wide.mean(0))
+        case.same(found, wide.mean(0))
     else:
-        found = mine.clone()
         dist.all_reduce(found, dist.ReduceOp.BXOR, group=group)
-        expected = every[0].clone()
-        for one in every[1:]:
+        expected = case.every[0].clone()
+        for one in case.every[1:]:
             expected ^= one
         assert torch.equal(found, expected)
-    root = members[number % size]
-    found = mine.clone() if dist.get_rank() == root else torch.zeros_like(mine)
+
+
+def _with_a_root(case: _Case) -> None:
+    mine, every, group, root = case.mine, case.every, case.group, case.root
+    found = mine.clone() if case.is_root else torch.zeros_like(mine)
     dist.broadcast(found, root, group=group)
-    same(found, every[members.index(root)], 0)
+    case.same(found, every[case.members.index(root)], 0)
     found = mine.clone()
     dist.reduce(found, root, group=group)
-    same(found, wide.sum(0).to(dtype) if dist.get_rank() == root else mine)
-    found_parts = [torch.zeros_like(mine) for _ in range(size)]
-    dist.all_gather(found_parts, mine, group=group)
-    same(torch.stack(found_parts), wide, 0)
-    gathered = torch.zeros(size * shape[0], *shape[1:], dtype=dtype)
-    _all_gather_single(gathered, mine.contiguous(), group)
-    same(gathered, torch.cat(every), 0)
-    whole = [torch.stack([one + place for place in range(size)]).to(dtype) for one in every]
-    out = torch.zeros_like(every[0])
-    dist.reduce_scatter(out, list(whole[me].unbind()), group=group)
-    same(out, torch.stack(whole)[:, me].to(wide.dtype).sum(0).to(dtype))
-    out = torch.zeros_like(every[0])
-    _reduce_scatter_single(out.view(-1), whole[me].view(-1), group)
-    same(out, torch.stack(whole)[:, me].to(wide.dtype).sum(0).to(dtype))
-    is_root = dist.get_rank() == root
-    parts = [torch.zeros_like(every[0]) for _ in range(size)] if is_root else None
+    case.same(found, case.wide.sum(0).to(case.dtype) if case.is_root else mine)
+    parts = [torch.zeros_like(every[0]) for _ in range(case.size)] if case.is_root else None
     dist.gather(mine, parts, dst=root, group=group)
     if parts is not None:
-        same(torch.stack(parts), wide, 0)
+        case.same(torch.stack(parts), case.wide, 0)
     out = torch.zeros_like(every[0])
-    dist.scatter(out, every if is_root else None, src=root, group=group)
-    same(out, every[me], 0)
+    dist.scatter(out, every if case.is_root else None, src=root, group=group)
+    case.same(out, every[case.me], 0)
+
+
+def _gathers_and_scatters(case: _Case) -> None:
+    mine, every, group, me = case.mine, case.every, case.group, case.me
+    found_parts = [torch.zeros_like(mine) for _ in range(case.size)]
+    dist.all_gather(found_parts, mine, group=group)
+    case.same(torch.stack(found_parts), case.wide, 0)
+    gathered = torch.zeros(case.size * case.shape[0], *case.shape[1:], dtype=case.dtype)
+    _all_gather_single(gathered, mine.contiguous(), group)
+    case.same(gathered, torch.cat(every), 0)
+    whole = [torch.stack([one + place for place in range(case.size)]).to(case.dtype) for one in every]
+    expected = torch.stack(whole)[:, me].to(case.wide.dtype).sum(0).to(case.dtype)
+    out = torch.zeros_like(every[0])
+    dist.reduce_scatter(out, list(whole[me].unbind()), group=group)
+    case.same(out, expected)
+    out = torch.zeros_like(every[0])
+    _reduce_scatter_single(out.view(-1), whole[me].view(-1), group)
+    case.same(out, expected)
+
+
+def _swaps_and_messages(case: _Case) -> None:
+    size, me, number, group = case.size, case.me, case.number, case.group
     lengths = [[(3 * sender + 2 * taker + number) % 5 for taker in range(size)] for sender in range(size)]
-    sent = _drawn([sum(lengths[me]), 2], dtype, torch.Generator().manual_seed(100 * number + me))
     all_sent = [
-        _drawn([sum(lengths[one]), 2], dtype, torch.Generator().manual_seed(100 * number + one)) for one in range(size)
+        _drawn([sum(lengths[one]), 2], case.dtype, torch.Generator().manual_seed(100 * number + one))
+        for one in range(size)
     ]
     taken = [lengths[one][me] for one in range(size)]
-    arrived = torch.zeros(sum(taken), 2, dtype=dtype)
-    dist.all_to_all_single(arrived, sent, taken, lengths[me], group=group)
-    same(arrived, torch.cat([all_sent[one].split(lengths[one])[me] for one in range(size)]), 0)
-    pieces = [torch.zeros(length, 2, dtype=dtype) for length in taken]
-    dist.all_to_all(pieces, list(sent.split(lengths[me])), group=group)
-    same(torch.cat(pieces), arrived, 0)
-    right, left = members[(me + 1) % size], members[(me - 1) % size]
-    works = [dist.irecv(out, left, group=group, tag=number), dist.isend(mine, right, group=group, tag=number)]
+    arrived = torch.zeros(sum(taken), 2, dtype=case.dtype)
+    dist.all_to_all_single(arrived, all_sent[me], taken, lengths[me], group=group)
+    case.same(arrived, torch.cat([all_sent[one].split(lengths[one])[me] for one in range(size)]), 0)
+    pieces = [torch.zeros(length, 2, dtype=case.dtype) for length in taken]
+    dist.all_to_all(pieces, list(all_sent[me].split(lengths[me])), group=group)
+    case.same(torch.cat(pieces), arrived, 0)
+    right, left = case.members[(me + 1) % size], case.members[(me - 1) % size]
+    out = torch.zeros_like(case.every[0])
+    works = [dist.irecv(out, left, group=group, tag=number), dist.isend(case.mine, right, group=group, tag=number)]
     for one in works:
         one.wait()
-    same(out, every[(me - 1) % size], 0)
-    dist.barrier(group=group)
+    case.same(out, case.every[(me - 1) % size], 0)
 
 
 def _all_gather_single(out: Tensor, own: Tensor, group: Any) -> None:

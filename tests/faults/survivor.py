@@ -17,6 +17,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,21 @@ class Deaths:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def finish_step(
+    loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, loss: torch.Tensor, between: Callable[[], None]
+) -> None:
+    """Backward and step, by the engine or plainly."""
+    if loop == "engine":
+        engine.backward(loss)
+        between()
+        engine.step()
+    else:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        between()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> None:
     logging.basicConfig(level="WARNING")
     torch.set_num_threads(1)
@@ -180,16 +197,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
             loss = loss_of(model(x), y)
             drawn[step] = torch.rand(()).item()
             deaths.befall(step, "backward")
-            if loop == "engine":
-                engine.backward(loss)
-            else:
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            deaths.befall(step, "step")
-            if loop == "engine":
-                engine.step()
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
+            finish_step(loop, engine, optimizer, loss, partial(deaths.befall, step, "step"))
         if engine.num_steps > step:
             losses[step] = engine.mean(loss.item())
         times.append((engine.num_steps, time.time()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fake_devices import Devices
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -121,9 +122,11 @@ def dealt_run(
     after_step: Callable[[nn.Module], None] | None = None,
     after: Callable[[sw.Engine], Any] | None = None,
     shares_memory: bool = True,
+    devices: Devices | None = None,
     **plan: Any,
 ) -> Run:
-    """The same training on the ranks of `mesh`. `extra` has what `after` returned on each rank."""
+    """The same training on the ranks of `mesh`, each with one of `devices` if they are given. `extra` has what `after`
+    returned on each rank."""
     replicas = [copy.deepcopy(model) for _ in range(math.prod(mesh.values()))]
     settings = {"preset": preset, "mesh": dict(mesh), **plan}
 
@@ -146,7 +149,10 @@ def dealt_run(
             run.extra = after(engine) if after is not None else None
         return run
 
-    runs = run_ranks(len(replicas), rank, shares_memory=shares_memory)
+    if devices is None:
+        runs = run_ranks(len(replicas), rank, shares_memory=shares_memory)
+    else:
+        runs = devices.run(len(replicas), rank)
     for other in runs[1:]:
         assert other.losses == runs[0].losses
         assert other.norms == runs[0].norms

@@ -1,8 +1,8 @@
 """Fake devices and process groups: threads as ranks and tensors on the CPU, beneath the library's real code.
 
 A collective on a device runs some time between the call and `wait`. Here it runs at one of these two ends, or at a
-random one of them, and until then its outputs are NaN. Code that reads them too early, frees or changes tensors that
-are in flight, or never waits, is therefore detected.
+random one of them, and until then its outputs have wrong values (see `_wrong_values`). Code that reads them too early,
+frees or changes tensors that are in flight, or never waits, is therefore detected.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class FakeWork:
             for out in self.outs:
                 self._poisoned += [part.detach() for part in self._outside_of_sources(out)]
             for part in self._poisoned:
-                part.fill_(torch.nan)
+                part.copy_(_wrong_values(part))
         if at_once:
             self.finish()
 
@@ -263,7 +263,7 @@ class FakeWork:
         for part in self._poisoned:
             if not part.untyped_storage().nbytes():
                 raise Race(f"{self.key}: what is to be filled was freed on its way")
-            if not part.isnan().all():
+            if not torch.equal(_bits(part), _bits(_wrong_values(part))):
                 raise Race(f"{self.key}: what is to be filled was written to on its way")
         if self.act is not None:
             given = self.devices.take(self.key, len(self.key[0]))
@@ -272,8 +272,8 @@ class FakeWork:
         self.is_done = True
 
     def _outside_of_sources(self, out: Tensor) -> list[Tensor]:
-        """The flat parts of a floating-point `out` that do not overlap with a source."""
-        if not out.numel() or not out.is_floating_point():
+        """The flat parts of `out` that do not overlap with a source."""
+        if not out.numel():
             return []
         size, parts, start = out.element_size(), [], 0
         first = out.data_ptr()
@@ -283,6 +283,19 @@ class FakeWork:
             parts.append(out[start:begin])
             start = begin + numel
         return [part for part in (*parts, out[start:]) if part.numel()]
+
+
+def _wrong_values(tensor: Tensor) -> Tensor:
+    """What is in `tensor` until it is filled.
+
+    NaN, which spreads. -1 as an integer: no size and no count, as an index another row than was meant. Bools, and bytes
+    (which may be those of bools), alternate: all of one value could be the right mask.
+    """
+    if tensor.dtype in (torch.bool, torch.uint8):
+        alternating = torch.arange(tensor.numel()).view(tensor.shape) % 2 == 0
+        return alternating if tensor.dtype == torch.bool else alternating * torch.tensor(255, dtype=torch.uint8)
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return torch.full_like(tensor, -1 if is_integer else torch.nan, requires_grad=False)
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -357,8 +370,8 @@ class FakeCopy:
         assert self.is_evict != accelerator.is_pinned(source), "one end of a copy is pinned, the other on the device"
         self.out, self.source, self.kept = out, source, source.detach().clone()
         self.is_ordered = self.is_landed = self.is_done = False
-        if out.is_floating_point():
-            out.fill_(torch.nan)
+        with torch.no_grad():
+            out.copy_(_wrong_values(out))
         if at_once:
             self._fill()
 

@@ -28,34 +28,50 @@ SAVING = "shardwise checksums"
 """Name of the thread that reads what is written into a checkpoint."""
 
 
+class HeldSaves:
+    """Background saves of two ranks that read nothing before somebody has to wait for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._gates = [threading.Event() for _ in range(2)]
+        for gate in self._gates:
+            gate.set()
+        self.waited: list[set[str]] = [set() for _ in range(2)]
+        """By rank, the files for which somebody had to wait since the last `save`."""
+        read, await_readers = DiskRows.read, DiskRows.await_readers
+
+        def gated(rows: DiskRows, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            if threading.current_thread().name == SAVING:
+                assert self._gates[rank_of(rows)].wait(60)
+            return read(rows, tensor, out)
+
+        def noted(rows: DiskRows) -> None:
+            if rows.is_kept:
+                self.waited[rank_of(rows)].add(rows.name)
+                self._gates[rank_of(rows)].set()
+            await_readers(rows)
+
+        monkeypatch.setattr(DiskRows, "read", gated)
+        monkeypatch.setattr(DiskRows, "await_readers", noted)
+
+    def save(self, engine: sw.Engine, folder: Path) -> None:
+        """In the background; what it is to hold is in `folder`-now."""
+        engine.save(folder.with_name(f"{folder.name}-now"))
+        self._gates[engine.world.rank].clear()
+        self.waited[engine.world.rank].clear()
+        engine.save(folder, wait=False)
+
+
+def rank_of(rows: DiskRows) -> int:
+    return int(rows.file.path.name.split(".")[0].rpartition("-")[2])
+
+
 @thorough_only("many saves")
 def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save reads nothing until another call has to wait for it, so the next step stops at its first write, and so
     do an edit and a change of plan. The checkpoints have the values as of their `save` calls."""
-    gates = [threading.Event() for _ in range(2)]
-    for gate in gates:
-        gate.set()
-    waited: list[set[str]] = [set() for _ in range(2)]
-    read, await_readers = DiskRows.read, DiskRows.await_readers
-
-    def rank_of(rows: DiskRows) -> int:
-        return int(rows.file.path.name.split(".")[0].rpartition("-")[2])
-
-    def gated(self: DiskRows, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if threading.current_thread().name == SAVING:
-            assert gates[rank_of(self)].wait(60)
-        return read(self, tensor, out)
-
-    def noted(self: DiskRows) -> None:
-        if self.is_kept:
-            waited[rank_of(self)].add(self.name)
-            gates[rank_of(self)].set()
-        await_readers(self)
-
-    monkeypatch.setattr(DiskRows, "read", gated)
-    monkeypatch.setattr(DiskRows, "await_readers", noted)
+    held = HeldSaves(monkeypatch)
     torch.manual_seed(0)
     model, data = Transformer(), batches(6, rows=12)
 
@@ -66,28 +82,21 @@ def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
         def rank(world: sw.World) -> list[float]:
             replica = replicas[world.rank]
             with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-
-                def save(name: str) -> None:
-                    engine.save(tmp_path / f"{name}-now")
-                    gates[world.rank].clear()
-                    waited[world.rank].clear()
-                    engine.save(tmp_path / name, wait=False)
-
                 losses = train(engine, data[:2])
                 if saves:
-                    save("stepped")
+                    held.save(engine, tmp_path / "stepped")
                 losses += train(engine, data[2:3])
                 if saves:
-                    assert waited[world.rank], "the step changed files that were not saved yet"
-                    save("edited")
+                    assert held.waited[world.rank], "the step changed files that were not saved yet"
+                    held.save(engine, tmp_path / "edited")
                     for name in (name for name, _ in model.named_parameters() if name.startswith("blocks.1.")):
                         value = engine.get(name, "exp_avg")
                         assert value is not None
                         engine.set(name, value, "exp_avg")
-                    assert waited[world.rank]
-                    save("moved")
+                    assert held.waited[world.rank]
+                    held.save(engine, tmp_path / "moved")
                     engine.reshard({**plan, "rows": {}})
-                    assert waited[world.rank]
+                    assert held.waited[world.rank]
                 losses += train(engine, data[3:])
                 if saves:
                     engine.wait_for_save()

@@ -24,6 +24,7 @@ from experts_models import (
     whole_grads,
     whole_run,
 )
+from fake_devices import WHENS, Devices, FakeGroups, FakeWork, When
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline import CLIP
@@ -64,12 +65,11 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Lamb(model.parameters(), lr=0.01)
 
 
+IDS = ["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES]
+
+
 @one_in(len(MESHES))
-@pytest.mark.parametrize(
-    ("preset", "mesh", "of_experts", "shares_memory"),
-    MESHES,
-    ids=["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES],
-)
+@pytest.mark.parametrize(("preset", "mesh", "of_experts", "shares_memory"), MESHES, ids=IDS)
 def test_every_preset_trains_as_the_whole_model(
     preset: str, mesh: dict[str, int], of_experts: dict[str, Any], shares_memory: bool
 ) -> None:
@@ -80,6 +80,42 @@ def test_every_preset_trains_as_the_whole_model(
         model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, shares_memory=shares_memory
     )
     assert_same(run, twin)
+
+
+@one_in(len(MESHES))
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize(("preset", "mesh", "of_experts"), [case[:3] for case in MESHES], ids=IDS)
+def test_on_devices_whenever_collectives_act(
+    preset: str, mesh: dict[str, int], of_experts: dict[str, Any], when: When
+) -> None:
+    """The counts of rows, the rows and their gradients are used once they have come, and not changed on their way."""
+    model, data, devices = mixture(**of_experts), batches(2, 12), Devices(when)
+    run = dealt_run(model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, devices=devices)
+    assert_same(run, whole_run(model, data, clip=0.5, after_step=update_biases))
+    assert devices.num_works == devices.num_waited
+
+
+@pytest.mark.parametrize("when", WHENS)
+@one_in(3)
+def test_on_devices_recomputed_and_accumulated(when: When) -> None:
+    devices = Devices(when)
+    race(mixture(recomputes=True, balance_loss=0.05), "zero3", {"dp": 2, "ep": 2}, accumulate=2, devices=devices)
+    assert devices.num_works == devices.num_waited
+
+
+def test_counts_of_rows_that_are_read_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are integers, by which the rows that follow are split."""
+    honest = FakeGroups.all_to_all
+
+    def hasty(self: FakeGroups, arrived: Any, sent: Any, group: Any) -> FakeWork:
+        work = honest(self, arrived, sent, group)
+        if not arrived[0].is_floating_point():
+            work.wait = lambda: None  # type: ignore[method-assign]
+        return work
+
+    monkeypatch.setattr(FakeGroups, "all_to_all", hasty)
+    with pytest.raises(RuntimeError, match=r"non-negative entries, but got split_sizes=\[.*-2"):
+        dealt_run(mixture(), batches(1, 8), "zero3", {"ep": 2}, devices=Devices("late"))
 
 
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:

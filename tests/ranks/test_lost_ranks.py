@@ -162,18 +162,8 @@ def race(
             state = {}
             x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
             engine.weigh(len(x), ROWS)
-            if loop == "train_step":
-                loss = engine.train_step(x, y, loss_fn=loss_of)
-            elif loop == "engine":
-                loss = loss_of(own(x), y)
-                engine.backward(loss)
-                engine.step()
-            else:
-                loss = loss_of(own(x), y)
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-                optimizer.step()
-                assert scheduler is not None
+            loss = step_of(loop, engine, optimizer, x, y)
+            if scheduler is not None:
                 scheduler.step()
             if engine.num_steps > step:
                 assert not engine.any_rank(False)
@@ -190,12 +180,32 @@ def race(
         assert sorted(found) == list(range(NUM_STEPS))
         wrong = [step for step in found if abs(found[step] - losses[step]) > bound * abs(losses[step])]
         assert len(wrong) <= NUM_RANKS - size, "only the loss that a rank took with it may be missing from a mean"
-        for name, whole in plain.state_dict().items():
-            value = whole * plan.get("accumulate", 1) if name == "count" else whole
-            assert (state[name].float() - value).abs().max() <= bound * max(1.0, value.abs().max()), name
+        assert_same_values(state, plain, bound, num_calls=plan.get("accumulate", 1))
     left = [path for path in folder.rglob("*") if path.is_file()]
     assert not left, "images of a job that has ended"
     return {member: result[2] for member, result in results.items()}
+
+
+def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """One iteration in the way of `loop`; returns this rank's loss."""
+    if loop == "train_step":
+        return engine.train_step(x, y, loss_fn=loss_of)
+    loss = loss_of(engine.module(x), y)
+    if loop == "engine":
+        engine.backward(loss)
+        engine.step()
+    else:
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+    return loss
+
+
+def assert_same_values(state: dict[str, Tensor], plain: nn.Module, bound: float, *, num_calls: int = 1) -> None:
+    """`num_calls`: of each rank's model in a step, of which the plain one has one."""
+    for name, whole in plain.state_dict().items():
+        value = whole * num_calls if name == "count" else whole
+        assert (state[name].float() - value).abs().max() <= bound * max(1.0, value.abs().max()), name
 
 
 CASES = [

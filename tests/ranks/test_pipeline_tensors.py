@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_devices import WHENS, Devices, When
 from pipelined import VOCAB, WIDTH, Decoder, Told, batches, rows_of, unsplit
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import Block, Transformer
 
 import shardwise as sw
+from shardwise.pipeline.messages import Channel
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -160,7 +162,7 @@ class Reading(Base):
         self.num_linear = len([one for one in self.modules() if isinstance(one, nn.Linear)])
 
 
-def race(make: Any, plan: dict[str, Any], num_ranks: int, *, rows: int = 8) -> None:
+def race(make: Any, plan: dict[str, Any], num_ranks: int, *, rows: int = 8, run: Any = run_ranks) -> None:
     torch.manual_seed(0)
     model = make()
     data = batches(4, rows, lengths=(6, 6, 4, 6))
@@ -180,7 +182,7 @@ def race(make: Any, plan: dict[str, Any], num_ranks: int, *, rows: int = 8) -> N
 
     after = make()
     after.load_state_dict(plain.params)
-    for told in run_ranks(num_ranks, rank):
+    for told in run(num_ranks, rank):
         if plan["mesh"].get("dp", 1) == 1:  # otherwise it is the loss of this rank's rows
             assert told.losses == pytest.approx(plain.losses, rel=1e-5)
             assert told.extra["eval"] == pytest.approx(after(*data[0]).item(), rel=1e-4)
@@ -206,6 +208,32 @@ def in_four(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("make", [Residual, Sequential, AuxiliaryLoss], ids=lambda make: make.__name__)
 def test_blocks_that_return_several_tensors(make: Any, plan: dict[str, Any], num_ranks: int) -> None:
     race(Micro.of(make, plan), plan, num_ranks)
+
+
+IN_TWO = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}
+
+
+@pytest.mark.parametrize("when", WHENS)
+def test_integers_and_booleans_on_devices_whenever_they_come(when: When) -> None:
+    devices = Devices(when)
+    race(Micro.of(Sequential, IN_TWO), IN_TWO, 2, run=devices.run)
+    assert devices.num_works == devices.num_waited
+
+
+def test_integers_and_booleans_that_are_read_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel as bytes, beside activations, which are waited for."""
+
+    def hasty(self: Channel, layouts: Any, micro_batch: int) -> list[Tensor]:
+        self.expect(layouts, micro_batch)
+        tensors, works = self._incoming.pop(micro_batch)
+        for tensor, work in zip(tensors, works, strict=True):
+            if tensor.is_floating_point():
+                work.wait()
+        return tensors
+
+    monkeypatch.setattr(Channel, "receive", hasty)
+    with pytest.raises(AssertionError):
+        race(Micro.of(Sequential, IN_TWO), IN_TWO, 2, run=Devices("late").run)
 
 
 class Micro(nn.Module):

@@ -22,7 +22,18 @@ from shardwise.errors import FaultError
 from shardwise.monitor import read_record
 from shardwise.sharded_model import ShardedModel
 from shardwise.state import Former
-from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
+from tests.ranks.test_lost_ranks import (
+    NUM_RANKS,
+    NUM_STEPS,
+    ROWS,
+    DiesAt,
+    Net,
+    adamw,
+    assert_same_values,
+    batches,
+    loss_of,
+    trained_alone,
+)
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, one_in, varies
 
@@ -31,6 +42,33 @@ Point = Callable[[sw.Engine, int, int, str], None]
 
 def nothing(engine: sw.Engine, member: int, step: int, point: str) -> None:
     pass
+
+
+def take_steps(engine: sw.Engine, member: int, at: Point) -> tuple[dict[int, float], list[int]]:
+    """The mean losses, by step, and the sizes of the worlds in which the steps were taken."""
+    found: dict[int, float] = {}
+    sizes: list[int] = []
+    while engine.num_steps < NUM_STEPS:
+        step = engine.num_steps
+        at(engine, member, step, "begin")
+        assert not engine.any_rank(False)
+        x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
+        engine.weigh(len(x), ROWS)
+        loss = loss_of(engine.module(x), y)
+        at(engine, member, step, "forward")
+        mean = engine.mean(loss.item())
+        at(engine, member, step, "backward")
+        engine.backward(loss)
+        at(engine, member, step, "step")
+        engine.step()
+        size = engine.world.size
+        at(engine, member, step, "log")
+        engine.log({"loss": loss.item()})
+        at(engine, member, step, "save")
+        if engine.num_steps > step:
+            found[step] = mean
+            sizes.append(size)
+    return found, sizes
 
 
 def trained(
@@ -59,27 +97,7 @@ def trained(
         engine.log({"loss": 0.0}, kind="validation")
         engine.world.barrier()
         DiesAt(deaths or {})(engine, member)
-        found, sizes = {}, []
-        while engine.num_steps < NUM_STEPS:
-            step = engine.num_steps
-            at(engine, member, step, "begin")
-            assert not engine.any_rank(False)
-            x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
-            engine.weigh(len(x), ROWS)
-            loss = loss_of(own(x), y)
-            at(engine, member, step, "forward")
-            mean = engine.mean(loss.item())
-            at(engine, member, step, "backward")
-            engine.backward(loss)
-            at(engine, member, step, "step")
-            engine.step()
-            size = engine.world.size
-            at(engine, member, step, "log")
-            engine.log({"loss": loss.item()})
-            at(engine, member, step, "save")
-            if engine.num_steps > step:
-                found[step] = mean
-                sizes.append(size)
+        found, sizes = take_steps(engine, member, at)
         state = engine.state_dict()
         engine.close()
         return found, state, sizes
@@ -89,8 +107,7 @@ def trained(
     for found, state, _ in results.values():
         wrong = [step for step, loss in found.items() if loss != pytest.approx(losses[step], rel=1e-5)]
         assert len(wrong) <= most_wrong
-        for name, whole in plain.state_dict().items():
-            assert (state[name] - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), name
+        assert_same_values(state, plain, bound=2e-6)
     steps = [line["step"] for line in read_record(run / "record.jsonl").lines if line["kind"] == "step"]
     assert steps == list(range(1, NUM_STEPS + 1))
     assert [path.name for path in images.iterdir()] == [RECORD_PATH]

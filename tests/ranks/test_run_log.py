@@ -56,7 +56,7 @@ def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path
     """One of three ranks computes longer, and one waits for its data: means, throughput, times and memory are recorded.
     A second run continues from a checkpoint, with another size and plan."""
     run, kept = tmp_path / "run", tmp_path / "kept"
-    first, again, plain = models(3), models(2), models(1)[0]
+    first, again = models(3), models(2)
     returned: list[float] = []
 
     def train(world: sw.World) -> None:
@@ -85,23 +85,40 @@ def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path
             engine.log({"loss": 1.0}, tokens=10)
 
     run_ranks(3, train)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step, told in enumerate(returned, start=1):
-        loss = loss_of(plain(torch.cat([batch(step, rank) for rank in range(3)])))
-        assert told == pytest.approx(loss.item(), rel=1e-5)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        line = lines(run, "step")[step - 1]
-        assert line["norm"] == pytest.approx(norm.item(), rel=1e-4)
-        optimizer.step()
     steps = lines(run, "step")
+    for told, line, (loss, norm) in zip(returned, steps, plain_losses_and_norms(5, num_ranks=3), strict=True):
+        assert told == pytest.approx(loss, rel=1e-5)
+        assert line["norm"] == pytest.approx(norm, rel=1e-4)
     assert [(line["step"], line["tokens"], line["rank"], line["lr"]) for line in steps] == [
         (step, 300 * step, 1.0, 0.1) for step in range(1, 6)
     ]
     assert all(line["tokens_per_second"] == pytest.approx(300 / line["seconds"], rel=1e-6) for line in steps)
     assert lines(run, "validation")[0]["loss"] == 0.5
     assert lines(run, "end")[0]["status"] == "ended"
+    check_what_three_ranks_noted(run)
+
+    run_ranks(2, go_on)
+    assert [line["step"] for line in lines(run, "step")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["tokens"] for line in lines(run, "step")][-2:] == [1520, 1540]
+    assert [(line["step"], line["world_size"]) for line in lines(run, "resume")] == [(5, 2)]
+    assert not lines(run, "step")[-1].get("rank")
+
+
+def plain_losses_and_norms(num_steps: int, *, num_ranks: int) -> list[tuple[float, float]]:
+    """By step, of one model that is given the batches of all ranks and clips to norm 1."""
+    plain = models(1)[0]
+    optimizer, found = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for step in range(1, num_steps + 1):
+        loss = loss_of(plain(torch.cat([batch(step, rank) for rank in range(num_ranks)])))
+        optimizer.zero_grad()
+        loss.backward()
+        found.append((loss.item(), float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))))
+        optimizer.step()
+    return found
+
+
+def check_what_three_ranks_noted(run: Path) -> None:
+    """The times and memory of each, where rank 2 computes longer and rank 1 waits for its data; timeline, program."""
     ranks = lines(run, "ranks")[-1]["ranks"]
     assert ranks[2]["computing"] > 0.04
     assert ranks[1]["idle"] > 0.02
@@ -115,12 +132,6 @@ def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path
     trace = json.loads((run / "timeline.json").read_text())["traceEvents"]
     assert {event["pid"] for event in trace} == {0, 1, 2}
     assert "reduce_scatter" in (run / "program.txt").read_text()
-
-    run_ranks(2, go_on)
-    assert [line["step"] for line in lines(run, "step")] == [1, 2, 3, 4, 5, 6, 7]
-    assert [line["tokens"] for line in lines(run, "step")][-2:] == [1520, 1540]
-    assert [(line["step"], line["world_size"]) for line in lines(run, "resume")] == [(5, 2)]
-    assert not lines(run, "step")[-1].get("rank")
 
 
 def table(path: Path) -> list[dict[str, str]]:

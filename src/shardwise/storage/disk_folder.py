@@ -44,7 +44,7 @@ def open_disk(
     def open_with_room() -> None:
         nonlocal disk
         if disk is None or not disk.is_in(named):
-            own = world.rank_device if device.type == world.rank_device.device.type != "cpu" else None
+            own = world.rank_device if device.type == world.rank_device.device.type else None
             folder = folder_of(named)
             disk = DiskMemory(folder, world.rank, own, _queue_for(folder), job=of_ranks[0]["job"], named=named)
         disk.has_checksums = plan.disk_checksums
