@@ -149,7 +149,7 @@ class DiskFile:
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Bytes `start` to `stop`, so divided that no part is of two blocks."""
-        parts = []
+        parts: list[tuple[int, int]] = []
         for first, last in requests(start, stop, self.queue.block_bytes):
             edges = [first, self._cut, last] if first < self._cut < last else [first, last]
             parts += pairwise(edges)
