@@ -385,10 +385,13 @@ class FakeCopy:
                 self._fill()
 
     def land(self) -> None:
-        """The host goes on after it."""
+        """The host goes on after it, and what it queues on the device from then on finds what was fetched."""
         if not self.is_landed:
             if not self.is_evict or not self.is_ordered:
                 self.check_source()
+            if not self.is_evict and not self.is_ordered:
+                self.is_ordered = True
+                self.accelerator.count_waited()
             self.is_landed = True
             self._fill()
 
