@@ -385,10 +385,13 @@ class FakeCopy:
                 self._fill()
 
     def land(self) -> None:
-        """The host has waited for this copy."""
+        """The host has waited for this copy: what it queues on the device from now on finds what was fetched."""
         if not self.is_landed:
             if not self.is_evict or not self.is_ordered:
                 self.check_source()
+            if not self.is_evict and not self.is_ordered:
+                self.is_ordered = True
+                self.accelerator.count_waited()
             self.is_landed = True
             self._fill()
 

@@ -21,7 +21,7 @@ from sequences import batches as sequence_batches
 from split_models import Transformer as SplitTransformer
 from test_late_early import run_on_devices
 from torch import nn
-from twins import Transformer, adamw, batches, sharded_run
+from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 from shardwise.activations import offload, stores
 from shardwise.errors import CommError
@@ -142,6 +142,18 @@ def test_comes_to_the_same(name: str, policy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", WHENS)
 def test_trains_the_same_whenever_copies_are_done(when: When) -> None:
     assert not is_found(when)
+
+
+@pytest.mark.parametrize("when", WHENS)
+def test_trains_the_same_whenever_copies_from_and_to_pages_of_files_are_done(
+    when: When, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations, parameters and states on a disk, on devices."""
+    monkeypatch.setattr(offload, "SMALL_BYTES", 64)
+    torch.manual_seed(0)
+    model, data = Transformer(num_blocks=4), batches(3)
+    plan = {"rows": {"param": {"tier": "disk"}}, "activations": "disk", "disk": str(tmp_path)}
+    assert_same(run_on_devices(Devices(when), model, data, ("infinity", 2, None), **plan), plain_run(model, data))
 
 
 @pytest.mark.parametrize("what", ["wait", "copy", "buffer"])
