@@ -329,6 +329,17 @@ def test_verify_names_the_first_module_that_differs() -> None:
         verified(MixingBlock, {"plan": {"up": "column", "down": "row"}})
 
 
+def test_verify_in_stages_is_refused_before_anything_changes() -> None:
+    models = [seeded(Transformer) for _ in range(4)]
+    before = {name: value.clone() for name, value in models[0].state_dict().items()}
+    plan = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": {**TENSOR, "verify": True}}
+    with pytest.raises(ConfigError, match=r"tensor.verify compares the whole model, .* pp left out of the mesh"):
+        run_ranks(4, lambda world: sw.shard(models[world.rank], plan, world=world))
+    for model in models:
+        assert model.blocks[0].attn.num_heads == 4
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize(("preset", "precision"), [("zero3", "bf16"), ("zero1", "fp16")])
 def test_narrow_precisions(preset: str, precision: str) -> None:
     """Equal within half precision; all ranks take the same decisions."""
