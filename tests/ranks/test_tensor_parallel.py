@@ -340,22 +340,23 @@ def test_verify_in_stages_is_refused_before_anything_changes() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("preset", "precision"), [("zero3", "bf16"), ("zero1", "fp16")])
-def test_narrow_precisions(preset: str, precision: str) -> None:
-    """Equal within half precision; all ranks take the same decisions."""
-    scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1}} if precision == "fp16" else {}
-    runs = sharded(Transformer, preset, TENSOR, precision=precision, **scale)
+def test_bf16_stays_near_the_unsplit_model() -> None:
+    """fp16: `test_fp16_splits.py`."""
+    runs = sharded(Transformer, "zero3", TENSOR, precision="bf16")
     twin = plain(seeded(Transformer), 2)
     for run in runs:
         assert run["norms"] == runs[0]["norms"]
-        if precision == "fp16":  # so large a scale overflows, and no rank takes a step
-            assert not any(map(math.isfinite, run["norms"]))
-            assert all(
-                torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items()
-            )
-        else:
-            assert run["losses"] == pytest.approx(twin["losses"], rel=2e-2)
-            assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
+        assert run["losses"] == pytest.approx(twin["losses"], rel=2e-2)
+        assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
+
+
+def test_a_scale_that_overflows_in_fp16_changes_nothing() -> None:
+    scale = {"initial": 2.0**40, "hysteresis": 1}
+    runs = sharded(Transformer, "zero1", TENSOR, precision="fp16", loss_scale=scale)
+    for run in runs:
+        assert run["norms"] == runs[0]["norms"]
+        assert not any(map(math.isfinite, run["norms"]))
+        assert all(torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items())
 
 
 def test_a_rehearsal_and_an_evaluation() -> None:
