@@ -129,6 +129,13 @@ def test_every_preset_trains_as_the_unsplit_model(preset: str, tied: bool) -> No
     assert_equal(sharded(build, preset, TENSOR), plain(seeded(build), 2))
 
 
+@pytest.mark.parametrize("hosts", [None, "aaaabbbb"], ids=["one-host", "two-hosts"])
+@pytest.mark.parametrize("preset", ["hsdp", "hpz"])
+def test_presets_of_two_axes(preset: str, hosts: str | None) -> None:
+    mesh = {"node": 2, "local": 2, "tp": 2}
+    assert_equal(sharded(Transformer, preset, TENSOR, dp=4, hosts=hosts, mesh=mesh), plain(seeded(Transformer), 4))
+
+
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_without_shared_memory_and_without_data_axes(preset: str) -> None:
     assert_equal(sharded(Transformer, preset, TENSOR, dp=1, shares_memory=False), plain(seeded(Transformer)))
