@@ -17,7 +17,8 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, RankTotal, share_totals
 from shardwise.mesh import Mesh
-from shardwise.pipeline import StageLayout
+from shardwise.pipeline import AXIS as STAGES
+from shardwise.pipeline import StageLayout, has_pipeline
 from shardwise.placement import Box
 from shardwise.runtime import named_tensors
 from shardwise.storage import LabelledTable, tables_for
@@ -93,6 +94,11 @@ def split_of(
         return None
     if plan.compile is not None:
         raise ConfigError(f"compile needs units whose modules do not communicate. Leave it out of a plan with {AXIS}.")
+    if plan.tensor.verify and has_pipeline(mesh):
+        raise ConfigError(
+            f"tensor.verify compares the whole model, and along {STAGES} a rank has only a stage of it. Check the "
+            f"model once with {STAGES} left out of the mesh, then train without tensor.verify."
+        )
     excluded = [found.path for found in experts.modules] if experts is not None else []
     return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), excluded)
 

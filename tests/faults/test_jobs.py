@@ -95,6 +95,33 @@ def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: P
         assert codes[rank] == 1
 
 
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_stage_that_is_killed_in_the_middle_of_a_step_is_named(victim: int, tmp_path: Path) -> None:
+    """Its neighbours wait for its messages, and the others for theirs."""
+    before = set(Path("/dev/shm").glob("*"))
+    codes = run_plainly(3, f"stage {victim}", tmp_path)
+    assert not left_behind(before)
+    assert codes[victim] == -9
+    for rank in {0, 1, 2} - {victim}:
+        seconds, kind, text = told(tmp_path, rank)
+        assert kind == f"lost ({victim},)", text
+        assert f"Rank {victim} is gone" in text
+        assert seconds < SOON_SECONDS
+        assert codes[rank] == 1
+
+
+def test_a_first_stage_that_is_killed_with_the_store_is_named(tmp_path: Path) -> None:
+    """The last stage has no link to the first, and its neighbour ends because of it."""
+    codes = run_plainly(3, "stage 0", tmp_path)
+    assert codes == [-9, 1, 1]
+    seconds, kind, text = told(tmp_path, 1)
+    assert kind == "lost (0,)", text
+    assert seconds < SOON_SECONDS
+    seconds, _, text = told(tmp_path, 2)
+    assert "Rank 0 is gone" in text or "rank 0, which usually keeps it, may have been lost first" in text
+    assert seconds < 2 * SOON_SECONDS
+
+
 @pytest.mark.parametrize(
     ("fault", "expected", "words"),
     [

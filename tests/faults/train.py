@@ -1,6 +1,8 @@
 """Run by `test_jobs.py` on real processes: a small training that something happens to.
 
-train.py FAULT OUT     FAULT: none, kill, raise, skip or restart; OUT: a folder
+train.py FAULT OUT     FAULT: none, kill, raise, skip, restart, or "stage N"; OUT: a folder
+
+"stage N": each rank has a stage of the model, and the one of rank N is killed in a forward in the middle of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import shardwise as sw
 from shardwise.errors import FaultError
 from shardwise.launch import StopRequest
 
-NUM_STEPS = 8
+NUM_STEPS, NUM_MICRO_BATCHES = 8, 4
 
 
 def main(fault: str, out: Path) -> None:
@@ -27,9 +29,14 @@ def main(fault: str, out: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine = sw.shard(model, {"preset": "zero3", "units": {"class": "Linear"}}, optimizer=optimizer, world=world)
+    in_stages = fault.startswith("stage")
+    split = {"mesh": {"pp": world.size}, "accumulate": NUM_MICRO_BATCHES} if in_stages else {"preset": "zero3"}
+    engine = sw.shard(model, {**split, "units": {"class": "Linear"}}, optimizer=optimizer, world=world)
     try:
-        train(engine, fault, out)
+        if in_stages:
+            train_stages(engine, victim=int(fault.split()[1]), out=out)
+        else:
+            train(engine, fault, out)
     except FaultError as error:
         told = f"{time.time()}\n{error.kind} {error.ranks}\n{error}"
         (out / f"told-{world.rank}").write_text(told)
@@ -59,6 +66,22 @@ def train(engine: sw.Engine, fault: str, out: Path) -> None:
                     engine.save(out / "checkpoints")
     engine.close()
     engine.world.close()
+
+
+def train_stages(engine: sw.Engine, victim: int, out: Path) -> None:
+    """The victim dies in a forward in the middle of step 2, while messages to and from it are under way."""
+    num_forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+        if num_forwards == 2 * NUM_MICRO_BATCHES + 3:
+            befall(engine, "kill", out)
+
+    if engine.world.rank == victim:
+        next(module for module in engine.module.modules() if isinstance(module, nn.Linear)).register_forward_hook(count)
+    for _ in range(NUM_STEPS):
+        engine.train_step(torch.ones(4 * NUM_MICRO_BATCHES, 16), loss_fn=lambda output: output.square().mean())
 
 
 def befall(engine: sw.Engine, fault: str, out: Path) -> None:

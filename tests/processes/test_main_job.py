@@ -13,7 +13,7 @@ import pytest
 import warm
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.monitor import Record, read_record
-from tests.thorough import thorough_only
+from tests.thorough import one_in, thorough_only
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "stdlib_gpt" / "train.py"
@@ -65,6 +65,20 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6, 7, 8]
     resumed = [line for line in record(out).lines if line["kind"] == "resume"]
     assert [(line["step"], line["world_size"]) for line in resumed] == [(6, 1)]
+
+
+@one_in(3)
+@pytest.mark.parametrize(("plan", "nproc"), [("3d", 8), ("tp", 4), ("pp", 4)])
+def test_the_plans_of_the_example_train_as_one_process_does(plan: str, nproc: int, tmp_path: Path) -> None:
+    """As `make train PLAN=3d NPROC=8 STEPS=2` runs it, with a smaller model of as many heads, in fp32."""
+    size = ("--steps", "2", "--heads", "5", "--width", "40", "--batch", "16", "--set", "precision=fp32")
+    split = run(tmp_path / plan, *size, "--plan", str(SCRIPT.with_name(f"{plan}.yaml")), nproc=nproc)
+    assert split.returncode == 0, split.stderr
+    alone = run(tmp_path / "alone", *size, "--plan", "ddp", nproc=1)
+    assert alone.returncode == 0, alone.stderr
+    expected = losses(tmp_path / "alone")
+    assert [step for step, _ in expected] == [1, 2]
+    assert losses(tmp_path / plan) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
 
 
 def test_a_second_job_in_the_same_folder_touches_nothing(tmp_path: Path) -> None:

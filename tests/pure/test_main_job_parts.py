@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.placement import mesh_for, table_for
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -71,6 +72,28 @@ def test_hints_are_in_the_words_of_the_command(
 )
 def test_each_plan_has_a_folder_of_its_own(job: ModuleType, plan: str, out: str | None, folder: str) -> None:
     assert job.folder_of(argparse.Namespace(plan=plan, out=out)) == Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_ranks", "mesh"),
+    [
+        ("3d", 8, {"pp": 2, "dp": 2, "tp": 2}),
+        ("3d", 4, {"pp": 2, "dp": 1, "tp": 2}),
+        ("tp", 4, {"dp": 2, "tp": 2}),
+        ("tp", 8, {"dp": 4, "tp": 2}),
+        ("pp", 4, {"pp": 2, "dp": 2}),
+        ("pp", 8, {"pp": 2, "dp": 4}),
+    ],
+)
+def test_the_plans_beside_the_job_fit_the_ranks_that_they_name(
+    job: ModuleType, plan: str, num_ranks: int, mesh: dict[str, int]
+) -> None:
+    """As the job loads them, with its own wishes."""
+    path = REPOSITORY / "examples" / "stdlib_gpt" / f"{plan}.yaml"
+    loaded = job.load_plan(argparse.Namespace(plan=str(path), set=[], out=None))
+    found = mesh_for(loaded, num_ranks)
+    assert {axis: found.size(axis) for axis in found.axes} == mesh
+    table_for(loaded, found)
 
 
 def make_train(*settings: str, dry: bool) -> subprocess.CompletedProcess[str]:

@@ -296,10 +296,10 @@ def test_beside_stages(preset: str, schedule: str, mesh: dict[str, int]) -> None
 
 
 class CutBlock(split_models.Block):
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, balance_loss: float = 0.05) -> None:
         super().__init__(width, num_heads)
         del self.up, self.down
-        self.moe = MoE(width, 20, 5, balance_loss=0.05)
+        self.moe = MoE(width, 20, 5, balance_loss=balance_loss)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -336,10 +336,12 @@ def test_with_split_attention(preset: str, mesh: dict[str, int]) -> None:
 class SplitMixture(nn.Module):
     """A mixture that takes position ids, like models with split sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_cut_blocks: bool = False) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(sequences.TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(ExpertBlock(WIDTH, balance_loss=0.05) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            CutBlock(WIDTH, 4) if has_cut_blocks else ExpertBlock(WIDTH, balance_loss=0.05) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
@@ -357,13 +359,48 @@ class SplitMixture(nn.Module):
 def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, data = SplitMixture(), sequences.batches(3)
+    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, read_grads=whole_grads)
+    sequences.assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
 
-    def loss_of(called: Any, batch: sequences.Batch) -> Tensor:
-        loss: Tensor = called(**batch)
-        return loss
 
-    run = sequences.split_run(model, data, preset, mesh, loss_of=loss_of, read_grads=whole_grads)
-    sequences.assert_same(run, sequences.whole_run(model, data, loss_of=loss_of))
+def own_loss(called: Any, batch: sequences.Batch) -> Tensor:
+    loss: Tensor = called(**batch)
+    return loss
+
+
+ATTENTION = {**TENSOR, "plan": {name: rule for name, rule in TENSOR["plan"].items() if ".attn." in name}}
+
+
+@one_in(2)
+@pytest.mark.parametrize(
+    ("preset", "mesh"), [("zero1", {"tp": 2, "sp": 2, "ep": 2}), ("zero3", {"ep": 2, "sp": 2, "tp": 2})]
+)
+def test_beside_split_sequences_and_split_attention(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, data = SplitMixture(has_cut_blocks=True), sequences.batches(2)
+    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, read_grads=whole_grads, tensor=ATTENTION)
+    sequences.assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
+
+
+class CutDecoder(pipelined.Decoder):
+    """Every block has attention that can be split, and experts without a loss of their router."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=0)
+        self.blocks.extend(CutBlock(pipelined.WIDTH, 4, balance_loss=0.0) for _ in range(2))
+
+
+@one_in(2)
+@pytest.mark.parametrize(
+    ("preset", "schedule", "mesh"),
+    [("zero1", "1f1b", {"pp": 2, "tp": 2, "ep": 2}), ("zero3", "zb-h1", {"pp": 2, "ep": 2, "tp": 2})],
+)
+def test_beside_stages_and_split_attention(preset: str, schedule: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, data = CutDecoder(), pipelined.batches(2, 16)
+    twin = pipelined.unsplit(model, data, clip=CLIP)
+    runs = pipelined_run(model, mesh, data, preset=preset, tensor=ATTENTION, pipeline={"schedule": schedule})
+    assert_same_in_stages(runs, twin)
 
 
 # -- whole tensors ----------------------------------------------------------------------------------------

@@ -129,6 +129,13 @@ def test_every_preset_trains_as_the_unsplit_model(preset: str, tied: bool) -> No
     assert_equal(sharded(build, preset, TENSOR), plain(seeded(build), 2))
 
 
+@pytest.mark.parametrize("hosts", [None, "aaaabbbb"], ids=["one-host", "two-hosts"])
+@pytest.mark.parametrize("preset", ["hsdp", "hpz"])
+def test_presets_of_two_axes(preset: str, hosts: str | None) -> None:
+    mesh = {"node": 2, "local": 2, "tp": 2}
+    assert_equal(sharded(Transformer, preset, TENSOR, dp=4, hosts=hosts, mesh=mesh), plain(seeded(Transformer), 4))
+
+
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_without_shared_memory_and_without_data_axes(preset: str) -> None:
     assert_equal(sharded(Transformer, preset, TENSOR, dp=1, shares_memory=False), plain(seeded(Transformer)))
@@ -329,22 +336,34 @@ def test_verify_names_the_first_module_that_differs() -> None:
         verified(MixingBlock, {"plan": {"up": "column", "down": "row"}})
 
 
-@pytest.mark.parametrize(("preset", "precision"), [("zero3", "bf16"), ("zero1", "fp16")])
-def test_narrow_precisions(preset: str, precision: str) -> None:
-    """Equal up to half precision; all ranks take the same decisions."""
-    scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1}} if precision == "fp16" else {}
-    runs = sharded(Transformer, preset, TENSOR, precision=precision, **scale)
+def test_verify_in_stages_is_refused_before_anything_changes() -> None:
+    models = [seeded(Transformer) for _ in range(4)]
+    before = {name: value.clone() for name, value in models[0].state_dict().items()}
+    plan = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": {**TENSOR, "verify": True}}
+    with pytest.raises(ConfigError, match=r"tensor.verify compares the whole model, .* pp left out of the mesh"):
+        run_ranks(4, lambda world: sw.shard(models[world.rank], plan, world=world))
+    for model in models:
+        assert model.blocks[0].attn.num_heads == 4
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_bf16_stays_near_the_unsplit_model() -> None:
+    """fp16: `test_fp16_splits.py`."""
+    runs = sharded(Transformer, "zero3", TENSOR, precision="bf16")
     twin = plain(seeded(Transformer), 2)
     for run in runs:
         assert run["norms"] == runs[0]["norms"]
-        if precision == "fp16":  # so large a scale overflows, and no rank takes a step
-            assert not any(map(math.isfinite, run["norms"]))
-            assert all(
-                torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items()
-            )
-        else:
-            assert run["losses"] == pytest.approx(twin["losses"], rel=2e-2)
-            assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
+        assert run["losses"] == pytest.approx(twin["losses"], rel=2e-2)
+        assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
+
+
+def test_a_scale_that_overflows_in_fp16_changes_nothing() -> None:
+    scale = {"initial": 2.0**40, "hysteresis": 1}
+    runs = sharded(Transformer, "zero1", TENSOR, precision="fp16", loss_scale=scale)
+    for run in runs:
+        assert run["norms"] == runs[0]["norms"]
+        assert not any(map(math.isfinite, run["norms"]))
+        assert all(torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items())
 
 
 def test_a_rehearsal_and_an_evaluation() -> None:

@@ -292,7 +292,7 @@ class Watchdog:
             fault = disappearance(
                 self._lost.rank,
                 None,
-                f"{self._lost} The store is gone too: {why}",
+                f"{self._lost} {self._store_is_gone(why)}",
                 mine,
                 self._lost_host(self._lost.rank),
             )
@@ -301,6 +301,12 @@ class Watchdog:
         else:
             return
         self._deliver(replace(fault, origin=mine.rank))
+
+    def _store_is_gone(self, why: str) -> str:
+        """A rank that ended because another one was gone looks lost as well once nobody can read what it reported."""
+        if self._board.outlives_ranks or self._lost is None or self._lost.rank == 0:
+            return f"The store is gone too: {why}"
+        return f"The store is gone too, so rank 0, which usually keeps it, may have been lost first: {why}"
 
     def deliver(self, fault: Fault) -> None:
         """Set a fault that other code has found. From any thread; the first fault counts."""
