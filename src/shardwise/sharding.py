@@ -258,9 +258,9 @@ def lay(
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
+    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     disk = designed.open_disk(world, model, values.device, updates)
     log_fitted(fitted, world)
-    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     views = _view_check(model, designed)
     staged = None
     if designed.stages is not None:

@@ -347,6 +347,20 @@ def test_verify_in_stages_is_refused_before_anything_changes() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_verify_refuses_dropout_before_a_disk_folder_is_locked(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8)) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "rows": {"optim": {"tier": "disk"}}, "disk": str(tmp_path)}
+    tensor = {"plan": {"0": "column", "2": "row"}, "verify": True}
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        sw.shard(model, {**plan, "tensor": tensor}, optimizer=torch.optim.AdamW(model.parameters()), world=world)
+
+    with pytest.raises(ConfigError, match="verify cannot compare outputs with dropout"):
+        run_ranks(2, rank)
+    assert not list(tmp_path.iterdir())
+
+
 def test_bf16_stays_near_the_unsplit_model() -> None:
     """fp16: `test_fp16_splits.py`."""
     runs = sharded(Transformer, "zero3", TENSOR, precision="bf16")
