@@ -429,6 +429,54 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     assert rows[-1]["Train/Samples/eval_loss"] < wanted[0]
 
 
+class Counted(nn.Linear):
+    """A layer that counts its forwards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(super().forward(x))
+
+
+def counted_layers(interval: int, **options: Any) -> deepspeed.PipelineModule:
+    torch.manual_seed(1)
+    return deepspeed.PipelineModule(
+        [nn.Embedding(VOCAB, 16), *(Counted(16) for _ in range(6)), torch.tanh, nn.Linear(16, VOCAB)],
+        num_stages=2,
+        loss_fn=cross_entropy,
+        activation_checkpoint_interval=interval,
+        **options,
+    )
+
+
+def one_step(world: sw.World, model: nn.Module, section: dict[str, int]) -> tuple[set[int], list[float | None]]:
+    """How often each of this rank's counted layers has run in a step; the loss and the gradients' norm."""
+    micros = torch.randint(VOCAB, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))
+    config = {**CONFIG, "zero_optimization": {"stage": 1}, "pipeline": section}
+    engine, *_ = deepspeed.initialize(model=model, config=config, world=world)
+    loss = engine.train_batch(iter([(tokens, tokens.roll(1, 1)) for tokens in micros]))
+    calls = {layer.calls for layer in engine.module.modules() if type(layer) is Counted}
+    return calls, [loss.item(), engine.get_global_grad_norm()]
+
+
+@pytest.mark.parametrize(("interval", "section"), [(1, {}), (2, {}), (9, {"activation_checkpoint_interval": 2})])
+def test_runs_of_layers_are_computed_again(interval: int, section: dict[str, int]) -> None:
+    """On each of two stages, once for each of two micro-batches, and once more in its backward."""
+    kept, again = [[counted_layers(every) for _ in range(2)] for every in (0, interval)]
+    others = [counted_layers(interval, checkpointable_layers=["Embedding"]) for _ in range(2)]
+
+    def rank_of(world: sw.World) -> None:
+        calls, expected = one_step(world, kept[world.rank], {})
+        assert calls == {2}
+        assert one_step(world, again[world.rank], section) == ({4}, expected)
+        assert one_step(world, others[world.rank], section) == ({2}, expected)
+
+    run_ranks(2, rank_of)
+
+
 def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch sizes and loops of DeepSpeed scripts belong to one world size."""
     needing: list[int] = []

@@ -71,6 +71,8 @@ class TranslatedConfig:
     notes: tuple[Note, ...] = field(default=())
     monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The enabled trackers, by their names in shardwise, with options such as where they write."""
+    recomputed_run: int = 0
+    """`pipeline.activation_checkpoint_interval`, which replaces that of a `PipelineModule` if it is not 0."""
 
     @property
     def global_batch(self) -> int:
@@ -148,6 +150,7 @@ def read_config(
         values.get("steps_per_print"),
         tuple(notes),
         _monitors(values),
+        values.count_or_0("pipeline.activation_checkpoint_interval"),
     )
 
 
@@ -183,6 +186,10 @@ class _Values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{path} is {value!r}; it must be an integer of at least 1.")
         return value
+
+    def count_or_0(self, path: str) -> int:
+        """A positive integer, or 0."""
+        return 0 if self.get(path) == 0 else self.count(path) or 0
 
     def text(self, path: str) -> str | None:
         """Text, or `None` if it is not set."""

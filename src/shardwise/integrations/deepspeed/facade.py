@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
@@ -63,7 +62,7 @@ def _modules() -> dict[str, dict[str, Any]]:
     own_zero = {name: getattr(zero, name) for name in ("Init", "GatheredParameters", "register_external_parameter")}
     pipeline = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
     lr_schedules = {name: kind for name, kind in vars(schedules).items() if name in schedules.SCHEDULES}
-    checkpointing = {"checkpoint": recompute, "configure": configure_recomputing, "is_configured": lambda: True}
+    checkpointing = {"checkpoint": pipe.recompute, "configure": configure_recomputing, "is_configured": lambda: True}
     comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
     return {
         "deepspeed": {
@@ -205,11 +204,6 @@ def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None 
     """Log `message` if `force` is true. For figures use `engine.shardwise.memory()`."""
     if force:
         log_dist(message, ranks)
-
-
-def recompute(function: Any, *args: Any) -> Any:
-    """`function(*args)`, whose activations are recomputed in the backward."""
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 def configure_recomputing(mpu_: object, *args: object, **options: object) -> None:

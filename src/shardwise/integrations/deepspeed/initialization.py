@@ -75,6 +75,8 @@ def initialize(
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
+        if isinstance(model, PipelineModule) and translated.recomputed_run:
+            model.activation_checkpoint_interval = translated.recomputed_run
         kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
         engine = kind(inner, translated, made, schedule, collate_fn)
     except BaseException as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
@@ -15,6 +17,11 @@ from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
+
+
+def recompute(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose activations are recomputed in the backward."""
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 class LayerSpec:
@@ -54,7 +61,10 @@ class PipelineModule(nn.Sequential):
     """A sequence of layers: modules, specs or functions. Each gets the output of the one before.
 
     They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) with about equal numbers of parameters.
-    `loss_fn(output, label)` computes the loss of a micro-batch. Raises `ConfigError` for unsupported options.
+    `loss_fn(output, label)` computes the loss of a micro-batch. With `activation_checkpoint_interval=N`, each run of N
+    layers of a stage that has parameters keeps only its input, and is computed again in the backward: by
+    `activation_checkpoint_func(function, *inputs)`, and only if the classes of all its layers are among
+    `checkpointable_layers`, if these are given. Raises `ConfigError` for unsupported options.
     """
 
     def __init__(
@@ -66,6 +76,8 @@ class PipelineModule(nn.Sequential):
         seed_layers: bool = False,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = recompute,
+        checkpointable_layers: Iterable[str] | None = None,
         **options: object,
     ) -> None:
         if num_stages is None or topology is not None:
@@ -84,11 +96,43 @@ class PipelineModule(nn.Sequential):
                 f"partition_method is {partition_method!r}; it must be 'parameters' or 'best'. List other stages in "
                 f"a shardwise plan: pipeline: {{stages: [[...], [...]]}}."
             )
+        if activation_checkpoint_interval < 0:
+            raise ConfigError(
+                f"activation_checkpoint_interval is {activation_checkpoint_interval}; it must be a number of layers, "
+                f"or 0 to recompute nothing."
+            )
         first_of_key: dict[str, nn.Module] = {}
         super().__init__(*(_built_layer(layer, first_of_key) for layer in layers))
         self.num_stages = num_stages
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+
+    def forward(self, value: Any) -> Any:
+        """The output of the last layer."""
+        for layers in self._runs():
+            if self._is_recomputed(layers):
+                is_tuple = isinstance(value, tuple)
+                inputs = value if is_tuple else (value,)
+                value = self.activation_checkpoint_func(partial(_computed, layers, is_tuple), *inputs)
+            else:
+                value = _computed(layers, False, value)
+        return value
+
+    def _runs(self) -> Iterator[list[nn.Module]]:
+        """The layers in runs of `activation_checkpoint_interval`, which begin anew where a pipeline stage begins."""
+        for is_here, group in groupby(self, _is_here):
+            layers = list(group)
+            size = self.activation_checkpoint_interval if is_here else 0
+            yield from (layers[at : at + size] for at in range(0, len(layers), size)) if size else [layers]
+
+    def _is_recomputed(self, layers: list[nn.Module]) -> bool:
+        if not self.activation_checkpoint_interval or not _is_here(layers[0]):
+            return False
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        return any(True for layer in layers for _ in layer.parameters())
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -156,6 +200,18 @@ class PipelineEngine(DeepSpeedEngine):
                 f"The data ended after {len(pairs)} of {count} micro-batches (gradient_accumulation_steps)."
             )
         return [_to(pair[0], self.device) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
+
+
+def _computed(layers: list[nn.Module], is_tuple: bool, *inputs: Any) -> Any:
+    value = inputs if is_tuple else inputs[0]
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _is_here(layer: nn.Module) -> bool:
+    """Whether a layer is in the running stage. What stands for one of another stage has that one's `__class__`."""
+    return type(layer) is layer.__class__
 
 
 class _Function(nn.Module):
