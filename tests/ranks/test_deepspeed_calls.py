@@ -6,6 +6,7 @@ import argparse
 import copy
 import csv
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,49 @@ def test_refusals(tmp_path: Path) -> None:
             deepspeed.utils.safe_get_full_grad(nn.Parameter(torch.ones(1)))
 
     run_ranks(1, checkpoints)
+
+
+def test_arguments_of_init_distributed_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: calls.append((args, options)))
+    options = {"timeout": timedelta(hours=1), "init_method": "tcp://localhost:2", "rank": 1, "world_size": 3}
+    deepspeed.init_distributed("gloo", distributed_port=2, verbose=False, **options)
+    assert calls == [(("gloo",), options)]
+    with pytest.raises(StateError, match="needs a process group"):
+        deepspeed.init_distributed(dist_init_required=False)
+    with pytest.raises(TypeError, match="time_out"):
+        deepspeed.init_distributed(time_out=3)
+
+
+def test_arguments_without_effect_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={"optimizer": options}, world=world)
+        for _ in range(2):
+            engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        with pytest.raises(CheckpointError, match=r"custom_load_fn=.* is not supported"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
+        with pytest.raises(TypeError, match="unknown"):
+            engine.load_checkpoint(tmp_path, unknown=1)
+        with pytest.raises(TypeError, match="unknown"):
+            engine.backward(torch.ones(()), unknown=1)
+
+    run_ranks(1, rank_of)
+    said = capsys.readouterr().out
+    assert said.count("exclude_frozen_parameters=True) saves frozen parameters, too") == 1
+    assert "optimizer.params.fp32_optimizer_states: not needed; states always have" in said
+
+
+@pytest.mark.parametrize("route", ["train", "eval"])
+def test_loaders_shuffle_what_is_trained_on(route: str) -> None:
+    def rank_of(world: sw.World) -> bool:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={}, world=world)
+        samples = [sample.item() for sample in engine.deepspeed_io(list(range(64)), route=route)]
+        assert sorted(samples) == list(range(world.rank, 64, 2)) or route == "train"
+        return samples == sorted(samples)
+
+    assert run_ranks(RANKS, rank_of) == [route == "eval"] * RANKS
 
 
 class Tokens(nn.Embedding):

@@ -29,6 +29,10 @@ _COMET_OPTIONS = ("project", "workspace", "api_key", "experiment_key", "mode")
 SAMPLES_LOG_INTERVAL = "samples_log_interval"
 """An option of `TranslatedConfig.monitors` that trackers do not have: the least number of samples between two values of
 one event."""
+_STATES_AS_WEIGHTS = (
+    "states always have the dtype of the weights that are updated, as DeepSpeed's with false; smaller ones: "
+    "sw.optim.AdamW(state_dtype='bf16')"
+)
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
@@ -139,13 +143,16 @@ def read_config(
     micro_batch, accumulate = _batches(values, sizes.replicas)
     if accumulate > 1:
         plan["accumulate"] = accumulate
+    optimizer = values.named("optimizer")
+    if optimizer is not None and optimizer.params.get("fp32_optimizer_states") is False:
+        notes.append(Note("optimizer.params.fp32_optimizer_states", FieldStatus.NOT_NEEDED, _STATES_AS_WEIGHTS))
     return TranslatedConfig(
         plan,
         micro_batch,
         accumulate,
         sizes.replicas,
         int(values.number("zero_optimization.stage")),
-        values.named("optimizer"),
+        optimizer,
         values.named("scheduler"),
         values.get("steps_per_print"),
         tuple(notes),

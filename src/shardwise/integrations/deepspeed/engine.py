@@ -65,6 +65,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._config = config
         self._last_was_skipped = False
+        self._has_noted_frozen = False
         described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
         self.monitor = Monitor(
             config.monitors,
@@ -92,9 +93,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         """The model's forward."""
         return self.shardwise(*inputs, **kwargs)
 
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_unused: object
-    ) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of `loss`, averaged over ranks and, unless `scale_wrt_gas` is false, over micro-batches.
 
         Returns the loss, divided by the number of micro-batches if the gradients are.
@@ -180,23 +179,27 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int = 0,
+        route: str = "train",
+        pin_memory: bool = True,
         data_sampler: Any = None,
-        **_unused: object,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A data loader of this rank's share of `dataset`, in micro-batches of the config's size."""
+        """A data loader of this rank's share of `dataset`, in micro-batches of the config's size.
+
+        It shuffles if `route` is `train`, and not for `eval` and `predict`.
+        """
         index, count = self.shardwise.data_ranks
         sampler = data_sampler
         if sampler is None and hasattr(dataset, "__len__"):
-            sampler = DistributedSampler(dataset, num_replicas=count, rank=index, shuffle=True)
+            sampler = DistributedSampler(dataset, num_replicas=count, rank=index, shuffle=route == "train")
         return DataLoader(
             dataset,
             batch_size=batch_size or self._config.micro_batch,
             sampler=sampler,
             collate_fn=collate_fn or self.collate_fn,
-            num_workers=num_local_io_workers,
-            pin_memory=self.device.type != "cpu",
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type != "cpu",
         )
 
     # -- checkpoints --------------------------------------------------------------------------------------
@@ -212,8 +215,15 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         """Write `save_dir/tag` (by default `global_stepN`), and its name to `save_dir/latest`. All ranks call.
 
         This is a shardwise checkpoint, from which any world size, stage and precision resumes. `client_state` may
-        contain numbers, text, lists, dicts and tensors.
+        contain numbers, text, lists, dicts and tensors. Frozen parameters are always saved; a note says so if they are
+        to be excluded.
         """
+        if exclude_frozen_parameters and self.global_rank == 0 and not self._has_noted_frozen:
+            self._has_noted_frozen = True
+            print(
+                "shardwise: save_checkpoint(exclude_frozen_parameters=True) saves frozen parameters, too, because "
+                "checkpoints are complete. For the others alone use save_16bit_model(exclude_frozen_parameters=True)."
+            )
         folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
         if save_latest and self.global_rank == 0:
@@ -231,13 +241,18 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        **_unused: object,
+        custom_load_fn: object | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load `load_dir/tag`, by default the latest one. All ranks call.
 
         Returns the folder and the saved `client_state`, or `(None, {})` if there is no checkpoint. Raises
         `CheckpointError` for a checkpoint written by DeepSpeed itself; `shardwise convert` converts it.
         """
+        if custom_load_fn is not None:
+            raise CheckpointError(
+                "load_checkpoint(custom_load_fn=...) is not supported, because no rank has the whole state. Change "
+                "parameters after load_checkpoint() inside deepspeed.zero.GatheredParameters(params, modifier_rank=0)."
+            )
         loads_all = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
         if not loads_all:
             raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError, StateError, nearest
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
@@ -99,10 +100,33 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def init_distributed(dist_backend: str | None = None, **_unused: object) -> None:
-    """Initialize torch's default process group, unless the script has done so. All ranks call."""
-    if not dist.is_initialized():
-        dist.init_process_group(dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialize torch's default process group, unless the script has done so. All ranks call.
+
+    `timeout`, `init_method`, `rank` and `world_size` are those of `torch.distributed.init_process_group`. The launcher
+    has set rank and port, so `auto_mpi_discovery` and `distributed_port` are not needed; nothing is printed or logged,
+    so `verbose` and `config` are not either. With `dist_init_required=False` it must have been initialized.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise StateError(
+            "init_distributed(dist_init_required=False) needs a process group, and there is none. Call "
+            "torch.distributed.init_process_group first, or leave out dist_init_required."
+        )
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def _with_experts(translated: TranslatedConfig, ep_size: int) -> dict[str, Any]:
