@@ -424,7 +424,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy)
+    defaults = {"seed_layers": False, "seed_fn": None, "base_seed": 1234, "checkpointable_layers": None}
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy, **defaults)
     assert model[0].weight is model[-1].weight
     twin = copy.deepcopy(model)
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -460,7 +461,11 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
             losses.append(engine.train_batch(pairs).item())
         assert engine.global_steps == 3
         pairs = iter([(tokens, tokens.roll(1, 1)) for tokens in steps[0].chunk(replicas)[place]])
-        assert engine.eval_batch(pairs).item() < wanted[0]
+        defaults = {"return_logits": False, "compute_loss": True, "reduce_output": "avg", "num_micro_batches": None}
+        assert engine.eval_batch(pairs, bcast_loss=True, **defaults).item() < wanted[0]
+        for name, value in ("compute_loss", False), ("reduce_output", "sum"), ("num_micro_batches", 3):
+            with pytest.raises(ConfigError, match=f"does not support {name}: it returns the mean loss"):
+                engine.eval_batch(pairs, **{**defaults, name: value})
         with pytest.raises(StateError, match="train_batch"):
             engine(steps[0, 0])
         return losses
@@ -471,6 +476,19 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     assert [(row["step"], row.get("Train/Samples/lr")) for row in rows] == [(8, 0.1), (16, 0.1), (24, 0.1), (24, None)]
     assert [row["Train/Samples/train_loss"] for row in rows[:-1]] == pytest.approx(wanted, rel=1e-5)
     assert rows[-1]["Train/Samples/eval_loss"] < wanted[0]
+
+
+def test_shapes_may_change_from_step_to_step() -> None:
+    models = [counted_layers(0, dynamic_shape=True) for _ in range(2)]
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=CONFIG, world=world)
+        for length in (LENGTH, LENGTH + 2, LENGTH):
+            micros = torch.randint(VOCAB, (GAS, 2, length), generator=torch.Generator().manual_seed(length))
+            loss = engine.train_batch(iter([(tokens, tokens.roll(1, 1)) for tokens in micros]))
+            assert loss.isfinite()
+
+    run_ranks(2, rank_of)
 
 
 class Counted(nn.Linear):

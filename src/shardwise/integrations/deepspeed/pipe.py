@@ -74,23 +74,21 @@ class PipelineModule(nn.Sequential):
         topology: object | None = None,
         loss_fn: LossFunction | None = None,
         seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] = recompute,
         checkpointable_layers: Iterable[str] | None = None,
-        **options: object,
+        dynamic_shape: bool = False,
     ) -> None:
         if num_stages is None or topology is not None:
             raise ConfigError(
                 "PipelineModule needs num_stages, and does not support topology: data parallelism follows from the "
                 "number of ranks."
             )
-        if seed_layers or any(options.values()):
-            unsupported = sorted(["seed_layers"] * seed_layers + [name for name, value in options.items() if value])
-            raise ConfigError(
-                f"PipelineModule does not support {', '.join(unsupported)}."
-                + (" Seed before the layers are created." if seed_layers else "")
-            )
+        if seed_layers:
+            raise ConfigError("PipelineModule does not support seed_layers. Seed before the layers are created.")
         if partition_method not in ("parameters", "best"):
             raise ConfigError(
                 f"partition_method is {partition_method!r}; it must be 'parameters' or 'best'. List other stages in "
@@ -157,10 +155,33 @@ class PipelineEngine(DeepSpeedEngine):
         self._write_step_events([(TRAIN_LOSS, mean, self.global_samples)])
         return torch.tensor(mean)
 
-    def eval_batch(self, data_iter: Iterator[Any], **options: object) -> Tensor:
-        """The mean loss of as many pairs as `train_batch` reads, without gradients. All ranks call."""
-        if any(options.values()):
-            raise ConfigError(f"eval_batch() does not support {', '.join(sorted(options))}.")
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """The mean loss of as many pairs as `train_batch` reads, without gradients. All ranks call.
+
+        Every rank gets the loss, whatever `bcast_loss` is. Raises `ConfigError` if the other arguments ask for anything
+        else than this loss.
+        """
+        accumulate = self.gradient_accumulation_steps()
+        is_refused = {
+            "return_logits": return_logits,
+            "compute_loss": not compute_loss,
+            "reduce_output": reduce_output != "avg",
+            "num_micro_batches": num_micro_batches not in (None, accumulate),
+        }
+        if any(is_refused.values()):
+            raise ConfigError(
+                f"eval_batch() does not support {', '.join(name for name, is_it in is_refused.items() if is_it)}: it "
+                f"returns the mean loss over {accumulate} micro-batches. Leave them out; outputs are given to loss_fn, "
+                f"which may keep them."
+            )
         inputs, labels = self._pairs(data_iter)
         was_training = self.module.training
         self.module.eval()
