@@ -344,8 +344,6 @@ def test_refusals(tmp_path: Path) -> None:
         (theirs.parent / "latest").write_text("../elsewhere")
         with pytest.raises(CheckpointError, match="not the name of a folder in"):
             engine.load_checkpoint(theirs.parent)
-        with pytest.raises(CheckpointError, match="loads weights, optimizer and scheduler together"):
-            engine.load_checkpoint(tmp_path, load_optimizer_states=False)
         with pytest.raises(StateError, match="A step has 2 micro-batches"):
             engine.set_gradient_accumulation_boundary(True)
         with pytest.raises(StateError, match="does not belong to an open engine"):
@@ -395,6 +393,50 @@ def test_loaders_shuffle_what_is_trained_on(route: str) -> None:
         return samples == sorted(samples)
 
     assert run_ranks(RANKS, rank_of) == [route == "eval"] * RANKS
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parts_of_a_checkpoint_are_loaded(stage: int, tmp_path: Path) -> None:
+    """Weights alone, into an engine with another optimizer; or all but the optimizer, or all but the schedule."""
+    torch.manual_seed(0)
+    model, steps = Transformer(), batches(4)
+    models = [[copy.deepcopy(model) for _ in range(RANKS)] for _ in range(4)]
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}}
+    others = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+    def rank_of(world: sw.World) -> None:
+        def made(number: int, config: dict[str, Any] = config) -> deepspeed.DeepSpeedEngine:
+            return deepspeed.initialize(model=models[number][world.rank], config=config, world=world)[0]
+
+        def has_weights(engine: deepspeed.DeepSpeedEngine) -> bool:
+            found = engine.shardwise.state_dict()
+            return all(torch.equal(value, found[name]) for name, value in saved.items())
+
+        first = made(0)
+        trained(first, steps, world.rank)
+        first.save_checkpoint(tmp_path, client_state={"epoch": 4})
+        saved, rates = first.shardwise.state_dict(), first.get_lr()
+        alone = made(1, others)
+        untrained = made(2)
+        weight = untrained.module.blocks[0].up.weight
+        for engine, options in (alone, {"load_module_only": True}), (untrained, {"load_optimizer_states": False}):
+            assert not has_weights(engine)
+            assert engine.load_checkpoint(tmp_path, load_module_strict=False, **options)[1] == {"epoch": 4}
+            assert has_weights(engine)
+        assert (alone.global_steps, alone.get_lr()) == (0, [0.1])
+        assert untrained.global_steps == 4
+        assert untrained.lr_scheduler.state_dict() == first.lr_scheduler.state_dict()
+        assert deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+        unscheduled = made(3)
+        before = unscheduled.lr_scheduler.state_dict()
+        unscheduled.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert has_weights(unscheduled)
+        assert unscheduled.lr_scheduler.state_dict() == before != first.lr_scheduler.state_dict()
+        weight = unscheduled.module.blocks[0].up.weight
+        assert deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg").any()
+        assert unscheduled.get_lr() == rates
+
+    run_ranks(RANKS, rank_of)
 
 
 class Tokens(nn.Embedding):
@@ -466,6 +508,12 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
         for name, value in ("compute_loss", False), ("reduce_output", "sum"), ("num_micro_batches", 3):
             with pytest.raises(ConfigError, match=f"does not support {name}: it returns the mean loss"):
                 engine.eval_batch(pairs, **{**defaults, name: value})
+        engine.save_checkpoint(tmp_path / "saved")
+        trained_weights = engine.shardwise.state_dict()
+        engine.shardwise.load_state_dict({name: value + 1 for name, value in trained_weights.items()})
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        loaded = engine.shardwise.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in trained_weights.items())
         with pytest.raises(StateError, match="train_batch"):
             engine(steps[0, 0])
         return losses

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -14,15 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwise import Engine
+from shardwise import Engine, formats
 from shardwise.errors import CheckpointError, StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.integrations.deepspeed.monitor import LOSS_SCALE, RATE, TRAIN_LOSS, Event, Monitor
 from shardwise.integrations.deepspeed.properties import EngineProperties
-from shardwise.safe_files import read_text
+from shardwise.integrations.deepspeed.stored import StoredWeights
+from shardwise.integrations.deepspeed.tags import latest_tag, write_latest
 
-LATEST = "latest"
-"""The file that contains the newest tag in a folder, as in DeepSpeed."""
 _LIVE: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
@@ -227,9 +226,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
         if save_latest and self.global_rank == 0:
-            draft = folder / f".{LATEST}.draft"
-            draft.write_text(name)
-            draft.replace(folder / LATEST)
+            write_latest(folder, name)
         self.shardwise.world.any_rank(False)  # no rank reads `latest` before it is written
         return True
 
@@ -245,35 +242,62 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load `load_dir/tag`, by default the latest one. All ranks call.
 
+        With `load_module_only`, or without `load_optimizer_states`, only parameters and buffers are loaded, also from a
+        checkpoint written by DeepSpeed itself; the latter also loads the counters and, with `load_lr_scheduler_states`,
+        the LR scheduler. Names and shapes must be the model's in any case, even if `load_module_strict` is false.
+
         Returns the folder and the saved `client_state`, or `(None, {})` if there is no checkpoint. Raises
-        `CheckpointError` for a checkpoint written by DeepSpeed itself; `shardwise convert` converts it.
+        `CheckpointError` for a checkpoint that cannot be read or does not fit, and to continue from one written by
+        DeepSpeed itself; `shardwise convert` converts it.
         """
         if custom_load_fn is not None:
             raise CheckpointError(
                 "load_checkpoint(custom_load_fn=...) is not supported, because no rank has the whole state. Change "
                 "parameters after load_checkpoint() inside deepspeed.zero.GatheredParameters(params, modifier_rank=0)."
             )
-        loads_all = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
-        if not loads_all:
-            raise CheckpointError(
-                "load_checkpoint() loads weights, optimizer and scheduler together. To load only weights, pass a model "
-                "with them to initialize(): `shardwise convert CHECKPOINT MODEL --to hf`, then from_pretrained."
-            )
         folder = Path(load_dir)
-        name = _latest(folder) if tag is None else str(tag)
+        name = latest_tag(folder) if tag is None else str(tag)
         if name is None:
             return None, {}
+        if load_module_only or not load_optimizer_states:
+            others: dict[str, Any] = {} if load_module_only else {"deepspeed": _Counters(self)}
+            if others and load_lr_scheduler_states and self.lr_scheduler is not None:
+                others["lr_scheduler"] = self.lr_scheduler
+            client_state = self._load_weights(folder / name, others)
+            self.loaded_checkpoint_tag = name
+            return str(folder / name), client_state
         if any(folder.joinpath(name).glob("*_model_states.pt")):
             raise CheckpointError(
                 f"{folder / name} was written by DeepSpeed itself. Convert it once: "
                 f"shardwise convert {folder / name} NEW --to shardwise; then call engine.shardwise.resume(NEW)."
             )
+        kept = None if self.lr_scheduler is None else copy.deepcopy(self.lr_scheduler.state_dict())
         loaded = self.shardwise.resume(folder / name)
+        if kept is not None and self.lr_scheduler is not None and not load_lr_scheduler_states:
+            self.lr_scheduler.load_state_dict(kept)
         if loaded is None:
             return None, {}
         self.monitor.restart()
         self.loaded_checkpoint_tag = name
         return str(folder / name), dict(loaded.state.get("client_state", {}))
+
+    def _load_weights(self, path: Path, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Load parameters, buffers and the objects `others`, by the names under which they are remembered, from `path`.
+
+        Returns the saved `client_state`. Objects are loaded after the weights, which are checked against the model.
+        """
+        source = formats.open_checkpoint(path)
+        remembered = source.remembered() if others else {}
+        if absent := others.keys() - remembered.keys():
+            raise CheckpointError(
+                f"{path} has no state of {', '.join(sorted(absent))}. To load only its weights, call "
+                f"load_checkpoint(..., load_module_only=True)."
+            )
+        self.shardwise.load_state_dict(StoredWeights(source))
+        for name, one in others.items():
+            one.load_state_dict(remembered[name])
+        self.monitor.restart()
+        return dict(source.user.get("client_state", {}))
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -324,16 +348,6 @@ class _Counters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._NAMES:
             setattr(self._engine, name, int(state[name]))
-
-
-def _latest(folder: Path) -> str | None:
-    """The tag in `folder/latest`, which must be a plain name, so that it cannot lead out of the folder."""
-    if not os.path.lexists(folder / LATEST):
-        return None
-    name = read_text(folder / LATEST).strip()
-    if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise CheckpointError(f"{folder / LATEST} contains {name!r}, which is not the name of a folder in {folder}.")
-    return name
 
 
 def engine_of(params: Iterable[nn.Parameter]) -> tuple[DeepSpeedEngine, list[str]] | None:
