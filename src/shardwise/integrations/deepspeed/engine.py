@@ -299,6 +299,11 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.monitor.restart()
         return dict(source.user.get("client_state", {}))
 
+    def module_state_dict(self, *, prefix: str = "", exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The plain model's whole `state_dict`, on the CPU of every rank. All ranks call."""
+        skipped = self._frozen_names() if exclude_frozen_parameters else frozenset()
+        return {prefix + key: one for key, one in self.shardwise.state_dict().items() if key not in skipped}
+
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:

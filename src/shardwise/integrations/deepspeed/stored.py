@@ -20,6 +20,12 @@ from shardwise.errors import CheckpointError
 from shardwise.integrations.deepspeed.tags import latest_tag
 from shardwise.units import parse_bytes
 
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
 Tensor = torch.Tensor
 Model = TypeVar("Model", bound=nn.Module)
 
