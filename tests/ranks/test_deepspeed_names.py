@@ -13,10 +13,12 @@ from torch import nn
 
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
-from shardwise.errors import CheckpointError, StateError
+from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed import absent_names, facade, stored, zero
+from shardwise.integrations.deepspeed.config import ComponentConfig
+from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.testing import run_ranks
-from tests.ranks.twins import Transformer
+from tests.ranks.twins import VOCAB, Transformer
 
 Tensor = torch.Tensor
 THEIRS = Path(__file__).parent.parent / "fixtures" / "deepspeed" / "zero3"
@@ -121,6 +123,61 @@ def test_adagrad() -> None:
     optimizer = facade.CPUAdagrad(model.parameters(), eps=1e-6, fp32_optimizer_states=True)
     assert isinstance(optimizer, torch.optim.Adagrad)
     assert (optimizer.defaults["lr"], optimizer.defaults["eps"]) == (1e-2, 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_of_a_config_trains_as_on_one_process(stage: int) -> None:
+    """Matrices by Muon; embeddings, norms and biases by AdamW, at a rate of their own."""
+    torch.manual_seed(0)
+    model = Transformer()
+    batch = torch.randint(VOCAB, (2, 2, 6), generator=torch.Generator().manual_seed(1))
+    options = {"muon_lr": 0.05, "adam_lr": 0.01, "betas": [0.8, 0.9], "ns_method": "standard", "weight_decay": 0.1}
+    twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+    for one in models:
+        for module in (one.tokens, one.positions, one.head):
+            module.weight.use_muon = False
+    matrices = [param for name, param in twin.named_parameters() if param.dim() == 2 and name.startswith("blocks")]
+    others = [param for param in twin.parameters() if all(param is not one for one in matrices)]
+    alone = [
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=0.01, betas=(0.8, 0.9), eps=1e-10, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        torch.stack([twin(tokens, tokens.roll(1, 0)) for tokens in batch]).mean().backward()
+        for optimizer in alone:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank_of(world: sw.World) -> dict[str, Tensor]:
+        config = {
+            "optimizer": {"type": "Muon", "params": options},
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0,
+        }
+        mine = models[world.rank]
+        engine, *_ = deepspeed.initialize(model=mine, config=config, world=world)
+        tokens = batch[world.rank]
+        for _ in range(3):
+            engine.backward(engine(tokens, tokens.roll(1, 0)))
+            engine.step()
+        return engine.module_state_dict()
+
+    found = run_ranks(2, rank_of)[0]
+    for name, value in twin.state_dict().items():  # directions, of at most 1, are rounded to bf16 several times
+        torch.testing.assert_close(found[name], value, rtol=0, atol=3 * 0.05 * 2**-5)
+
+
+def test_muon_of_a_config_needs_names() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigError, match=r"Set param\.use_muon to True or False"):
+        make_optimizer(ComponentConfig("Muon", {}), [weight])
+    with pytest.raises(ConfigError, match="not valid for Muon: per_head_muon"):
+        make_optimizer(ComponentConfig("Muon", {"per_head_muon": True}), [weight])
+    model = nn.ModuleDict({"embedding": nn.Linear(4, 4), "hidden": nn.Linear(4, 4)})
+    made = make_optimizer(ComponentConfig("Muon", {}), list(model.parameters()), model)
+    assert [len(group["params"]) for group in made.param_groups] == [1, 3]
+    assert made.param_groups[0]["params"][0] is model["hidden"].weight
+    assert [group["lr"] for group in made.param_groups] == [0.02, 3e-4]
 
 
 def test_memory_figures() -> None:

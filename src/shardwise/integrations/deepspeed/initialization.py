@@ -19,6 +19,7 @@ from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedC
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
+from shardwise.integrations.deepspeed.muon import make_muon
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 
@@ -27,6 +28,7 @@ OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.O
 SchedulerOrFactory = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 Config = Mapping[str, Any] | str | Path
 
+_KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "SGD")
 _ADAMS = ("adam", "adamw")
 _IGNORED_PARAMS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none", "bias_correction"}
 
@@ -166,14 +168,14 @@ def _optimizer(
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer returned a {type(made).__name__}, which is not a torch.optim.Optimizer.")
         return made
-    return None if named is None else make_optimizer(named, trained)
+    return None if named is None else make_optimizer(named, trained, model)
 
 
-def make_optimizer(named: ComponentConfig, params: list[Any]) -> torch.optim.Optimizer:
+def make_optimizer(named: ComponentConfig, params: list[Any], model: nn.Module | None = None) -> torch.optim.Optimizer:
     """The optimizer that a config names, with DeepSpeed's defaults.
 
-    As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false. Raises `ConfigError` for an unknown name, and for
-    parameters that the optimizer does not have.
+    Muon chooses its matrices by their names in `model`. As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false.
+    Raises `ConfigError` for an unknown name, and for parameters that the optimizer does not have.
     """
     options = dict(named.params)
     for key in ("max_grad_norm", "cuda_aware", "comm_backend_name", "freeze_step"):
@@ -183,6 +185,8 @@ def make_optimizer(named: ComponentConfig, params: list[Any]) -> torch.optim.Opt
             )
     if options.get("bias_correction") is False:
         raise ConfigError("optimizer.params.bias_correction: false is not supported. Adam always corrects its moments.")
+    if named.name.lower() == "muon":
+        return make_muon(params, options, model)
     kind, defaults = _kind_of(named.name, options)
     options = {key: value for key, value in options.items() if key not in _IGNORED_PARAMS}
     if isinstance(options.get("betas"), list):
@@ -204,7 +208,9 @@ def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch
         return ours[lower], {"weight_decay": 0.0}
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer.type is {name!r}. {nearest(name, ['Adam', 'AdamW', 'Lamb', 'Lion', 'SGD'])}")
+        raise ConfigError(
+            f"optimizer.type is {name!r}. {nearest(name, ['Adam', 'AdamW', 'Lamb', 'Lion', 'Muon', 'SGD'])}"
+        )
     return found, {}
 
 
