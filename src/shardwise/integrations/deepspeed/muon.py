@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError
 
-_HALVES = {
+_HALVES: dict[bool, tuple[dict[str, Any], str]] = {
     True: ({"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}, "muon_lr"),
     False: ({"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}, "adam_lr"),
 }
