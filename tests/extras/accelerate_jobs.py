@@ -74,6 +74,7 @@ def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
     accelerator = loop.accelerator
     loop.train()
     accelerator.save_state(f"{folder}/state")
+    saved = written(accelerator, loop.model)
     loop.train()
     evaluated = loop.evaluate()
     first = loop.losses[:]
@@ -86,7 +87,7 @@ def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
     found = {
         "losses": first, "again": again, "norms": loop.norms, "evaluated": evaluated, "class": type(bare).__name__,
         "state": {name: value.tolist() for name, value in state.items()} if accelerator.is_main_process else {},
-        "rate": loop.optimizer.param_groups[0]["lr"],
+        "rate": loop.optimizer.param_groups[0]["lr"], "saved": saved,
     }  # fmt: skip
     loop.model, loop.optimizer = accelerator.free_memory(loop.model, loop.optimizer)
     accelerator.end_training()

@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 import warm
 
 SCRIPT = """
+    import json
+
     import torch
     import torch.nn.functional as F
     import horovod
@@ -28,7 +35,7 @@ SCRIPT = """
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16, op=hvd.Average
+        optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.none, op=hvd.Average
     )
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
@@ -47,7 +54,8 @@ SCRIPT = """
     weights = hvd.allgather(model[0].weight.detach()[None])
     assert torch.equal(weights[0], weights[-1])
     if hvd.rank() == 0:
-        print("LOSSES", losses[0] > losses[-1], hvd.size(), hvd.local_rank(), hvd.cross_size(), hvd.is_homogeneous())
+        assert (hvd.size(), hvd.local_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (2, 0, 1, True)
+        print("TRAINED", json.dumps([losses, weights[0].tolist()]))
 """
 
 
@@ -104,6 +112,43 @@ RETRIED = """
 """
 
 
+def plain() -> tuple[list[float], list[list[float]]]:
+    """The losses and the weights of `SCRIPT`, on one process, which draws the random numbers of both ranks."""
+    models, generators = [], []
+    for rank in range(2):
+        torch.manual_seed(42 + rank)
+        parts = nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 2)
+        models.append(nn.Sequential(*parts))
+        generators.append(torch.get_rng_state())
+    model = models[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    y, losses = (x.sum(1) > 0).long(), []
+    shares = [DistributedSampler(range(64), num_replicas=2, rank=rank) for rank in range(2)]
+    for epoch in range(4):
+        for rank, share in enumerate(shares):
+            share.set_epoch(epoch)
+            generators[rank] = drawn(generators[rank], lambda: iter(DataLoader(range(64))))[0]
+        for rows in zip(*(torch.tensor(list(share)).split(8) for share in shares), strict=True):
+            both = []
+            for rank, own in enumerate(rows):
+                generators[rank], output = drawn(generators[rank], lambda own=own: model(x[own]))
+                both.append(nn.functional.cross_entropy(output, y[own]))
+            loss = torch.stack(both).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, model[0].weight.tolist()
+
+
+def drawn(state: torch.Tensor, work: Callable[[], Any]) -> tuple[torch.Tensor, Any]:
+    """The state of the generator after `work()`, which begins with `state`, and its result."""
+    torch.set_rng_state(state)
+    result = work()
+    return torch.get_rng_state(), result
+
+
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TMPDIR": str(folder)} | warm.RANKS_TOO
     return subprocess.run(
@@ -127,7 +172,10 @@ def test_an_unmodified_script_trains(folder: Path) -> None:
     options = ["-np", "2", "-H", "localhost:2", "--gloo", "--cycle-time-ms", "3.5", "--timeline-filename", "trace.json"]
     done = run(folder, "horovodrun", *options, "--output-filename", "out", "python", "-u", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "LOSSES True 2 0 1 True" in done.stdout
+    trained = json.loads(done.stdout.partition("TRAINED ")[2].splitlines()[0])
+    losses, weights = plain()
+    assert trained[0] == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(torch.tensor(trained[1]), torch.tensor(weights), rtol=1e-5, atol=1e-6)
     assert "--cycle-time-ms has no effect: collectives are executed when they are ready" in done.stderr
     assert any("DistributedOptimizer" not in event and event.get("ph") == "X" for event in trace(folder))
     assert (folder / "out").is_dir()

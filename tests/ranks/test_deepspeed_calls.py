@@ -6,6 +6,7 @@ import argparse
 import copy
 import csv
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -343,14 +344,99 @@ def test_refusals(tmp_path: Path) -> None:
         (theirs.parent / "latest").write_text("../elsewhere")
         with pytest.raises(CheckpointError, match="not the name of a folder in"):
             engine.load_checkpoint(theirs.parent)
-        with pytest.raises(CheckpointError, match="loads weights, optimizer and scheduler together"):
-            engine.load_checkpoint(tmp_path, load_optimizer_states=False)
         with pytest.raises(StateError, match="A step has 2 micro-batches"):
             engine.set_gradient_accumulation_boundary(True)
         with pytest.raises(StateError, match="does not belong to an open engine"):
             deepspeed.utils.safe_get_full_grad(nn.Parameter(torch.ones(1)))
 
     run_ranks(1, checkpoints)
+
+
+def test_arguments_of_init_distributed_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: calls.append((args, options)))
+    options = {"timeout": timedelta(hours=1), "init_method": "tcp://localhost:2", "rank": 1, "world_size": 3}
+    deepspeed.init_distributed("gloo", distributed_port=2, verbose=False, **options)
+    assert calls == [(("gloo",), options)]
+    with pytest.raises(StateError, match="needs a process group"):
+        deepspeed.init_distributed(dist_init_required=False)
+    with pytest.raises(TypeError, match="time_out"):
+        deepspeed.init_distributed(time_out=3)
+
+
+def test_arguments_without_effect_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={"optimizer": options}, world=world)
+        for _ in range(2):
+            engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        with pytest.raises(CheckpointError, match=r"custom_load_fn=.* is not supported"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
+        with pytest.raises(TypeError, match="unknown"):
+            engine.load_checkpoint(tmp_path, unknown=1)
+        with pytest.raises(TypeError, match="unknown"):
+            engine.backward(torch.ones(()), unknown=1)
+
+    run_ranks(1, rank_of)
+    said = capsys.readouterr().out
+    assert said.count("exclude_frozen_parameters=True) saves frozen parameters, too") == 1
+    assert "optimizer.params.fp32_optimizer_states: not needed; states always have" in said
+
+
+@pytest.mark.parametrize("route", ["train", "eval"])
+def test_loaders_shuffle_what_is_trained_on(route: str) -> None:
+    def rank_of(world: sw.World) -> bool:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={}, world=world)
+        samples = [sample.item() for sample in engine.deepspeed_io(list(range(64)), route=route)]
+        assert sorted(samples) == list(range(world.rank, 64, 2)) or route == "train"
+        return samples == sorted(samples)
+
+    assert run_ranks(RANKS, rank_of) == [route == "eval"] * RANKS
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parts_of_a_checkpoint_are_loaded(stage: int, tmp_path: Path) -> None:
+    """Weights alone, into an engine with another optimizer; or all but the optimizer, or all but the schedule."""
+    torch.manual_seed(0)
+    model, steps = Transformer(), batches(4)
+    models = [[copy.deepcopy(model) for _ in range(RANKS)] for _ in range(4)]
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}}
+    others = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+    def rank_of(world: sw.World) -> None:
+        def made(number: int, config: dict[str, Any] = config) -> deepspeed.DeepSpeedEngine:
+            return deepspeed.initialize(model=models[number][world.rank], config=config, world=world)[0]
+
+        def has_weights(engine: deepspeed.DeepSpeedEngine) -> bool:
+            found = engine.shardwise.state_dict()
+            return all(torch.equal(value, found[name]) for name, value in saved.items())
+
+        first = made(0)
+        trained(first, steps, world.rank)
+        first.save_checkpoint(tmp_path, client_state={"epoch": 4})
+        saved, rates = first.shardwise.state_dict(), first.get_lr()
+        alone = made(1, others)
+        untrained = made(2)
+        weight = untrained.module.blocks[0].up.weight
+        for engine, options in (alone, {"load_module_only": True}), (untrained, {"load_optimizer_states": False}):
+            assert not has_weights(engine)
+            assert engine.load_checkpoint(tmp_path, load_module_strict=False, **options)[1] == {"epoch": 4}
+            assert has_weights(engine)
+        assert (alone.global_steps, alone.get_lr()) == (0, [0.1])
+        assert untrained.global_steps == 4
+        assert untrained.lr_scheduler.state_dict() == first.lr_scheduler.state_dict()
+        assert deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+        unscheduled = made(3)
+        before = unscheduled.lr_scheduler.state_dict()
+        unscheduled.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert has_weights(unscheduled)
+        assert unscheduled.lr_scheduler.state_dict() == before != first.lr_scheduler.state_dict()
+        weight = unscheduled.module.blocks[0].up.weight
+        assert deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg").any()
+        assert unscheduled.get_lr() == rates
+
+    run_ranks(RANKS, rank_of)
 
 
 class Tokens(nn.Embedding):
@@ -380,7 +466,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy)
+    defaults = {"seed_layers": False, "seed_fn": None, "base_seed": 1234, "checkpointable_layers": None}
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy, **defaults)
     assert model[0].weight is model[-1].weight
     twin = copy.deepcopy(model)
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -416,7 +503,17 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
             losses.append(engine.train_batch(pairs).item())
         assert engine.global_steps == 3
         pairs = iter([(tokens, tokens.roll(1, 1)) for tokens in steps[0].chunk(replicas)[place]])
-        assert engine.eval_batch(pairs).item() < wanted[0]
+        defaults = {"return_logits": False, "compute_loss": True, "reduce_output": "avg", "num_micro_batches": None}
+        assert engine.eval_batch(pairs, bcast_loss=True, **defaults).item() < wanted[0]
+        for name, value in ("compute_loss", False), ("reduce_output", "sum"), ("num_micro_batches", 3):
+            with pytest.raises(ConfigError, match=f"does not support {name}: it returns the mean loss"):
+                engine.eval_batch(pairs, **{**defaults, name: value})
+        engine.save_checkpoint(tmp_path / "saved")
+        trained_weights = engine.shardwise.state_dict()
+        engine.shardwise.load_state_dict({name: value + 1 for name, value in trained_weights.items()})
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        loaded = engine.shardwise.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in trained_weights.items())
         with pytest.raises(StateError, match="train_batch"):
             engine(steps[0, 0])
         return losses
@@ -427,6 +524,67 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     assert [(row["step"], row.get("Train/Samples/lr")) for row in rows] == [(8, 0.1), (16, 0.1), (24, 0.1), (24, None)]
     assert [row["Train/Samples/train_loss"] for row in rows[:-1]] == pytest.approx(wanted, rel=1e-5)
     assert rows[-1]["Train/Samples/eval_loss"] < wanted[0]
+
+
+def test_shapes_may_change_from_step_to_step() -> None:
+    models = [counted_layers(0, dynamic_shape=True) for _ in range(2)]
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=CONFIG, world=world)
+        for length in (LENGTH, LENGTH + 2, LENGTH):
+            micros = torch.randint(VOCAB, (GAS, 2, length), generator=torch.Generator().manual_seed(length))
+            loss = engine.train_batch(iter([(tokens, tokens.roll(1, 1)) for tokens in micros]))
+            assert loss.isfinite()
+
+    run_ranks(2, rank_of)
+
+
+class Counted(nn.Linear):
+    """A layer that counts its forwards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(super().forward(x))
+
+
+def counted_layers(interval: int, **options: Any) -> deepspeed.PipelineModule:
+    torch.manual_seed(1)
+    return deepspeed.PipelineModule(
+        [nn.Embedding(VOCAB, 16), *(Counted(16) for _ in range(6)), torch.tanh, nn.Linear(16, VOCAB)],
+        num_stages=2,
+        loss_fn=cross_entropy,
+        activation_checkpoint_interval=interval,
+        **options,
+    )
+
+
+def one_step(world: sw.World, model: nn.Module, section: dict[str, int]) -> tuple[set[int], list[float | None]]:
+    """How often each of this rank's counted layers has run in a step; the loss and the gradients' norm."""
+    micros = torch.randint(VOCAB, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))
+    config = {**CONFIG, "zero_optimization": {"stage": 1}, "pipeline": section}
+    engine, *_ = deepspeed.initialize(model=model, config=config, world=world)
+    loss = engine.train_batch(iter([(tokens, tokens.roll(1, 1)) for tokens in micros]))
+    calls = {layer.calls for layer in engine.module.modules() if type(layer) is Counted}
+    return calls, [loss.item(), engine.get_global_grad_norm()]
+
+
+@pytest.mark.parametrize(("interval", "section"), [(1, {}), (2, {}), (9, {"activation_checkpoint_interval": 2})])
+def test_runs_of_layers_are_computed_again(interval: int, section: dict[str, int]) -> None:
+    """On each of two stages, once for each of two micro-batches, and once more in its backward."""
+    kept, again = [[counted_layers(every) for _ in range(2)] for every in (0, interval)]
+    others = [counted_layers(interval, checkpointable_layers=["Embedding"]) for _ in range(2)]
+
+    def rank_of(world: sw.World) -> None:
+        calls, expected = one_step(world, kept[world.rank], {})
+        assert calls == {2}
+        assert one_step(world, again[world.rank], section) == ({4}, expected)
+        assert one_step(world, others[world.rank], section) == ({2}, expected)
+
+    run_ranks(2, rank_of)
 
 
 def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

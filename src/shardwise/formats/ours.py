@@ -69,6 +69,7 @@ def open_ours(path: Path) -> Source:
         optimizer=index.optimizer,
         kept=_kept(folder.parent / HUGGING_FACE),
         check=lambda: _check(reader),
+        remembered=lambda: _remembered(reader),
     )
 
 
@@ -103,6 +104,12 @@ def _read(reader: Reader, spec: Spec) -> Tensor:
         for read in reads:
             reader.fill(read, out)
         return out.view(spec.shape)
+
+
+def _remembered(reader: Reader) -> dict[str, Any]:
+    with reader:
+        document = read_document(reader, 0)
+    return {} if document is None else document.objects
 
 
 def _check(reader: Reader) -> Iterator[str]:

@@ -64,7 +64,8 @@ class Source:
     tensors, by parameter and key. `user` is the training script's data, `engine` our engine's (a loss scale), and
     `facts` other information of the format for people. `optimizer` is the name of its class, if known. `left_out` lists
     content of the folder that is not in the source. `kept` are files to copy along: a model's configuration, a
-    tokenizer. `check` compares checksums, if the format has any.
+    tokenizer. `check` compares checksums, if the format has any. `remembered` reads the states of the objects that
+    rank 0 gave `engine.remember`.
     """
 
     form: str
@@ -84,6 +85,7 @@ class Source:
     kept: tuple[Path, ...] = ()
     left_out: list[str] = field(default_factory=list)
     check: Callable[[], Iterator[str]] | None = None
+    remembered: Callable[[], dict[str, Any]] = dict
 
     @property
     def weights(self) -> tuple[Spec, ...]:

@@ -100,7 +100,7 @@ class Sections:
 
     def optimizer(self, model: nn.Module) -> Any:
         """The config's optimizer over the trained parameters of `model`."""
-        return make_optimizer(self._named("optimizer"), [one for one in model.parameters() if one.requires_grad])
+        return make_optimizer(self._named("optimizer"), [one for one in model.parameters() if one.requires_grad], model)
 
     def scheduler(self, optimizer: Any, model: nn.Module, num_steps: int) -> Any:
         """The config's scheduler for `num_steps` training steps."""

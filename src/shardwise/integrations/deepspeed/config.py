@@ -29,6 +29,10 @@ _COMET_OPTIONS = ("project", "workspace", "api_key", "experiment_key", "mode")
 SAMPLES_LOG_INTERVAL = "samples_log_interval"
 """An option of `TranslatedConfig.monitors` that trackers do not have: the least number of samples between two values of
 one event."""
+_STATES_AS_WEIGHTS = (
+    "states always have the dtype of the weights that are updated, as DeepSpeed's with false; smaller ones: "
+    "sw.optim.AdamW(state_dtype='bf16')"
+)
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
@@ -71,6 +75,8 @@ class TranslatedConfig:
     notes: tuple[Note, ...] = field(default=())
     monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The enabled trackers, by their names in shardwise, with options such as where they write."""
+    recomputed_run: int = 0
+    """`pipeline.activation_checkpoint_interval`, which replaces that of a `PipelineModule` if it is not 0."""
 
     @property
     def global_batch(self) -> int:
@@ -137,17 +143,21 @@ def read_config(
     micro_batch, accumulate = _batches(values, sizes.replicas)
     if accumulate > 1:
         plan["accumulate"] = accumulate
+    optimizer = values.named("optimizer")
+    if optimizer is not None and optimizer.params.get("fp32_optimizer_states") is False:
+        notes.append(Note("optimizer.params.fp32_optimizer_states", FieldStatus.NOT_NEEDED, _STATES_AS_WEIGHTS))
     return TranslatedConfig(
         plan,
         micro_batch,
         accumulate,
         sizes.replicas,
         int(values.number("zero_optimization.stage")),
-        values.named("optimizer"),
+        optimizer,
         values.named("scheduler"),
         values.get("steps_per_print"),
         tuple(notes),
         _monitors(values),
+        values.count_or_0("pipeline.activation_checkpoint_interval"),
     )
 
 
@@ -183,6 +193,10 @@ class _Values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{path} is {value!r}; it must be an integer of at least 1.")
         return value
+
+    def count_or_0(self, path: str) -> int:
+        """A positive integer, or 0."""
+        return 0 if self.get(path) == 0 else self.count(path) or 0
 
     def text(self, path: str) -> str | None:
         """Text, or `None` if it is not set."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -14,15 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwise import Engine
+from shardwise import Engine, formats
 from shardwise.errors import CheckpointError, StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.integrations.deepspeed.monitor import LOSS_SCALE, RATE, TRAIN_LOSS, Event, Monitor
 from shardwise.integrations.deepspeed.properties import EngineProperties
-from shardwise.safe_files import read_text
+from shardwise.integrations.deepspeed.stored import StoredWeights
+from shardwise.integrations.deepspeed.tags import latest_tag, write_latest
 
-LATEST = "latest"
-"""The file that contains the newest tag in a folder, as in DeepSpeed."""
 _LIVE: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
@@ -65,6 +64,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._config = config
         self._last_was_skipped = False
+        self._has_noted_frozen = False
         described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
         self.monitor = Monitor(
             config.monitors,
@@ -92,9 +92,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         """The model's forward."""
         return self.shardwise(*inputs, **kwargs)
 
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_unused: object
-    ) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of `loss`, averaged over ranks and, unless `scale_wrt_gas` is false, over micro-batches.
 
         Returns the loss, divided by the number of micro-batches if the gradients are.
@@ -180,23 +178,27 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int = 0,
+        route: str = "train",
+        pin_memory: bool = True,
         data_sampler: Any = None,
-        **_unused: object,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A data loader of this rank's share of `dataset`, in micro-batches of the config's size."""
+        """A data loader of this rank's share of `dataset`, in micro-batches of the config's size.
+
+        It shuffles if `route` is `train`, and not for `eval` and `predict`.
+        """
         index, count = self.shardwise.data_ranks
         sampler = data_sampler
         if sampler is None and hasattr(dataset, "__len__"):
-            sampler = DistributedSampler(dataset, num_replicas=count, rank=index, shuffle=True)
+            sampler = DistributedSampler(dataset, num_replicas=count, rank=index, shuffle=route == "train")
         return DataLoader(
             dataset,
             batch_size=batch_size or self._config.micro_batch,
             sampler=sampler,
             collate_fn=collate_fn or self.collate_fn,
-            num_workers=num_local_io_workers,
-            pin_memory=self.device.type != "cpu",
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type != "cpu",
         )
 
     # -- checkpoints --------------------------------------------------------------------------------------
@@ -212,14 +214,19 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         """Write `save_dir/tag` (by default `global_stepN`), and its name to `save_dir/latest`. All ranks call.
 
         This is a shardwise checkpoint, from which any world size, stage and precision resumes. `client_state` may
-        contain numbers, text, lists, dicts and tensors.
+        contain numbers, text, lists, dicts and tensors. Frozen parameters are always saved; a note says so if they are
+        to be excluded.
         """
+        if exclude_frozen_parameters and self.global_rank == 0 and not self._has_noted_frozen:
+            self._has_noted_frozen = True
+            print(
+                "shardwise: save_checkpoint(exclude_frozen_parameters=True) saves frozen parameters, too, because "
+                "checkpoints are complete. For the others alone use save_16bit_model(exclude_frozen_parameters=True)."
+            )
         folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
         if save_latest and self.global_rank == 0:
-            draft = folder / f".{LATEST}.draft"
-            draft.write_text(name)
-            draft.replace(folder / LATEST)
+            write_latest(folder, name)
         self.shardwise.world.any_rank(False)  # no rank reads `latest` before it is written
         return True
 
@@ -231,34 +238,71 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        **_unused: object,
+        custom_load_fn: object | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load `load_dir/tag`, by default the latest one. All ranks call.
 
+        With `load_module_only`, or without `load_optimizer_states`, only parameters and buffers are loaded, also from a
+        checkpoint written by DeepSpeed itself; the latter also loads the counters and, with `load_lr_scheduler_states`,
+        the LR scheduler. Names and shapes must be the model's in any case, even if `load_module_strict` is false.
+
         Returns the folder and the saved `client_state`, or `(None, {})` if there is no checkpoint. Raises
-        `CheckpointError` for a checkpoint written by DeepSpeed itself; `shardwise convert` converts it.
+        `CheckpointError` for a checkpoint that cannot be read or does not fit, and to continue from one written by
+        DeepSpeed itself; `shardwise convert` converts it.
         """
-        loads_all = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
-        if not loads_all:
+        if custom_load_fn is not None:
             raise CheckpointError(
-                "load_checkpoint() loads weights, optimizer and scheduler together. To load only weights, pass a model "
-                "with them to initialize(): `shardwise convert CHECKPOINT MODEL --to hf`, then from_pretrained."
+                "load_checkpoint(custom_load_fn=...) is not supported, because no rank has the whole state. Change "
+                "parameters after load_checkpoint() inside deepspeed.zero.GatheredParameters(params, modifier_rank=0)."
             )
         folder = Path(load_dir)
-        name = _latest(folder) if tag is None else str(tag)
+        name = latest_tag(folder) if tag is None else str(tag)
         if name is None:
             return None, {}
+        if load_module_only or not load_optimizer_states:
+            others: dict[str, Any] = {} if load_module_only else {"deepspeed": _Counters(self)}
+            if others and load_lr_scheduler_states and self.lr_scheduler is not None:
+                others["lr_scheduler"] = self.lr_scheduler
+            client_state = self._load_weights(folder / name, others)
+            self.loaded_checkpoint_tag = name
+            return str(folder / name), client_state
         if any(folder.joinpath(name).glob("*_model_states.pt")):
             raise CheckpointError(
                 f"{folder / name} was written by DeepSpeed itself. Convert it once: "
                 f"shardwise convert {folder / name} NEW --to shardwise; then call engine.shardwise.resume(NEW)."
             )
+        kept = None if self.lr_scheduler is None else copy.deepcopy(self.lr_scheduler.state_dict())
         loaded = self.shardwise.resume(folder / name)
+        if kept is not None and self.lr_scheduler is not None and not load_lr_scheduler_states:
+            self.lr_scheduler.load_state_dict(kept)
         if loaded is None:
             return None, {}
         self.monitor.restart()
         self.loaded_checkpoint_tag = name
         return str(folder / name), dict(loaded.state.get("client_state", {}))
+
+    def _load_weights(self, path: Path, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Load parameters, buffers and the objects `others`, by the names under which they are remembered, from `path`.
+
+        Returns the saved `client_state`. Objects are loaded after the weights, which are checked against the model.
+        """
+        source = formats.open_checkpoint(path)
+        remembered = source.remembered() if others else {}
+        if absent := others.keys() - remembered.keys():
+            raise CheckpointError(
+                f"{path} has no state of {', '.join(sorted(absent))}. To load only its weights, call "
+                f"load_checkpoint(..., load_module_only=True)."
+            )
+        self.shardwise.load_state_dict(StoredWeights(source))
+        for name, one in others.items():
+            one.load_state_dict(remembered[name])
+        self.monitor.restart()
+        return dict(source.user.get("client_state", {}))
+
+    def module_state_dict(self, *, prefix: str = "", exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The plain model's whole `state_dict`, on the CPU of every rank. All ranks call."""
+        skipped = self._frozen_names() if exclude_frozen_parameters else frozenset()
+        return {prefix + key: one for key, one in self.shardwise.state_dict().items() if key not in skipped}
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -309,16 +353,6 @@ class _Counters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._NAMES:
             setattr(self._engine, name, int(state[name]))
-
-
-def _latest(folder: Path) -> str | None:
-    """The tag in `folder/latest`, which must be a plain name, so that it cannot lead out of the folder."""
-    if not os.path.lexists(folder / LATEST):
-        return None
-    name = read_text(folder / LATEST).strip()
-    if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise CheckpointError(f"{folder / LATEST} contains {name!r}, which is not the name of a folder in {folder}.")
-    return name
 
 
 def engine_of(params: Iterable[nn.Parameter]) -> tuple[DeepSpeedEngine, list[str]] | None:

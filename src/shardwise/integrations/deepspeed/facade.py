@@ -1,7 +1,7 @@
 """Modules named `deepspeed...` for scripts that import them, built from this package. DeepSpeed itself is not needed.
 
 `install()` registers them in this process. A name that they do not have raises `ImportError`, as with an old version of
-DeepSpeed.
+DeepSpeed; for the names in `absent_names.py` it says what to use instead.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, tensors, zero
+from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, stored, tensors, zero
+from shardwise.integrations.deepspeed.absent_names import RefusedImports, attribute_errors
 from shardwise.integrations.deepspeed.config import ComponentConfig
 
 VERSION = "0.19.8"
@@ -45,8 +46,11 @@ def install() -> None:
         raise ConfigError(
             "DeepSpeed itself has already been imported in this process. Call install() before anything imports it."
         )
+    if not any(isinstance(finder, RefusedImports) for finder in sys.meta_path):
+        sys.meta_path.insert(0, RefusedImports())
     for name, content in _modules().items():
         module = ModuleType(name)
+        module.__dict__["__getattr__"] = attribute_errors(name)
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         module.__dict__.update(content)
@@ -59,17 +63,18 @@ def install() -> None:
 def _modules() -> dict[str, dict[str, Any]]:
     """The contents of each module. A package precedes its submodules."""
     utils = {name: value for name, value in vars(tensors).items() if name.startswith(("safe_", "set_z3"))}
-    utils |= {"logger": logger, "log_dist": log_dist, "RepeatingLoader": RepeatingLoader}
+    utils |= {"logger": logger, "log_dist": log_dist, "RepeatingLoader": RepeatingLoader, "OnDevice": zero.OnDevice}
     own_zero = {name: getattr(zero, name) for name in ("Init", "GatheredParameters", "register_external_parameter")}
     pipeline = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
     lr_schedules = {name: kind for name, kind in vars(schedules).items() if name in schedules.SCHEDULES}
-    checkpointing = {"checkpoint": recompute, "configure": configure_recomputing, "is_configured": lambda: True}
+    checkpointing = {"checkpoint": pipe.recompute, "configure": configure_recomputing, "is_configured": lambda: True}
     comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
     return {
         "deepspeed": {
             **{name: getattr(ours, name) for name in ours.__all__},
             "__version__": VERSION,
             "is_shardwise": True,
+            "OnDevice": zero.OnDevice,
             "log_dist": log_dist,
             "logger": logger,
         },
@@ -77,10 +82,13 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.pipe": pipeline,
         "deepspeed.utils": utils,
         "deepspeed.utils.logging": {"logger": logger, "log_dist": log_dist},
+        "deepspeed.utils.init_on_device": {"OnDevice": zero.OnDevice},
+        "deepspeed.utils.zero_to_fp32": {name: getattr(stored, name) for name in stored.__all__},
         "deepspeed.comm": {**comm, "init_distributed": initialization.init_distributed},
         "deepspeed.checkpointing": checkpointing,
         "deepspeed.accelerator": {"get_accelerator": Accelerator},
         "deepspeed.ops": {},
+        "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": CPUAdagrad},
         "deepspeed.ops.adam": {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": FusedAdam},
         "deepspeed.ops.lamb": {"FusedLamb": FusedLamb},
         "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": FusedLion},
@@ -115,6 +123,15 @@ class FusedAdam:
         if "adamw_mode" in options:  # the name in DeepSpeedCPUAdam
             options["adam_w_mode"] = options.pop("adamw_mode")
         return initialization.make_optimizer(ComponentConfig("Adam", {"lr": lr, **options}), list(model_params))
+
+
+class CPUAdagrad:
+    """`torch.optim.Adagrad` with DeepSpeed's arguments. The engine updates on the CPU what is offloaded there."""
+
+    def __new__(cls, model_params: Any, lr: float = 1e-2, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        if options.pop("amsgrad", False):
+            raise ConfigError("DeepSpeedCPUAdagrad(amsgrad=True) has no effect in DeepSpeed either. Leave it out.")
+        return initialization.make_optimizer(ComponentConfig("Adagrad", {"lr": lr, **options}), list(model_params))
 
 
 class FusedLamb:
@@ -153,6 +170,7 @@ class Accelerator:
     """The result of `get_accelerator()`, for any accelerator that torch supports, and for CPUs."""
 
     _name = "cpu"
+    _peak_bytes = 0
 
     def __init__(self) -> None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -181,6 +199,39 @@ class Accelerator:
         if self._name != "cpu":
             torch.accelerator.synchronize()
 
+    def empty_cache(self) -> None:
+        if self._name != "cpu":
+            torch.accelerator.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of tensors on the device; on a CPU, of the whole process, as in DeepSpeed."""
+        return self._resident() if self._name == "cpu" else torch.accelerator.memory_allocated(device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The peak of `memory_allocated`; on a CPU, the most that a call has returned."""
+        if self._name != "cpu":
+            return torch.accelerator.max_memory_allocated(device_index)
+        self._resident()
+        return Accelerator._peak_bytes
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return self._resident() if self._name == "cpu" else torch.accelerator.memory_reserved(device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        is_cpu = self._name == "cpu"
+        return self.max_memory_allocated() if is_cpu else torch.accelerator.max_memory_reserved(device_index)
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if self._name == "cpu":
+            Accelerator._peak_bytes = 0
+        else:
+            torch.accelerator.reset_peak_memory_stats(device_index)
+
+    def _resident(self) -> int:
+        now = int(psutil.Process().memory_info().rss)
+        Accelerator._peak_bytes = max(Accelerator._peak_bytes, now)
+        return now
+
     def communication_backend_name(self) -> str:
         return "nccl" if self._name == "cuda" else "gloo"
 
@@ -205,11 +256,6 @@ def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None 
     """Log `message` if `force` is true. For figures use `engine.shardwise.memory()`."""
     if force:
         log_dist(message, ranks)
-
-
-def recompute(function: Any, *args: Any) -> Any:
-    """`function(*args)`, whose activations are recomputed in the backward."""
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 def configure_recomputing(mpu_: object, *args: object, **options: object) -> None:

@@ -322,13 +322,13 @@ _SECTIONS = {
         writer=None,
         **_PARALLEL_WRITE,
     ),
-    "pipeline": _all(
+    "pipeline": _all(_HONOURED, "for a PipelineModule", activation_checkpoint_interval=0)
+    | _all(
         _NOT_NEEDED,
         "the arguments of PipelineModule are used",
         stages="auto",
         partition="best",
         seed_layers=False,
-        activation_checkpoint_interval=0,
         pipe_partitioned=True,
         grad_partitioned=True,
         use_reentrant=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError, StateError, nearest
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
+from shardwise.integrations.deepspeed.muon import make_muon
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 
@@ -26,6 +28,7 @@ OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.O
 SchedulerOrFactory = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 Config = Mapping[str, Any] | str | Path
 
+_KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "SGD")
 _ADAMS = ("adam", "adamw")
 _IGNORED_PARAMS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none", "bias_correction"}
 
@@ -75,6 +78,8 @@ def initialize(
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
+        if isinstance(model, PipelineModule) and translated.recomputed_run:
+            model.activation_checkpoint_interval = translated.recomputed_run
         kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
         engine = kind(inner, translated, made, schedule, collate_fn)
     except BaseException as error:
@@ -97,10 +102,33 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def init_distributed(dist_backend: str | None = None, **_unused: object) -> None:
-    """Initialize torch's default process group, unless the script has done so. All ranks call."""
-    if not dist.is_initialized():
-        dist.init_process_group(dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialize torch's default process group, unless the script has done so. All ranks call.
+
+    `timeout`, `init_method`, `rank` and `world_size` are those of `torch.distributed.init_process_group`. The launcher
+    has set rank and port, so `auto_mpi_discovery` and `distributed_port` are not needed; nothing is printed or logged,
+    so `verbose` and `config` are not either. With `dist_init_required=False` it must have been initialized.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise StateError(
+            "init_distributed(dist_init_required=False) needs a process group, and there is none. Call "
+            "torch.distributed.init_process_group first, or leave out dist_init_required."
+        )
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def _with_experts(translated: TranslatedConfig, ep_size: int) -> dict[str, Any]:
@@ -140,14 +168,14 @@ def _optimizer(
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer returned a {type(made).__name__}, which is not a torch.optim.Optimizer.")
         return made
-    return None if named is None else make_optimizer(named, trained)
+    return None if named is None else make_optimizer(named, trained, model)
 
 
-def make_optimizer(named: ComponentConfig, params: list[Any]) -> torch.optim.Optimizer:
+def make_optimizer(named: ComponentConfig, params: list[Any], model: nn.Module | None = None) -> torch.optim.Optimizer:
     """The optimizer that a config names, with DeepSpeed's defaults.
 
-    As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false. Raises `ConfigError` for an unknown name, and for
-    parameters that the optimizer does not have.
+    Muon chooses its matrices by their names in `model`. As in DeepSpeed, "Adam" is AdamW unless `adam_w_mode` is false.
+    Raises `ConfigError` for an unknown name, and for parameters that the optimizer does not have.
     """
     options = dict(named.params)
     for key in ("max_grad_norm", "cuda_aware", "comm_backend_name", "freeze_step"):
@@ -157,6 +185,8 @@ def make_optimizer(named: ComponentConfig, params: list[Any]) -> torch.optim.Opt
             )
     if options.get("bias_correction") is False:
         raise ConfigError("optimizer.params.bias_correction: false is not supported. Adam always corrects its moments.")
+    if named.name.lower() == "muon":
+        return make_muon(params, options, model)
     kind, defaults = _kind_of(named.name, options)
     options = {key: value for key, value in options.items() if key not in _IGNORED_PARAMS}
     if isinstance(options.get("betas"), list):
@@ -178,7 +208,9 @@ def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch
         return ours[lower], {"weight_decay": 0.0}
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer.type is {name!r}. {nearest(name, ['Adam', 'AdamW', 'Lamb', 'Lion', 'SGD'])}")
+        raise ConfigError(
+            f"optimizer.type is {name!r}. {nearest(name, ['Adam', 'AdamW', 'Lamb', 'Lion', 'Muon', 'SGD'])}"
+        )
     return found, {}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
@@ -15,6 +17,11 @@ from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
+
+
+def recompute(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose activations are recomputed in the backward."""
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 class LayerSpec:
@@ -54,7 +61,10 @@ class PipelineModule(nn.Sequential):
     """A sequence of layers: modules, specs or functions. Each gets the output of the one before.
 
     They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) with about equal numbers of parameters.
-    `loss_fn(output, label)` computes the loss of a micro-batch. Raises `ConfigError` for unsupported options.
+    `loss_fn(output, label)` computes the loss of a micro-batch. With `activation_checkpoint_interval=N`, each run of N
+    layers of a stage that has parameters keeps only its input, and is computed again in the backward: by
+    `activation_checkpoint_func(function, *inputs)`, and only if the classes of all its layers are among
+    `checkpointable_layers`, if these are given. Raises `ConfigError` for unsupported options.
     """
 
     def __init__(
@@ -64,31 +74,63 @@ class PipelineModule(nn.Sequential):
         topology: object | None = None,
         loss_fn: LossFunction | None = None,
         seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        **options: object,
+        activation_checkpoint_func: Callable[..., Any] = recompute,
+        checkpointable_layers: Iterable[str] | None = None,
+        dynamic_shape: bool = False,
     ) -> None:
         if num_stages is None or topology is not None:
             raise ConfigError(
                 "PipelineModule needs num_stages, and does not support topology: data parallelism follows from the "
                 "number of ranks."
             )
-        if seed_layers or any(options.values()):
-            unsupported = sorted(["seed_layers"] * seed_layers + [name for name, value in options.items() if value])
-            raise ConfigError(
-                f"PipelineModule does not support {', '.join(unsupported)}."
-                + (" Seed before the layers are created." if seed_layers else "")
-            )
+        if seed_layers:
+            raise ConfigError("PipelineModule does not support seed_layers. Seed before the layers are created.")
         if partition_method not in ("parameters", "best"):
             raise ConfigError(
                 f"partition_method is {partition_method!r}; it must be 'parameters' or 'best'. List other stages in "
                 f"a shardwise plan: pipeline: {{stages: [[...], [...]]}}."
+            )
+        if activation_checkpoint_interval < 0:
+            raise ConfigError(
+                f"activation_checkpoint_interval is {activation_checkpoint_interval}; it must be a number of layers, "
+                f"or 0 to recompute nothing."
             )
         first_of_key: dict[str, nn.Module] = {}
         super().__init__(*(_built_layer(layer, first_of_key) for layer in layers))
         self.num_stages = num_stages
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+
+    def forward(self, value: Any) -> Any:
+        """The output of the last layer."""
+        for layers in self._runs():
+            if self._is_recomputed(layers):
+                is_tuple = isinstance(value, tuple)
+                inputs = value if is_tuple else (value,)
+                value = self.activation_checkpoint_func(partial(_computed, layers, is_tuple), *inputs)
+            else:
+                value = _computed(layers, False, value)
+        return value
+
+    def _runs(self) -> Iterator[list[nn.Module]]:
+        """The layers in runs of `activation_checkpoint_interval`, which begin anew where a pipeline stage begins."""
+        for is_here, group in groupby(self, _is_here):
+            layers = list(group)
+            size = self.activation_checkpoint_interval if is_here else 0
+            yield from (layers[at : at + size] for at in range(0, len(layers), size)) if size else [layers]
+
+    def _is_recomputed(self, layers: list[nn.Module]) -> bool:
+        if not self.activation_checkpoint_interval or not _is_here(layers[0]):
+            return False
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        return any(True for layer in layers for _ in layer.parameters())
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -113,10 +155,33 @@ class PipelineEngine(DeepSpeedEngine):
         self._write_step_events([(TRAIN_LOSS, mean, self.global_samples)])
         return torch.tensor(mean)
 
-    def eval_batch(self, data_iter: Iterator[Any], **options: object) -> Tensor:
-        """The mean loss of as many pairs as `train_batch` reads, without gradients. All ranks call."""
-        if any(options.values()):
-            raise ConfigError(f"eval_batch() does not support {', '.join(sorted(options))}.")
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """The mean loss of as many pairs as `train_batch` reads, without gradients. All ranks call.
+
+        Every rank gets the loss, whatever `bcast_loss` is. Raises `ConfigError` if the other arguments ask for anything
+        else than this loss.
+        """
+        accumulate = self.gradient_accumulation_steps()
+        is_refused = {
+            "return_logits": return_logits,
+            "compute_loss": not compute_loss,
+            "reduce_output": reduce_output != "avg",
+            "num_micro_batches": num_micro_batches not in (None, accumulate),
+        }
+        if any(is_refused.values()):
+            raise ConfigError(
+                f"eval_batch() does not support {', '.join(name for name, is_it in is_refused.items() if is_it)}: it "
+                f"returns the mean loss over {accumulate} micro-batches. Leave them out; outputs are given to loss_fn, "
+                f"which may keep them."
+            )
         inputs, labels = self._pairs(data_iter)
         was_training = self.module.training
         self.module.eval()
@@ -156,6 +221,18 @@ class PipelineEngine(DeepSpeedEngine):
                 f"The data ended after {len(pairs)} of {count} micro-batches (gradient_accumulation_steps)."
             )
         return [_to(pair[0], self.device) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
+
+
+def _computed(layers: list[nn.Module], is_tuple: bool, *inputs: Any) -> Any:
+    value = inputs if is_tuple else inputs[0]
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _is_here(layer: nn.Module) -> bool:
+    """Whether a layer is in the running stage. What stands for one of another stage has that one's `__class__`."""
+    return type(layer) is layer.__class__
 
 
 class _Function(nn.Module):

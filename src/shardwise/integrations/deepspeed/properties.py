@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise import Engine, Plan
+from shardwise.errors import StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.places import place_of
 
@@ -65,6 +66,22 @@ class EngineProperties:
 
     def gradient_accumulation_steps(self) -> int:
         return self._config.accumulate
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Accepted only if it changes nothing."""
+        self._require_unchanged("train_batch_size", self.train_batch_size(), train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Accepted only if it changes nothing."""
+        name = "train_micro_batch_size_per_gpu"
+        self._require_unchanged(name, self.train_micro_batch_size_per_gpu(), micro_batch_size)
+
+    def _require_unchanged(self, name: str, now: int, wanted: int) -> None:
+        if wanted != now:
+            raise StateError(
+                f"{name} is {now} and cannot be changed to {wanted} during training. Save a checkpoint, and load it "
+                f"into an engine whose config has {name} {wanted}."
+            )
 
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

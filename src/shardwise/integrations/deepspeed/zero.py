@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import nn
 
 import shardwise as sw
@@ -22,6 +23,24 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **_unused: ob
     """
     with sw.deferred_init() if enabled and module is None else nullcontext():
         yield
+
+
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+    """A model built inside has floating-point tensors of `dtype` on `device`.
+
+    On `meta` it is built as inside `Init`: `initialize` computes its values.
+    """
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with sw.deferred_init() if str(device) == "meta" else torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

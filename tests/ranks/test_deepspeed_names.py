@@ -1,0 +1,206 @@
+"""What scripts import from DeepSpeed beside `initialize`: weights of checkpoints, optimizers, memory figures."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import shardwise as sw
+import shardwise.integrations.deepspeed as deepspeed
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.integrations.deepspeed import absent_names, facade, stored, zero
+from shardwise.integrations.deepspeed.config import ComponentConfig
+from shardwise.integrations.deepspeed.initialization import make_optimizer
+from shardwise.testing import run_ranks
+from tests.ranks.twins import VOCAB, Transformer
+
+Tensor = torch.Tensor
+THEIRS = Path(__file__).parent.parent / "fixtures" / "deepspeed" / "zero3"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of two ranks, of which a part is frozen, and the weights in it."""
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    model = Transformer().requires_grad_(False)
+    model.head.requires_grad_(True)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+
+    def rank_of(world: sw.World) -> dict[str, Tensor]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        engine.save_checkpoint(folder)
+        part = engine.module_state_dict(prefix="model.", exclude_frozen_parameters=True)
+        assert list(part) == ["model.head.weight"]
+        return engine.module_state_dict()
+
+    return folder, run_ranks(2, rank_of)[1]
+
+
+def test_weights_of_a_checkpoint_are_read_whole(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, expected = saved
+    for is_lazy in (False, True):
+        found = stored.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=is_lazy)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == torch.float32
+            torch.testing.assert_close(found[name], value.float(), rtol=2**-8, atol=0)
+    trained = stored.get_fp32_state_dict_from_zero_checkpoint(folder, "global_step0", exclude_frozen_parameters=True)
+    assert list(trained) == ["head.weight"]
+    model = stored.load_state_dict_from_zero_checkpoint(Transformer(), folder)
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match="no file latest"):
+        stored.get_fp32_state_dict_from_zero_checkpoint(folder.parent / "nothing")
+
+
+def test_deepspeeds_own_checkpoints_are_read_too() -> None:
+    found = stored.get_fp32_state_dict_from_zero_checkpoint(THEIRS)
+    assert found
+    assert all(value.dtype == torch.float32 for value in found.values())
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+@pytest.mark.parametrize("limit", ["5GB", "20KB", None])
+def test_weights_of_a_checkpoint_are_converted(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, is_safe: bool, limit: str | None
+) -> None:
+    folder, expected = saved
+    stored.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path, limit, safe_serialization=is_safe)
+    stem = "model.safetensors" if is_safe else "pytorch_model.bin"
+    files = [stem]
+    if limit == "20KB":
+        index = json.loads((tmp_path / f"{stem}.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in expected.values())
+        files = sorted(set(index["weight_map"].values()))
+        assert len(files) > 1
+    found: dict[str, Tensor] = {}
+    for file in files:
+        found |= load_file(tmp_path / file) if is_safe else torch.load(tmp_path / file, weights_only=True)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.float(), rtol=2**-8, atol=0)
+
+
+def test_a_model_built_on_a_device() -> None:
+    def rank_of(world: sw.World) -> Tensor:
+        torch.manual_seed(3)
+        with zero.OnDevice(torch.float64):
+            model = Transformer()
+        assert {param.dtype for param in model.parameters()} == {torch.float64}
+        assert model.head.weight.untyped_storage().size() == 0
+        engine, *_ = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 3}}, world=world)
+        return engine.shardwise.get("blocks.1.up.weight").clone()
+
+    torch.manual_seed(3)
+    with zero.OnDevice(torch.float64, "cpu"):
+        whole = Transformer()
+    assert torch.get_default_dtype() == torch.float32
+    assert whole.head.weight.dtype == torch.float64
+    assert torch.equal(run_ranks(1, rank_of)[0], whole.blocks[1].up.weight.float())
+
+
+def test_batch_sizes_stay() -> None:
+    def rank_of(world: sw.World) -> None:
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config, world=world)
+        engine.set_train_batch_size(6)
+        engine.set_train_micro_batch_size(2)
+        with pytest.raises(StateError, match="train_batch_size is 6 and cannot be changed to 12"):
+            engine.set_train_batch_size(12)
+
+    run_ranks(1, rank_of)
+
+
+def test_adagrad() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = facade.CPUAdagrad(model.parameters(), eps=1e-6, fp32_optimizer_states=True)
+    assert isinstance(optimizer, torch.optim.Adagrad)
+    assert (optimizer.defaults["lr"], optimizer.defaults["eps"]) == (1e-2, 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_of_a_config_trains_as_on_one_process(stage: int) -> None:
+    """Matrices by Muon; embeddings, norms and biases by AdamW, at a rate of their own."""
+    torch.manual_seed(0)
+    model = Transformer()
+    batch = torch.randint(VOCAB, (2, 2, 6), generator=torch.Generator().manual_seed(1))
+    options = {"muon_lr": 0.05, "adam_lr": 0.01, "betas": [0.8, 0.9], "ns_method": "standard", "weight_decay": 0.1}
+    twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+    for one in models:
+        for module in (one.tokens, one.positions, one.head):
+            module.weight.use_muon = False
+    matrices = [param for name, param in twin.named_parameters() if param.dim() == 2 and name.startswith("blocks")]
+    others = [param for param in twin.parameters() if all(param is not one for one in matrices)]
+    alone = [
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=0.01, betas=(0.8, 0.9), eps=1e-10, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        torch.stack([twin(tokens, tokens.roll(1, 0)) for tokens in batch]).mean().backward()
+        for optimizer in alone:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank_of(world: sw.World) -> dict[str, Tensor]:
+        config = {
+            "optimizer": {"type": "Muon", "params": options},
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0,
+        }
+        mine = models[world.rank]
+        engine, *_ = deepspeed.initialize(model=mine, config=config, world=world)
+        tokens = batch[world.rank]
+        for _ in range(3):
+            engine.backward(engine(tokens, tokens.roll(1, 0)))
+            engine.step()
+        return engine.module_state_dict()
+
+    found = run_ranks(2, rank_of)[0]
+    for name, value in twin.state_dict().items():  # directions, of at most 1, are rounded to bf16 several times
+        torch.testing.assert_close(found[name], value, rtol=0, atol=3 * 0.05 * 2**-5)
+
+
+def test_muon_of_a_config_needs_names() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigError, match=r"Set param\.use_muon to True or False"):
+        make_optimizer(ComponentConfig("Muon", {}), [weight])
+    with pytest.raises(ConfigError, match="not valid for Muon: per_head_muon"):
+        make_optimizer(ComponentConfig("Muon", {"per_head_muon": True}), [weight])
+    model = nn.ModuleDict({"embedding": nn.Linear(4, 4), "hidden": nn.Linear(4, 4)})
+    made = make_optimizer(ComponentConfig("Muon", {}), list(model.parameters()), model)
+    assert [len(group["params"]) for group in made.param_groups] == [1, 3]
+    assert made.param_groups[0]["params"][0] is model["hidden"].weight
+    assert [group["lr"] for group in made.param_groups] == [0.02, 3e-4]
+
+
+def test_memory_figures() -> None:
+    """On a CPU they are those of the process, as in DeepSpeed."""
+    accelerator = facade.Accelerator()
+    accelerator.empty_cache()
+    before = accelerator.memory_allocated()
+    large = torch.ones(2**24)
+    assert accelerator.memory_allocated() > before + 2**25
+    del large
+    assert facade.Accelerator().max_memory_allocated() > before + 2**25
+    accelerator.reset_peak_memory_stats()
+    assert accelerator.max_memory_allocated() == pytest.approx(accelerator.memory_allocated(), rel=0.1)
+
+
+def test_names_that_are_not_there_say_what_to_use_instead() -> None:
+    finder = absent_names.RefusedImports()
+    for name in absent_names.INSTEAD:
+        with pytest.raises(ImportError, match=f"^{name} is not supported by shardwise: .*[^.]\\.$"):
+            finder.find_spec(name)
+        parent, _, last = name.rpartition(".")
+        with pytest.raises(AttributeError, match="is not supported by shardwise"):
+            absent_names.attribute_errors(parent)(last)
+    assert finder.find_spec("deepspeed.zero") is None
+    with pytest.raises(AttributeError, match="module 'deepspeed' has no attribute 'new'"):
+        absent_names.attribute_errors("deepspeed")("new")
