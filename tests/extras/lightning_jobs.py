@@ -144,10 +144,7 @@ def trainer_of(plan: Any, folder: str, *, settings: Any = None, **arguments: Any
 
 
 def values(module: pl.LightningModule) -> dict[str, Any]:
-    engine = None if module._trainer is None else getattr(module.trainer.strategy, "engine", None)
-    is_cut = engine is not None and engine.mesh.parted_axes
-    state = engine.state_dict() if is_cut else module.state_dict()
-    return {name: value.detach().tolist() for name, value in state.items()}
+    return {name: value.detach().tolist() for name, value in module.state_dict().items()}
 
 
 def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any = None, **arguments: Any) -> Any:

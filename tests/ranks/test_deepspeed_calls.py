@@ -539,6 +539,64 @@ def test_shapes_may_change_from_step_to_step() -> None:
     run_ranks(2, rank_of)
 
 
+class Gated(nn.Module):
+    """Passes on two tensors and a mask; a part of a pipeline of such."""
+
+    def __init__(self, mark: float) -> None:
+        super().__init__()
+        self.up, self.gate, self.mark = nn.Linear(16, 16), nn.Linear(16, 16), mark
+
+    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, residual, mask = parts
+        inner = torch.tanh(self.up(hidden)) * torch.sigmoid(self.gate(residual))
+        return inner * mask[..., None], residual + hidden * self.mark, mask
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, 16)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tokens(tokens), self.tokens(tokens + 1), tokens % 2 == 0
+
+
+class Last(nn.Linear):
+    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        hidden, residual, _ = parts
+        return super().forward(hidden + residual)
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_layers_may_pass_tuples_between_stages(interval: int) -> None:
+    torch.manual_seed(1)
+    layers = [First(), *(Gated(mark) for mark in (0.5, 0.7, 0.9, 1.1)), Last(16, VOCAB)]
+    model = deepspeed.PipelineModule(
+        layers, num_stages=2, loss_fn=cross_entropy, activation_checkpoint_interval=interval
+    )
+    twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+    steps = torch.randint(VOCAB - 1, (3, GAS, 2, LENGTH), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    wanted = []
+    for step in steps:
+        loss = torch.stack([cross_entropy(twin(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    config = {"gradient_accumulation_steps": GAS, "gradient_clipping": 0, "zero_optimization": {"stage": 1}}
+
+    def rank_of(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], optimizer=sgd, config=config, world=world)
+        pairs = [[(tokens, tokens.roll(1, 1)) for tokens in step] for step in steps]
+        return [engine.train_batch(iter(step)).item() for step in pairs], engine.module_state_dict()
+
+    for losses, state in run_ranks(2, rank_of):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
 class Counted(nn.Linear):
     """A layer that counts its forwards."""
 
