@@ -64,6 +64,7 @@ RACES = [
     ("hpz", {"node": 2, "local": 2}, "mixed"),
     ("zero3-offload", None, "offload"),
     ("infinity", None, "disk"),
+    ("offload", None, "every-2nd"),
 ]
 
 
