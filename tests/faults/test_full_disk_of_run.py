@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 SCRIPT = Path(__file__).with_name("full_disk_rank.py")
 
@@ -18,6 +18,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @one_in(2)
 @pytest.mark.parametrize("first", ["before", "later"])
 def test_training_continues_on_a_full_disk(first: str, tmp_path: Path) -> None:

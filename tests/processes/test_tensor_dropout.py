@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.thorough import one_in
+from tests.thorough import one_in, thorough_only
 
 pytestmark = one_in(9)
 
@@ -32,6 +32,7 @@ def told(folder: Path, kind: str, num_ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @one_in(14)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_drop_the_same_where_they_compute_the_same(kind: str, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def pipelined(preset: str, schedule: str, **more: Any) -> dict[str, Any]:
     }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @one_in(8)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "disk"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

@@ -129,6 +129,7 @@ def test_every_preset_trains_as_the_unsplit_model(preset: str, tied: bool) -> No
     assert_equal(sharded(build, preset, TENSOR), plain(seeded(build), 2))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("hosts", [None, "aaaabbbb"], ids=["one-host", "two-hosts"])
 @pytest.mark.parametrize("preset", ["hsdp", "hpz"])
 def test_presets_of_two_axes(preset: str, hosts: str | None) -> None:
