@@ -658,3 +658,11 @@ def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch
 
     assert set(run_members(RANKS, rank_of, tmp_path).values()) == {"checkpoint"}
     assert sorted(needing) == list(range(RANKS))
+
+
+def test_what_init_cannot_do_is_refused() -> None:
+    for wrong in ({"mpu": object()}, {"data_parallel_group": object()}, {"zero_quantized_weights": True}):
+        with pytest.raises(ConfigError, match=r"zero.Init\(\) with .* is not supported"), deepspeed.zero.Init(**wrong):
+            pass
+    with pytest.raises(TypeError), deepspeed.zero.Init(config_dict={}):
+        pass

@@ -39,7 +39,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     _set(param, value, "param" if optim_state_key == "fp32" else optim_state_key)
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: object, **_unused: object) -> list[nn.Module]:
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: object, raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Not needed: units are gathered whole. To gather a module at once, list it in the plan's `units`."""
     return []
 

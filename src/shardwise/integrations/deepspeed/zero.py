@@ -9,18 +9,45 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.deepspeed.engine import engine_of
 
 OneOrSeveral = nn.Parameter | Iterable[nn.Parameter] | nn.Module
 
 
 @contextmanager
-def Init(module: nn.Module | None = None, *, enabled: bool = True, **_unused: object) -> Iterator[None]:  # noqa: N802
+def Init(  # noqa: N802
+    module: nn.Module | None = None,
+    data_parallel_group: object = None,
+    mem_efficient_linear: bool = True,
+    remote_device: str | None = None,
+    pin_memory: bool = False,
+    config_dict_or_path: object = None,
+    config: object = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    mpu: object = None,
+    zero_param_parallel_group: object = None,
+    zero_quantized_weights: bool = False,
+    zero_quantized_nontrainable_weights: bool = False,
+    sequence_data_parallel_group: object = None,
+    param_swapper: object = None,
+) -> Iterator[None]:
     """A model built inside is never whole on any rank: `shardwise.deferred_init`.
 
-    `module` and DeepSpeed's other arguments are accepted but not needed: `initialize` gets the config.
+    With `module`, which is built already, nothing is deferred. The config that `initialize` gets decides in which
+    precision the model computes, where parameters are kept, and whether memory is pinned; those arguments have no
+    effect here, nor has `dtype`: masters keep the values in fp32. Raises `ConfigError` for groups of ranks and
+    quantized weights.
     """
+    groups = (data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group)
+    if any(group is not None for group in groups):
+        raise ConfigError(
+            "zero.Init() with groups of ranks is not supported. Set tensor_parallel, sequence_parallel_size or "
+            "zero_hpz_partition_size in the config instead."
+        )
+    if zero_quantized_weights or zero_quantized_nontrainable_weights:
+        raise ConfigError("zero.Init() with quantized weights is not supported. Leave zero_quantized_weights out.")
     with sw.deferred_init() if enabled and module is None else nullcontext():
         yield
 
