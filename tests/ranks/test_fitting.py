@@ -33,7 +33,7 @@ def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.Monke
     predicted memory is within the limit."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(2, rows=32)
-    monkeypatch.setattr(fitting, "read_calibration", lambda: FAST)
+    monkeypatch.setattr(fitting, "readable_calibration", lambda: FAST)
     replicas, plain = [copy.deepcopy(model)], [copy.deepcopy(model)]
 
     def kept(world: sw.World) -> list[float]:

@@ -203,6 +203,8 @@ class _Parts:
         @contextmanager
         def around(twin: nn.Module) -> Iterator[None]:
             ledger.clear()  # a repeated rehearsal counts once
+            if AXIS in self.mesh.axes and self.device.type == "cpu":
+                self._line(AXIS, ledger).all_same(b"")  # each forward in training compares its batch
             with loaded(twin, self.expert_load), over_sequences(twin):
                 yield
 

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.comm.collectives import Communicator
 from shardwise.comm.group import Group
+from shardwise.comm.small import SHORT_MESSAGE_BYTES
 from shardwise.comm.work import Done, Work
 from shardwise.telemetry import Ledger
 
@@ -60,6 +61,11 @@ class Line:
         if self._collectives is None:
             return [message] * self.num_ranks
         return self._collectives.exchange(message, self.group, SUBJECT)
+
+    def all_same(self, word: bytes) -> bool:
+        """Whether all ranks have passed the same `word`, of a few bytes."""
+        self._note("exchange", SHORT_MESSAGE_BYTES)
+        return len(set(self.exchange(word))) == 1
 
     @property
     def overlaps_compute(self) -> bool:

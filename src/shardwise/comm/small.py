@@ -10,8 +10,9 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 
 Tensor = torch.Tensor
-_SHORT_BYTES = 56
-"""Messages up to this length are sent together with their lengths."""
+SHORT_MESSAGE_BYTES = 64
+"""What a short message takes with its length; longer ones are sent once their lengths are known."""
+_SHORT_BYTES = SHORT_MESSAGE_BYTES - 8
 
 
 def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: str) -> Tensor:
@@ -25,7 +26,7 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: s
 
 def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
     """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks."""
-    heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], 8 + _SHORT_BYTES, group)
+    heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], SHORT_MESSAGE_BYTES, group)
     gather(heads.view(-1))
     head_bytes = [row.numpy().tobytes() for row in heads]
     lengths = [int.from_bytes(head[:8], "little") for head in head_bytes]
