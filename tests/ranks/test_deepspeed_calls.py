@@ -463,6 +463,19 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def losses_of(model: nn.Module, steps: Tensor) -> list[float]:
+    """The loss of each step of plain training, the mean over its micro-batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in steps:
+        loss = torch.stack([cross_entropy(model(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -474,14 +487,7 @@ def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     for copied in [twin, *models]:
         copied[-1].forward = lambda hidden, own=copied[-1]: as_head(own, hidden)
     steps = torch.randint(VOCAB, (3, 4, 2, LENGTH), generator=torch.Generator().manual_seed(3))
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    wanted = []
-    for step in steps:
-        loss = torch.stack([cross_entropy(twin(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
+    wanted = losses_of(twin, steps)
     replicas = 2 // stages
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -576,14 +582,7 @@ def test_layers_may_pass_tuples_between_stages(interval: int) -> None:
     )
     twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
     steps = torch.randint(VOCAB - 1, (3, GAS, 2, LENGTH), generator=torch.Generator().manual_seed(3))
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    wanted = []
-    for step in steps:
-        loss = torch.stack([cross_entropy(twin(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
+    wanted = losses_of(twin, steps)
     config = {"gradient_accumulation_steps": GAS, "gradient_clipping": 0, "zero_optimization": {"stage": 1}}
 
     def rank_of(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:

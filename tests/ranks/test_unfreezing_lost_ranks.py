@@ -45,6 +45,18 @@ def adam(model: nn.Module, *, adds: bool) -> torch.optim.Optimizer:
     return adam_of_trained(model) if adds else torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
+def trained_plain(*, adds: bool, rests: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same training in one process."""
+    plain = copy.deepcopy(FIRST)
+    optimizer = adam(plain, adds=adds)
+    for number in range(NUM_STEPS):
+        act(number, plain, optimizer, adds=adds, rests=rests)
+        plain(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain, optimizer
+
+
 @one_in(8)
 @pytest.mark.parametrize("num_newcomers", [0, 1])
 @pytest.mark.parametrize(
@@ -54,13 +66,7 @@ def adam(model: nn.Module, *, adds: bool) -> torch.optim.Optimizer:
 def test_the_others_train_what_was_unfrozen(
     step: int, point: str, adds: bool, rests: bool, num_newcomers: int, tmp_path: Path
 ) -> None:
-    plain = copy.deepcopy(FIRST)
-    optimizer = adam(plain, adds=adds)
-    for number in range(NUM_STEPS):
-        act(number, plain, optimizer, adds=adds, rests=rests)
-        plain(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    plain, optimizer = trained_plain(adds=adds, rests=rests)
     models = [copy.deepcopy(FIRST) for _ in range(NUM_RANKS + num_newcomers)]
 
     def work(world: sw.World, member: int) -> tuple[dict[str, torch.Tensor], list[bool], int]:
@@ -144,13 +150,7 @@ class Dying:
 def test_a_rank_is_lost_while_memory_is_planned_again(
     point: str, preset: str, whole_steps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = copy.deepcopy(FIRST)
-    optimizer = adam(plain, adds=True)
-    for number in range(NUM_STEPS):
-        act(number, plain, optimizer, adds=True, rests=False)
-        plain(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    plain, _ = trained_plain(adds=True, rests=False)
     models = [copy.deepcopy(FIRST) for _ in range(NUM_RANKS)]
     dying = Dying(point, monkeypatch)
 

@@ -208,9 +208,7 @@ def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch
         return ours[lower], {"weight_decay": 0.0}
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"optimizer.type is {name!r}. {nearest(name, ['Adam', 'AdamW', 'Lamb', 'Lion', 'Muon', 'SGD'])}"
-        )
+        raise ConfigError(f"optimizer.type is {name!r}. {nearest(name, _KNOWN)}")
     return found, {}
 
 
