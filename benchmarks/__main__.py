@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     peers = parser.add_argument_group("peers")
     option = peers.add_argument
     option("--sizes", type=_some_of(SIZES), metavar="A,B", help=f"of {', '.join(SIZES)}")
-    option("--dtypes", type=_some_of(DTYPES), metavar="A,B", help=f"of {', '.join(DTYPES)}")
+    option("--dtypes", type=_some_of(DTYPES), metavar="A,B", help=f"of {', '.join(DTYPES)}; of tensor too")
     option("--engines", type=_some_of(ENGINE_NAMES), metavar="A,B", help=f"of {', '.join(ENGINE_NAMES)}")
     option("--warm", type=_positive, metavar="N", help="steps before the timed ones (default: 2)")
     option("--steps", type=_positive, metavar="N", help="timed steps a run (default: 4)")

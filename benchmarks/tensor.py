@@ -31,7 +31,9 @@ def main(args: argparse.Namespace, console: Console) -> int:
     models = MODELS if all(map(find_spec, ("transformers", "accelerate"))) else MODELS[:1]
     result: dict[str, Any] = header(args.note) | {"benchmark": "tensor", "ranks": NUM_RANKS, "races": []}
     wrong = []
-    for model, size, dtype in [(model, size, dtype) for model in models for size in sizes for dtype in DTYPES]:
+    for model, size, dtype in [
+        (model, size, dtype) for model in models for size in sizes for dtype in args.dtypes or DTYPES
+    ]:
         options = [f"--model={model}", f"--size={size}", f"--dtype={dtype}"]
         options += [f"--rounds={num_rounds}", f"--steps={num_steps}"]
         ranks = run_ranks("benchmarks.tensor_rank", options, num_ranks=NUM_RANKS, timeout_seconds=1200)

@@ -97,7 +97,7 @@ class EngineState(EngineInJob):
 
         In an elastic job, what a lost rank has not finished is written again, if no step was taken since.
         """
-        self._asking(lambda: self._state.settle(self._sharded))
+        self._asking(lambda: self._state.wait_for_save(self._sharded))
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and no change, if there is none.
@@ -113,7 +113,7 @@ class EngineState(EngineInJob):
         if self._session is not None and self._session.is_arriving:
             return self._session.resumed(Path(folder))
         self.wait_for_copy()
-        self._sharded.unfreezing.settle()
+        self._sharded.unfreezing.replan_now()
         found = self._state.resume(self._sharded, Path(folder))
         if found is not None and self._session is not None:
             self._session.note_edit()
@@ -242,5 +242,5 @@ class EngineState(EngineInJob):
         """
         self._require_open()
         self._sharded.refuse_stages("load_optimizer_state_dict()", "Checkpoints have them: engine.resume(folder).")
-        self._sharded.unfreezing.settle()
+        self._sharded.unfreezing.replan_now()
         self._sharded.require_optimizer().load_state_dict(state)

@@ -276,7 +276,7 @@ def lay(
     try:
         sharding = designed.carry_out(world, values.device, updates, disk)
         sharding = replace(sharding, staged=staged, fitted=fitted.summary, budget=budget)
-        values.settle(sharding.units)
+        values.apply(sharding.units)
     except BaseException:
         if disk is not None:
             disk.close()

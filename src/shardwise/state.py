@@ -134,10 +134,10 @@ class State:
             self.begun = Begun(target, number, progress.num_steps, keep, numbers_of(metrics))
         return path
 
-    def settle(self, sharded: ShardedModel) -> None:
+    def wait_for_save(self, sharded: ShardedModel) -> None:
         """Wait for a checkpoint in the background. If a rank was lost while it was being written, write it again. All
         ranks call."""
-        self.saver.settle()
+        self.saver.wait()
         begun, rank = self.begun, sharded.world.rank
         if begun is not None and begun.is_at_risk and sharded.world.any_rank(rank == 0 and begun.is_incomplete()):
             if sharded.progress.num_steps != begun.num_steps:
@@ -164,7 +164,7 @@ class State:
 
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
-        self.saver.settle()
+        self.saver.wait()
         path = checkpoint.find(folder, sharded.world)
         if path is None:
             return None
@@ -181,7 +181,7 @@ class State:
             path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=before_change
         )
         if sharded.disk is not None:
-            sharded.disk.settle()
+            sharded.disk.finish_writes()
         progress = sharded.progress
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
@@ -200,7 +200,7 @@ class State:
 def content(sharded: ShardedModel) -> Content:
     """What a checkpoint holds of this rank, as live tensors."""
     own_buffers = not sharded.plan.sync_buffers
-    mine = content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.place, own_buffers=own_buffers)
+    mine = content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.index, own_buffers=own_buffers)
     staged = sharded.sharding.staged
     return mine if staged is None else _of_stages(mine, staged)
 

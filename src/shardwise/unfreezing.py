@@ -69,7 +69,7 @@ class Unfreezing:
         owner.on_unfrozen = partial(_ask, known)
         if optimizer is not None:
             optimizer.on_added = owner.on_unfrozen
-            optimizer.before_load = partial(_settle, known)
+            optimizer.before_load = partial(_replan_now, known)
             optimizer.unread = unread
             if unread:
                 self._unloaded = {piece.name for piece in optimizer.pieces if piece.flat.spec.trainable} & unread
@@ -117,7 +117,7 @@ class Unfreezing:
         a step."""
         return self._is_pending and not self._runner.is_computing and not self._gradients.wait()
 
-    def settle(self) -> bool:
+    def replan_now(self) -> bool:
         """Plan again now, if need be, for states that are to be loaded. Returns whether it was done."""
         if not self._is_pending:
             return False
@@ -187,9 +187,9 @@ def _ask(known: weakref.ref[Unfreezing]) -> None:
         mine._intercept()
 
 
-def _settle(known: weakref.ref[Unfreezing]) -> bool:
+def _replan_now(known: weakref.ref[Unfreezing]) -> bool:
     mine = known()
-    return mine is not None and mine.settle()
+    return mine is not None and mine.replan_now()
 
 
 def _require_read(lost: set[str]) -> None:

@@ -69,7 +69,7 @@ def prepare(killer: Killer, phase: str, model: nn.Module) -> None:
         case "writing":
             killer.before(calls.SystemCalls, "write")
         case "settling":
-            killer.before(DiskMemory, "settle")
+            killer.before(DiskMemory, "finish_writes")
         case "saving":
             killer.before(write, "write_at")
         case "resuming":

@@ -115,7 +115,7 @@ class Away:
         self.store = store
         self.kept = torch.empty(0, dtype=torch.uint8).set_(source).numpy().copy()
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         return
 
     def look_ahead(self) -> None:

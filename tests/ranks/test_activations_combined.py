@@ -161,7 +161,7 @@ def test_what_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) 
     if what == "wait":
         monkeypatch.setattr(offload.Item, "whole", lambda item: item.fetch() or item._whole)
     elif what == "copy":  # to the host
-        monkeypatch.setattr(stores._OnHost, "settle", lambda _: None)
+        monkeypatch.setattr(stores._OnHost, "finish_copy", lambda _: None)
     else:
         honest = HostMemory.give_back
         monkeypatch.setattr(HostMemory, "give_back", lambda self, tensor, _=None: honest(self, tensor))

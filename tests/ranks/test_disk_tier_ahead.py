@@ -147,7 +147,7 @@ def test_a_read_that_failed_ahead_of_its_step_is_repeated(tmp_path: Path, monkey
         disk.left = 1
         memory.expect_step()
         assert memory._ahead is not None
-        memory._ahead.pending.settle()
+        memory._ahead.pending.join()
         num_failed.append(memory._ahead.pending.has_failed)
         return engine_step(engine, optimizer, batch)
 

@@ -74,27 +74,27 @@ class Offloading:
 
     def leave(self, group: _Group) -> None:
         """End the forward of a unit: start to copy what it saved."""
-        self.settle()
+        self.free_copied()
         group.evict()
         before = self._latest() if self._latest is not None else None
         group.before = weakref.ref(before) if before is not None else None
         self._latest = weakref.ref(group)
         self._leaving = group
         if not self._waits:
-            self.settle()
+            self.free_copied()
 
-    def settle(self) -> None:
+    def free_copied(self) -> None:
         """Free the storages that have been copied."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.settle()
+            leaving.free()
 
     def begin(self, group: _Group) -> None:
         """A backward accesses a saved tensor of `group`: fetch it, and prefetch the groups before it."""
         last = self._begun() if self._begun is not None else None
         if last is group:
             return
-        self.settle()
+        self.free_copied()
         if last is not None:
             last.let_go()
         self._begun = weakref.ref(group)
@@ -108,7 +108,7 @@ class Offloading:
 
 
 class Item:
-    """One storage: on the device until `settle`, and again from `fetch` on."""
+    """One storage: on the device until `free`, and again from `fetch` on."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is that of the first saved tensor with this storage."""
@@ -131,9 +131,9 @@ class Item:
         if self._away is None and self._storage is not None:
             self._away = store.put(self._storage, unit)
 
-    def settle(self) -> None:
+    def free(self) -> None:
         if self._away is not None and self._storage is not None:
-            self._away.settle()
+            self._away.finish_copy()
             self._storage = None
 
     def look_ahead(self) -> None:
@@ -176,7 +176,7 @@ class _Group:
         """The group of the preceding call, which the backward reaches next."""
         self._stays = offloading.resting | {buffer.untyped_storage()._cdata for buffer in buffers}
         self._views: list[_View] = []
-        """Kept until `settle`; afterwards only autograd holds the views."""
+        """Kept until `free`; afterwards only autograd holds the views."""
         self._items: list[weakref.ref[Item]] = []
 
     def pack(self, tensor: Tensor) -> _View | _NotOffloaded:
@@ -209,11 +209,11 @@ class _Group:
             item.evict(self.offloading.store, self.unit)
         self._items = [weakref.ref(item) for item in items]
 
-    def settle(self) -> None:
+    def free(self) -> None:
         for view in self._views:
-            view.settle()
+            view.free()
         for item in self._alive():
-            item.settle()
+            item.free()
         self._views.clear()
 
     def fetch(self) -> None:
@@ -243,7 +243,7 @@ class _View:
         self._tensor: Tensor | None = tensor.detach()
         self._was_written_to = False
 
-    def settle(self) -> None:
+    def free(self) -> None:
         if self._tensor is not None:
             self._was_written_to = self._tensor._version != self._version
             self._tensor = None

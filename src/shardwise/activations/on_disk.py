@@ -102,7 +102,7 @@ class _OnDisk:
         self._writing: Pending | None = None
         self._reading: Pending | None = None
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         if self._file is None:
             assert self._pages is not None
             self._leaving.wait()
@@ -131,7 +131,7 @@ class _OnDisk:
             self._reading = self._file.read(0, self._pages)
 
     def fetch(self, out: Tensor) -> Copy:
-        self.settle()
+        self.finish_copy()
         self.look_ahead()
         assert self._pages is not None
         reading, self._reading = self._reading, None

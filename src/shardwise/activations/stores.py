@@ -18,7 +18,7 @@ KIND = "activations"
 class Away(Protocol):
     """The bytes of one storage on another tier."""
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Make the copy safe from later computations that overwrite its source."""
         ...
 
@@ -37,7 +37,7 @@ class Away(Protocol):
 
 class Store(Protocol):
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:
-        """Start to copy `source`, on the device, saved by `unit`; it must not be written to before `settle`."""
+        """Start to copy `source`, on the device, saved by `unit`; it must not be written to before `finish_copy`."""
         ...
 
 
@@ -109,14 +109,14 @@ class _OnHost:
         self._leaving = memory.evict(self._bytes, source)
         self._reading: Copy = Copied()
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         self._leaving.wait()
 
     def look_ahead(self) -> None:
         """Nothing to do, because host memory needs no prefetch."""
 
     def fetch(self, out: Tensor) -> Copy:
-        self.settle()
+        self.finish_copy()
         self._reading = self._memory.fetch(out.view(torch.uint8), self._bytes)
         return self._reading
 
@@ -140,7 +140,7 @@ class _Rehearsed:
     def __init__(self, store: RehearsedStore, num_bytes: int) -> None:
         self._store, self._num_bytes = store, num_bytes
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         return
 
     def look_ahead(self) -> None:

@@ -69,7 +69,7 @@ class Part:
         return f"{self.kind}/{self.name}"
 
     @property
-    def place(self) -> Span:
+    def in_file(self) -> Span:
         """Its byte range in the file."""
         return Span(self.offset, self.offset + self.num_bytes)
 
@@ -88,7 +88,7 @@ class Image:
 
     @property
     def num_bytes(self) -> int:
-        return self.parts[-1].place.stop if self.parts else len(self.head)
+        return self.parts[-1].in_file.stop if self.parts else len(self.head)
 
     @property
     def padded_bytes(self) -> int:
@@ -137,7 +137,7 @@ class Image:
         if head.numel:
             out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.start : head.stop]))
         for part, source, rows in zip(self.parts, self.sources, self.rows, strict=True):
-            common = part.place.overlap(window)
+            common = part.in_file.overlap(window)
             if common.numel:
                 here = _bytes_of(source)[common.start - part.offset : common.stop - part.offset]
                 there = out[common.start - start : common.stop - start]
@@ -227,7 +227,7 @@ class Sums:
 
     def __init__(self, image: Image) -> None:
         regions = [Span(0, len(image.head))]
-        regions += [part.place for part in image.parts]
+        regions += [part.in_file for part in image.parts]
         self._blocks = _blocks(regions)
         self._sums: list[list[int]] = [[] for _ in regions]
         self._position = 0

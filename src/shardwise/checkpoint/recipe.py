@@ -222,7 +222,7 @@ def _states_to_fill(
         for key, reads in states.reads.items():
             dtype, ready = states.dtypes[key], states.ready.pop(key, None)
             if piece.flat.rows is not None and piece.flat.spec.updates_from_disk:
-                given[key] = piece.flat.rows.place(piece.index, key, piece.tensor.numel(), dtype)
+                given[key] = piece.flat.rows.view(piece.index, key, piece.tensor.numel(), dtype)
                 _stream(reader, piece.flat.rows, given[key], reads, piece.span, states.box)
                 continue
             if ready is not None and ready.device == device:

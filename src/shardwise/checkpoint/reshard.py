@@ -239,7 +239,7 @@ class TrainingState:
                     follows = dtype == self._homes[name].dtype
                     kept = piece.dtype if follows else dtype
                     if flat.rows is not None and flat.spec.updates_from_disk:
-                        filled[name, key] = flat.rows.place(index, key, piece.numel(), kept)
+                        filled[name, key] = flat.rows.view(index, key, piece.numel(), kept)
                     else:
                         filled[name, key] = torch.empty_like(piece, dtype=kept)
                     states[name][key] = filled[name, key]

@@ -4,7 +4,7 @@
 because the background thread's messages would mix with those of training. So ranks agree through the draft itself. Each
 leaves a note beside its file once that is on the disk, or a note that says why it will not be; rank 0's thread waits
 for the notes, and publishes when all are good. Everything that needs the agreement of all ranks (the lock, free space,
-whether all can be written, what went wrong last time) is settled with messages in the call itself, before the thread
+whether all can be written, what went wrong last time) is agreed on with messages in the call itself, before the thread
 starts. Whatever a rank does alone there is inside an agreement, because a rank that fails alone would leave the others
 waiting.
 """
@@ -120,9 +120,9 @@ class Saver:
         one rank, all raise. A reader never sees half a checkpoint, even after a `kill -9`. If one rank fails, all raise
         `CheckpointError`, and earlier checkpoints are still there. Without `wait` it returns once the model's visible
         values are copied to host memory ([Note: late copies]); a later failure is raised by the next call of `save` or
-        `settle`, or by `close`.
+        `wait`, or by `close`.
         """
-        self.settle()
+        self.wait()
         prepared = self._prepare(target, make, wait=wait)
         what = f"The checkpoint {target} could not be written"
         if wait:
@@ -137,7 +137,7 @@ class Saver:
         if snapshot is not None:
             snapshot.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for a checkpoint that is written in the background; if it failed, raise on all ranks. All ranks call.
 
         A rank that died is noticed here, as in any collective: rank 0 waits for all notes, and no rank waits for rank 0

@@ -46,7 +46,7 @@ def _windows_at(image: Image) -> int:
 def _places(image: Image) -> list[Span | None]:
     """The place of each part in the stage; `None` for parts on a disk."""
     if not image.has_rows:
-        return [part.place for part in image.parts]
+        return [part.in_file for part in image.parts]
     places: list[Span | None] = []
     start = 0
     for part, rows in zip(image.parts, image.rows, strict=True):
@@ -145,7 +145,7 @@ class _OnDisk:
         """By rows, the end of their last part in the image."""
         for part, rows in zip(image.parts, image.rows, strict=True):
             if rows is not None:
-                self._last[rows] = part.place.stop
+                self._last[rows] = part.in_file.stop
         self._counts = {rows: rows.num_changes for rows in self._last}
         self._are_read = {rows: threading.Event() for rows in self._last}
         for rows, event in self._are_read.items():

@@ -101,7 +101,7 @@ class Portion:
     out: torch.Tensor | None = None
 
     @property
-    def place(self) -> int:
+    def offset(self) -> int:
         """Its start in the file."""
         return self.chunk.offset + self.start
 
@@ -156,7 +156,7 @@ class Carrier:
 
         Raises `CheckpointError` naming file and tensor for what cannot be read, or does not match its checksum.
         """
-        due = sorted(wanted, key=lambda portion: (portion.file.handle, portion.place))
+        due = sorted(wanted, key=lambda portion: (portion.file.handle, portion.offset))
         on_host = all(portion.out is None or portion.out.device.type == "cpu" for portion in due)
         stretches = list(_stretches(due))
         carry = partial(self._carry, are_checked=are_checked)
@@ -192,7 +192,7 @@ class Carrier:
         memory = self._memory.beside(min(CHECKED_BYTES, num_bytes))
         for start in range(0, num_bytes, CHECKED_BYTES):
             view = memory[: num_bytes - start]
-            _read(_Stretch([portion], portion.place + start, portion.place + start + len(view)), [view])
+            _read(_Stretch([portion], portion.offset + start, portion.offset + start + len(view)), [view])
             yield view
 
 
@@ -227,7 +227,7 @@ class _Stretch:
     def takes(self, portion: Portion) -> bool:
         """Whether `portion` can be read in the same call."""
         fits = portion.stop - portion.start <= PORTION_BYTES - (self.stop - self.start)
-        follows = portion.file is self.file and portion.place == self.stop
+        follows = portion.file is self.file and portion.offset == self.stop
         return fits and follows and len(self.portions) < _MOST_TOGETHER
 
 
@@ -241,7 +241,7 @@ def _stretches(due: Iterable[Portion]) -> Iterator[_Stretch]:
             continue
         if last is not None:
             yield last
-        last = _Stretch([portion], portion.place, portion.place + portion.stop - portion.start)
+        last = _Stretch([portion], portion.offset, portion.offset + portion.stop - portion.start)
     if last is not None:
         yield last
 
@@ -321,7 +321,7 @@ def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 def _describe(stretch: _Stretch, place: int) -> str:
     """The tensor that has byte `place` of the file."""
-    of = next(portion.chunk for portion in reversed(stretch.portions) if portion.place <= place)
+    of = next(portion.chunk for portion in reversed(stretch.portions) if portion.offset <= place)
     return f"{of.kind} {of.name}"
 
 

@@ -147,6 +147,6 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
-    activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh, load)
-    counted = replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
-    return plan, replace(counted, expert_load=load)
+    found = model_file.activations_of(model, args.batch, plan, table, mesh, load)
+    counted = replace(subject, activations=found.activations, batch=args.batch, expert_load=load)
+    return plan, replace(counted, activation_bytes=found.sent_bytes, tied_bytes=found.tied_bytes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.calibration import Calibration
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import EXPERT_AXIS, SEQUENCE_AXIS, Mesh
+from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.placement import (
     KINDS,
     WIDTH,
@@ -43,6 +44,7 @@ from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
 
+PIPELINE = "pp"
 NUM_EXAMPLES = 4
 EXAMPLE_SHAPE = (2**10, 2**10)
 EXAMPLE_NUMEL = 2**20
@@ -75,8 +77,11 @@ class Subject:
     activations: Activations | None = None
     """Those of the model; with a pipeline, those of everything that the rank does in a step."""
     batch: str | None = None
-    activation_bytes: int = 0
-    """Bytes of activations and their gradients that a rank sends in one forward and backward on the batch."""
+    activation_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of activations and their gradients that a rank sends in one forward and backward on the batch, by mesh
+    axis."""
+    tied_bytes: int = 0
+    """Bytes that a rank sends in one step to other stages, for gradients of parameters that they have too."""
     stages: str = ""
     """With a pipeline: which rank has which modules."""
     pipeline_rank: int = 0
@@ -160,7 +165,7 @@ class Explanation:
     def sent_bytes(self) -> int:
         """Bytes that one rank sends in one optimizer step with all its micro-batches, including activations if they
         were counted."""
-        return self.step.sent_bytes(self.plan.accumulate) + self.subject.activation_bytes * self.plan.accumulate
+        return sum(self.sent_by_axis.values())
 
     @property
     def copied_bytes(self) -> dict[str, int]:
@@ -170,7 +175,29 @@ class Explanation:
     @property
     def sent_by_axis(self) -> dict[str, int]:
         """`sent_bytes` by mesh axis."""
-        return self.step.sent_by_axis(self.plan.accumulate)
+        sent = Counter(self.params_by_axis)
+        sent.update(self.activations_by_axis)
+        return dict(sent)
+
+    @property
+    def params_by_axis(self) -> dict[str, int]:
+        """Bytes that one rank sends in one optimizer step for parameters and gradients, by mesh axis."""
+        sent = Counter(self.step.sent_by_axis(self.plan.accumulate))
+        if self.subject.tied_bytes:
+            sent[PIPELINE] += self.subject.tied_bytes
+        return dict(sent)
+
+    @property
+    def activations_by_axis(self) -> dict[str, int]:
+        """Bytes of activations and their gradients that one rank sends in all micro-batches of a step, by mesh axis;
+        empty if they were not counted."""
+        return {axis: sent * self.plan.accumulate for axis, sent in self.subject.activation_bytes.items() if sent}
+
+    @property
+    def uncounted_axes(self) -> list[str]:
+        """The axes along which activations are sent that were not counted, because there is no batch."""
+        axes = [axis for axis in self.mesh.axes if axis in MODEL_AXES and self.mesh.size(axis) > 1]
+        return [] if self.subject.batch else axes
 
     @property
     def sent_by_hosts(self) -> list[int]:
@@ -179,9 +206,9 @@ class Explanation:
 
     @property
     def attention(self) -> str | None:
-        """What sequence parallelism sends in addition to the program; `None` without it."""
+        """What attention over split sequences sends, if it was not counted."""
         mesh = self.mesh
-        if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
+        if SEQUENCE_AXIS not in self.uncounted_axes:
             return None
         size = mesh.size(SEQUENCE_AXIS)
         ulysses = f"{size - 1}/{size} of a rank's queries, keys, values and outputs, each way"
@@ -189,28 +216,26 @@ class Explanation:
         texts = {"ulysses": f"ulysses sends {ulysses}", "ring": f"ring sends {ring}"}
         kinds = list(texts) if self.plan.sequence.attention == "auto" else [self.plan.sequence.attention]
         text = ", or ".join(texts[kind] for kind in kinds)
-        return f"Attention is not included. Along {SEQUENCE_AXIS}, in each layer, {text}."
+        return f"Along {SEQUENCE_AXIS}, in each layer, {text}."
 
     @property
     def dispatch(self) -> str | None:
-        """What expert parallelism sends in addition to the program; `None` without it."""
+        """What is sent to experts, if it was not counted, or the load for which it was; `None` without experts."""
         if not self.mesh.has_experts:
             return None
+        if self.subject.batch is not None:
+            return (
+                f"Experts are counted with {self.subject.expert_load:g} times an even share of the tokens, or, with a "
+                f"capacity, with the most that all ranks may send."
+            )
         size = self.mesh.size(EXPERT_AXIS)
         rows = "a row of its hidden state"
         if self.subject.row_numel:
             num_bytes = self.subject.row_numel * WIDTH[self.table.compute]
             rows = f"{format_bytes(num_bytes)} in all layers together"
-        counted = ""
-        if self.subject.batch is not None:
-            counted = (
-                f" Experts are counted with {self.subject.expert_load:g} times an even share of the tokens, or, with a "
-                f"capacity, with the most that all ranks may send."
-            )
         return (
-            f"Tokens sent to experts are not included. Along {EXPERT_AXIS}, for each token and each of its experts, "
-            f"{rows}, there and back, in forward and in backward; {size - 1}/{size} of it goes to other ranks if "
-            f"experts are evenly loaded.{counted}"
+            f"Along {EXPERT_AXIS}, for each token and each of its experts, {rows}, there and back, in forward and in "
+            f"backward; {size - 1}/{size} of it goes to other ranks if experts are evenly loaded."
         )
 
 
@@ -304,6 +329,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
         "sent_bytes_by_axis": explained.sent_by_axis,
+        "activation_bytes_by_axis": explained.activations_by_axis,
         **({"sent_bytes_by_host": explained.sent_by_hosts} if explained.per_host else {}),
         "program": explained.program,
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
@@ -348,7 +374,7 @@ def _by_stage(
 
 
 def _pipeline_size(mesh: Mesh) -> int:
-    return mesh.size("pp") if "pp" in mesh.axes else 1
+    return mesh.size(PIPELINE) if PIPELINE in mesh.axes else 1
 
 
 def _held(plan: Plan, step: StepProgram, subject: Subject) -> Footprint:

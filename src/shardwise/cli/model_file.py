@@ -6,12 +6,13 @@ import copy
 import importlib.util
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +29,9 @@ from shardwise.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.model_axes import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.optim import hidden_matrices
+from shardwise.pipeline import AXIS as PIPELINE
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
-from shardwise.placement import Table
+from shardwise.placement import WIDTH, Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import Around, StageRehearsal, nothing_around, rehearse
 from shardwise.sequence import rehearsed_by
@@ -109,9 +111,9 @@ def _largest(model: nn.Module, layout: StageLayout) -> int:
 
 def activations_of(
     model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh, expert_load: float = EXPERT_LOAD
-) -> tuple[Activations, int]:
-    """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
-    sends along model axes; with a pipeline, for the rank with the most parameters.
+) -> Counted:
+    """What `model` holds and sends in a forward and backward on the batch that `FILE:CALLABLE` returns; with a
+    pipeline, for the rank with the most parameters.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
     this machine has one. With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even
@@ -132,7 +134,16 @@ def activations_of(
     activations = rehearse(
         model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
     )
-    return activations, sum(ledger.sent_bytes.values())
+    return Counted(activations, _by_axis(ledger))
+
+
+class Counted(NamedTuple):
+    """What a rank holds, and what it sends by mesh axis, in the forward and backward of one micro-batch; and what it
+    sends once per step for tied parameters."""
+
+    activations: Activations
+    sent_bytes: dict[str, int]
+    tied_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ class _Parts:
     device: torch.device
     expert_load: float
 
-    def of_stages(self, model: nn.Module, batch: object) -> tuple[Activations, int]:
+    def of_stages(self, model: nn.Module, batch: object) -> Counted:
         """For the rank with the most parameters. Stages of other ranks are rehearsed for their outputs."""
         layout = stage_layout(model, self.plan, self.mesh)
         rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
@@ -165,12 +176,14 @@ class _Parts:
             rehearsals.append(
                 StageRehearsal(staged, units, batch, self.device, self.table.compute, treatments=left, around=around)
             )
-        arrived, largest, sent_bytes = None, _largest(model, layout), 0
+        arrived, largest = None, _largest(model, layout)
+        sent_bytes: Counter[str] = Counter()
         for stage in range(len(layout.stages)):
             place = layout.place_of(stage)
             arrived = rehearsals[place].rehearse(stage, arrived)
-            sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
-        return rehearsals[largest].together(), sent_bytes
+            sent_bytes.update(_by_axis(ledgers[place]) if place == largest else {})
+        sent_bytes[PIPELINE] += rehearsals[largest].sent_bytes
+        return Counted(rehearsals[largest].together(), dict(sent_bytes), _tied_bytes(rehearsals[largest]))
 
     def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it
@@ -189,7 +202,7 @@ class _Parts:
             for choice, spec in zip(choices, specs, strict=True)
         ]
         if experts is not None:
-            experts.carry_out(self._line(EXPERTS))  # tokens are counted separately
+            experts.carry_out(self._line(EXPERTS, ledger))
         if split is not None:
             line = self._line(AXIS, ledger)
             split.carry_out(line, Regions(line))
@@ -198,7 +211,7 @@ class _Parts:
     def around(self, model: nn.Module, ledger: Ledger) -> Around:
         """The context of a twin of `model` while it computes; `model` itself is still whole."""
         has_sequences = SEQUENCE_AXIS in self.mesh.axes and self.mesh.size(SEQUENCE_AXIS) > 1
-        over_sequences = rehearsed_by(model, self.plan, self.mesh) if has_sequences else nothing_around
+        over_sequences = rehearsed_by(model, self.plan, self.mesh, ledger) if has_sequences else nothing_around
 
         @contextmanager
         def around(twin: nn.Module) -> Iterator[None]:
@@ -210,8 +223,27 @@ class _Parts:
 
         return around
 
-    def _line(self, axis: str, ledger: Ledger | None = None) -> Line:
+    def _line(self, axis: str, ledger: Ledger) -> Line:
         return Line(None, Group(axis, self.mesh.group(0, axis), 0), ledger)
+
+
+def _tied_bytes(rehearsal: StageRehearsal) -> int:
+    """Bytes that a rank sends in one step to add up gradients of parameters that other stages have too."""
+    holders, total = rehearsal.staged.holders, 0
+    for flat in (flat for unit in rehearsal.units for flat in unit.flats if flat.spec.trainable):
+        others = len(holders[flat.slots[0].name]) - 1
+        table = flat.spec.table
+        first = dict.fromkeys(table.axes, 0)
+        total += others * flat.spec.layout.span(table.optim.shard, first).numel * WIDTH[table.due.dtype]
+    return total
+
+
+def _by_axis(ledger: Ledger) -> dict[str, int]:
+    """Bytes sent, by mesh axis."""
+    found: Counter[str] = Counter()
+    for (_, axis), num_bytes in ledger.sent_bytes.items():
+        found[axis] += num_bytes
+    return dict(found)
 
 
 def _device() -> torch.device:

@@ -80,8 +80,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, "experts", Text(explained.subject.experts.rstrip()), note)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    not_counted = [Text(note, "dim") for note in (explained.attention, explained.dispatch) if note]
-    _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *not_counted)
+    beside = [Text(note, "dim") for note in (explained.attention, explained.dispatch) if note]
+    _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *beside)
     if explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
@@ -288,17 +288,15 @@ def _bytes_note(explained: Explanation) -> Text:
 
 
 def _sent_lines(explained: Explanation) -> Iterator[str]:
-    num, subject, by_axis = explained.plan.accumulate, explained.subject, explained.sent_by_axis
+    num, by_axis, activations = explained.plan.accumulate, explained.params_by_axis, explained.activations_by_axis
     text = format_bytes(explained.sent_bytes) + (f" in {num} micro-batches" if num > 1 else "")
-    parts = [f"{format_bytes(sent)} along {axis}" for axis, sent in by_axis.items()] if len(by_axis) > 1 else []
-    has_tensor_parallelism = "tp" in explained.mesh.model_axes
-    if has_tensor_parallelism and subject.batch:
-        parts.append(f"{format_bytes(subject.activation_bytes * num)} of activations along tp")
+    parts = [f"{format_bytes(sent)} along {axis}" for axis, sent in by_axis.items()]
+    parts = parts if len(by_axis) > 1 or activations else []
+    parts += [f"{format_bytes(sent)} of activations along {axis}" for axis, sent in activations.items()]
     yield f"{text}: {', '.join(parts)}" if parts else text
-    if has_tensor_parallelism and not subject.batch:
-        yield "The bytes of activations along tp are not included; --batch counts them."
-    if explained.schedule is not None:
-        yield "Activations and gradients between pipeline stages are not included."
+    if explained.uncounted_axes:
+        axes = " and ".join(explained.uncounted_axes)
+        yield f"The bytes of activations along {axes} are not included; --batch counts them."
     if explained.per_host:
         yield f"{format_bytes(max(explained.sent_by_hosts))} leave each host of {explained.per_host} ranks"
     copied = explained.copied_bytes

@@ -84,7 +84,7 @@ class Collectives(Protocol):
         """Fill `tensor` with what the first rank of `link` sends. Messages of a link arrive in the order of sending."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Before code outside of the library reads what has come: block until what has been waited for is there, and
         raise after a fault."""
         ...

@@ -45,13 +45,13 @@ class DataGroup:
         return len(self.group.ranks)
 
     @property
-    def place(self) -> int:
-        """This rank's place, counted from 0. The first rank does what one does for all."""
+    def index(self) -> int:
+        """This rank's position in the group, counted from 0. The first rank does what one does for all."""
         return self.group.index
 
     @property
     def is_first(self) -> bool:
-        return self.place == 0
+        return self.index == 0
 
     def rank_at(self, place: int) -> int:
         """The rank of the world at that place."""

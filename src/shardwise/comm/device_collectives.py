@@ -251,7 +251,7 @@ class DeviceCollectives:
     def reclaim(self, tensor: Tensor) -> None:
         """What comes next on the stream comes after what was sent."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See [Note: garbage after a fault]: the host waits here, because it cannot check after a read of others."""
         self._marker.synchronize()
         self.journal.check(when_closed=False)

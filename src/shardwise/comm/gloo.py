@@ -66,7 +66,7 @@ class GlooTransport:
     def closed_ranks(self) -> Collection[int]:
         return self._sockets.closed_ranks()
 
-    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+    def watch_peers(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """Find out which connection leads to which rank. All ranks call; `exchange` returns every rank's message, by
         rank."""
         self._sockets.keep_mirrored(rank, exchange)

@@ -37,7 +37,7 @@ _log = logging.getLogger("shardwise")
 class JoinedTransport(Transport, Protocol):
     """A transport between ranks that have just met."""
 
-    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+    def watch_peers(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """Prepare to detect the end of other ranks. All ranks call; `exchange` returns every rank's message, by
         rank."""
         ...

@@ -43,13 +43,13 @@ class Line:
         return len(self.group.ranks)
 
     @property
-    def place(self) -> int:
-        """This rank's place, counted from 0."""
+    def index(self) -> int:
+        """This rank's position on the line, counted from 0."""
         return self.group.index
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the world, by place."""
+        """Ranks of the world, in its order."""
         return self.group.ranks
 
     @property
@@ -57,7 +57,7 @@ class Line:
         return self.group.axis
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Every rank's `message`, by place."""
+        """Every rank's `message`, in its order."""
         if self._collectives is None:
             return [message] * self.num_ranks
         return self._collectives.exchange(message, self.group, SUBJECT)
@@ -104,7 +104,7 @@ class Line:
         longest = max(sizes)
         first = tensor.detach().movedim(dim, 0)
         full = tensor.new_empty(self.num_ranks, longest, *first.shape[1:])
-        own = full[self.place]
+        own = full[self.index]
         own[: first.shape[0]].copy_(first)
         own[first.shape[0] :].zero_()
         work: Work = Done()
@@ -113,7 +113,7 @@ class Line:
         self._note("gather", full.nbytes // self.num_ranks)
 
         def found() -> Tensor:
-            parts = [full[place, :size] for place, size in enumerate(sizes)]
+            parts = [full[index, :size] for index, size in enumerate(sizes)]
             whole = full.flatten(0, 1) if min(sizes) == longest else torch.cat(parts)
             return whole.movedim(0, dim).contiguous()
 
@@ -128,14 +128,14 @@ class Line:
         longest = max(sizes)
         parts = tensor.detach().movedim(dim, 0).split_with_sizes(list(sizes))
         source = tensor.new_zeros(self.num_ranks, longest, *parts[0].shape[1:])
-        for place, part in enumerate(parts):
-            source[place, : part.shape[0]].copy_(part)
+        for index, part in enumerate(parts):
+            source[index, : part.shape[0]].copy_(part)
         out = torch.empty_like(source[0]).view(-1)
         work: Work = Done()
         if self._collectives is not None:
             work = self._collectives.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT)
         self._note("reduce_scatter", out.nbytes)
-        own = out.view(longest, *parts[0].shape[1:])[: sizes[self.place]]
+        own = out.view(longest, *parts[0].shape[1:])[: sizes[self.index]]
         return Started(work, source, lambda: own.movedim(0, dim).contiguous())
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -144,13 +144,13 @@ class Line:
         return every.amax(0).view(tensor.shape)
 
     def deal(self, sent: Sequence[Tensor], like: Sequence[torch.Size]) -> list[Tensor]:
-        """Send `sent[i]`, one-dimensional, to place i. Returns what came from each place i, one-dimensional, with as
-        many elements as shape `like[i]`.
+        """Send `sent[i]`, one-dimensional, to the rank at position i. Returns what came from each of them,
+        one-dimensional, with as many elements as shape `like[i]`.
 
         This rank's own entry is returned as it is.
         """
-        arrived = [sent[place].new_empty(math.prod(shape)) for place, shape in enumerate(like)]
-        arrived[self.place] = sent[self.place]
+        arrived = [sent[index].new_empty(math.prod(shape)) for index, shape in enumerate(like)]
+        arrived[self.index] = sent[self.index]
         self.deal_into(arrived, sent)
         return arrived
 
@@ -159,7 +159,7 @@ class Line:
         if self._collectives is not None:
             self._collectives.all_to_all(arrived, sent, self.group, SUBJECT).wait()
         elif self._ledger is not None:
-            num_bytes = sum(one.nbytes for place, one in enumerate(sent) if place != self.place)
+            num_bytes = sum(one.nbytes for index, one in enumerate(sent) if index != self.index)
             self._ledger.sent("all_to_all", self.axis, num_bytes)
 
     def pass_on(self, sent: Tensor) -> Passing:
@@ -171,8 +171,8 @@ class Line:
             return Passing(None, sent, arrived)
         nothing = sent.new_empty(0)
         outgoing, incoming = [nothing] * self.num_ranks, [nothing] * self.num_ranks
-        outgoing[(self.place + 1) % self.num_ranks] = sent
-        incoming[(self.place - 1) % self.num_ranks] = arrived
+        outgoing[(self.index + 1) % self.num_ranks] = sent
+        incoming[(self.index - 1) % self.num_ranks] = arrived
         return Passing(self._collectives.all_to_all(incoming, outgoing, self.group, SUBJECT), sent, arrived)
 
     def _note(self, verb: str, chunk_bytes: int) -> None:

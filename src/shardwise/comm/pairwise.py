@@ -70,7 +70,7 @@ class Nobody:
     def closed_ranks(self) -> tuple[int, ...]:
         return ()
 
-    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+    def watch_peers(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """There are no other ranks."""
 
     def abort(self) -> None:
@@ -179,7 +179,7 @@ class Pairwise:
     def reclaim(self, tensor: Tensor) -> None:
         """What was sent has been copied."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """A wait returns when it is there, or raises."""
 
     def rest(self, *, keeps_some: bool) -> None:

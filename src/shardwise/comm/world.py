@@ -210,7 +210,7 @@ class World:
             watched=Watched.by(board, timeout_seconds, patience_seconds),
             host=Host(place.local_size, shares_memory=shares),
         )
-        opened.transport.settle(world.rank, partial(world.exchange, subject="connections"))
+        opened.transport.watch_peers(world.rank, partial(world.exchange, subject="connections"))
         if by_mpi:
             from shardwise.comm.mpi.ending import take_time_to_say_why
 
@@ -228,12 +228,12 @@ class World:
         if self._watch is not None:
             self._watch.goes_on = True
 
-    def settle(self, opened: Opened, timeout_seconds: float, *, shares_memory: bool) -> None:
+    def finish_joining(self, opened: Opened, timeout_seconds: float, *, shares_memory: bool) -> None:
         """Run the first exchanges, after which a fault can interrupt ranks. All ranks call; raises as sending does."""
         assert opened.transport is not None
         if shares_memory:
             self._share_memory(opened.transport)
-        opened.transport.settle(self.rank, partial(self.exchange, subject="connections"))
+        opened.transport.watch_peers(self.rank, partial(self.exchange, subject="connections"))
         self._take_over(opened, timeout_seconds, owns=True)
 
     def _take_over(self, opened: Opened, timeout_seconds: float, *, owns: bool) -> None:

@@ -45,13 +45,13 @@ _HEAD = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Cell:
-    """One tensor of an image. `kind` is `param` or the key of a state; `place` is the offset in a region, in bytes."""
+    """One tensor of an image. `kind` is `param` or the key of a state; `offset` is its start in a region, in bytes."""
 
     name: str
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    place: int
+    offset: int
     num_bytes: int
     is_live: bool
     """Whether it is in the live region too, where the optimizer updates it, rather than only in the shadow."""
@@ -116,8 +116,8 @@ class Plot:
         start = self._room(block.nbytes, is_live=True)
         self._put(name, BLOCK, block, start, is_live=True, is_piece=False)
         for cell in cells:
-            place = start + cell[2].data_ptr() - block.data_ptr()
-            self._put(*cell, place, is_live=True, is_piece=True)
+            offset = start + cell[2].data_ptr() - block.data_ptr()
+            self._put(*cell, offset, is_live=True, is_piece=True)
 
     def add_still(self, name: str, kind: str, tensor: Tensor) -> None:
         """Add a tensor that never changes."""
@@ -129,8 +129,8 @@ class Plot:
     def directory(self) -> Directory:
         live_bytes, rest, still = self._ends
         changing = live_bytes + rest
-        others = [replace(cell, place=cell.place + live_bytes) for cell in self._other]
-        last = [replace(cell, place=cell.place + changing) for cell in self._still]
+        others = [replace(cell, offset=cell.offset + live_bytes) for cell in self._other]
+        last = [replace(cell, offset=cell.offset + changing) for cell in self._still]
         return Directory((*self._live, *others, *last), live_bytes, changing, changing + still)
 
     def _room(self, num_bytes: int, *, is_live: bool) -> int:
@@ -139,8 +139,8 @@ class Plot:
         self._ends[region] = _aligned(start + num_bytes)
         return start
 
-    def _put(self, name: str, kind: str, tensor: Tensor, place: int, *, is_live: bool, is_piece: bool) -> None:
-        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), place, tensor.nbytes, is_live, is_piece)
+    def _put(self, name: str, kind: str, tensor: Tensor, offset: int, *, is_live: bool, is_piece: bool) -> None:
+        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, is_live, is_piece)
         (self._live if is_live else self._other).append(cell)
 
 
@@ -239,8 +239,8 @@ class Image:
 
 
 def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:
-    place = start + cell.place
-    return memory[place : place + cell.num_bytes].view(dtype_of(cell.dtype)).view(cell.shape)
+    offset = start + cell.offset
+    return memory[offset : offset + cell.num_bytes].view(dtype_of(cell.dtype)).view(cell.shape)
 
 
 def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:

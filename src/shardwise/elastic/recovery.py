@@ -211,7 +211,7 @@ class Recovery(ABC):
         self._quiet.leave(error)
         for layout in (self._former, self._layout):
             if layout is not None and layout.survival is not None:
-                layout.survival.await_copies() if error is None else layout.survival.settle()
+                layout.survival.await_copies() if error is None else layout.survival.end_copies()
         reports = self._regroup(lets_in=lets_in)
         layouts = [one for one in (self._layout, self._former) if one is not None]
         layout, version, readers = choose(layouts, reports, self._world)

@@ -102,14 +102,14 @@ class Survival:
         else:
             self._copier.wait()
 
-    def settle(self) -> None:
+    def end_copies(self) -> None:
         """Return once nothing is being copied, after a fault: what was being sent to other hosts may be lost."""
         self._is_sending = False
         self._copier.end()
 
     def bring(self, step: int) -> None:
         """Make the shadow hold the state of `step`, which one of the regions has."""
-        self.settle()
+        self.end_copies()
         if self._former is not None and step not in self.image.steps:
             self.image.remove()
             self.image, self._former = self._former, None
@@ -170,9 +170,9 @@ class Survival:
                         self._outside_live.append((tensor, cell))
                         self._shadows.append(shadow)
         for piece, key, value in states:
-            place = image.live(cells[piece.name, key])
-            place.copy_(value)
-            self._raw(piece)[key] = place
+            view = image.live(cells[piece.name, key])
+            view.copy_(value)
+            self._raw(piece)[key] = view
         self._num_states = len(states)
         numbers = cells.get((NUMBERS, NUMBERS))
         self._numbers = (numbers, image) if numbers is not None else None
@@ -234,9 +234,9 @@ class Survival:
             return
         cell, image = self._numbers
         text = self._numbers_now()
-        place = image.live(cell)
-        place.zero_()
-        place[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        view = image.live(cell)
+        view.zero_()
+        view[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     # -- copying ------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Survival:
     def _outgoing(self) -> Outgoing:
         """The present state, which does not change until the next update."""
         image, directory = self.image, self.image.directory
-        segments = [(cell.place, tensor.detach().reshape(-1).view(torch.uint8)) for tensor, cell in self._outside_live]
+        segments = [(cell.offset, tensor.detach().reshape(-1).view(torch.uint8)) for tensor, cell in self._outside_live]
         segments.append((0, image.region(is_live=True)))
         segments.append((directory.changing_bytes, image.region(is_live=False)[directory.changing_bytes :]))
         segments = sorted((one for one in segments if len(one[1])), key=lambda one: one[0])

@@ -63,7 +63,7 @@ class DispatchedExperts:
 
     def _counts(self, counts: Tensor) -> list[list[int]]:
         """For each rank, how many rows it sends to each of this rank's experts."""
-        own = self._deals[self._line.place].numel
+        own = self._deals[self._line.index].numel
         told = self._line.deal(self._by_place(counts), [torch.Size([own])] * self._line.num_ranks)
         found: list[list[int]] = torch.stack(told).tolist()
         return found
@@ -81,7 +81,7 @@ class DispatchedExperts:
         """The outputs for `rows`, one of `experts` each, numbered from this rank's first expert."""
         index = experts.unsqueeze(1)
         if isinstance(self._module, Experts):
-            assignment = assign(index, self._deals[self._line.place].numel)
+            assignment = assign(index, self._deals[self._line.index].numel)
             return assignment.combine(self._module.made_of(assignment.rows(rows), assignment.counts), None)
         forward: Callable[..., Tensor] = type(self._module).forward
         return forward(self._module, rows, index, None if weights is None else weights.new_ones(rows.shape[0], 1))
@@ -98,7 +98,8 @@ class RehearsedExperts(DispatchedExperts):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
         num_sent = assignment.order.shape[0]
-        num_arriving = self._num_arriving(top_k_index)
+        num_arriving, own = self._num_arriving(top_k_index), self._deals[self._line.index].numel
+        self._line.deal(self._by_place(assignment.counts), [torch.Size([own])] * self._line.num_ranks)
         rows = assignment.rows(hidden_states)
         arrived = swap(rows, *self._shares(num_sent, num_arriving), self._line)
         made = self._made_of(arrived, assignment.order.new_zeros(num_arriving), top_k_weights)
@@ -106,7 +107,7 @@ class RehearsedExperts(DispatchedExperts):
         return assignment.combine(back, top_k_weights)
 
     def _num_arriving(self, top_k_index: Tensor) -> int:
-        num_ranks, num_own = self._line.num_ranks, self._deals[self._line.place].numel
+        num_ranks, num_own = self._line.num_ranks, self._deals[self._line.index].numel
         num_choices = top_k_index.numel()
         capacity = self._capacity(top_k_index)
         if capacity is not None:
@@ -116,7 +117,7 @@ class RehearsedExperts(DispatchedExperts):
 
     def _shares(self, num_sent: int, num_arriving: int) -> tuple[list[int], list[int]]:
         """Rows per place for both totals: even shares, with an equal number for this rank itself in both."""
-        num_ranks, here = self._line.num_ranks, self._line.place
+        num_ranks, here = self._line.num_ranks, self._line.index
         own = min(num_sent, num_arriving) // num_ranks
         shares = []
         for total in (num_sent, num_arriving):
@@ -150,7 +151,7 @@ class _Swap(torch.autograd.Function):
         arrived = rows.new_empty(sum(arriving), rows.shape[1])
         outgoing = [part.view(-1) for part in rows.detach().contiguous().split_with_sizes(sent)]
         incoming = [part.view(-1) for part in arrived.split_with_sizes(arriving)]
-        incoming[line.place].copy_(outgoing[line.place])
+        incoming[line.index].copy_(outgoing[line.index])
         line.deal_into(incoming, outgoing)
         return arrived
 

@@ -60,7 +60,7 @@ class ExpertModule:
 
     def carry_out(self, line: Line, deals: Sequence[Span]) -> None:
         """Change the module in place. Its parameters are already parts."""
-        self.module.num_experts = deals[line.place].numel  # type: ignore[assignment]  # a module's own attribute
+        self.module.num_experts = deals[line.index].numel  # type: ignore[assignment]  # a module's own attribute
         self.module.__dict__["forward"] = DispatchedExperts(self.module, line, deals)
 
     def undo(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from shardwise.errors import CheckpointError
-from shardwise.formats.dcp_metadata import METADATA, Chunk, Metadata, ObjectPath, Place, StoredTensor, read_metadata
+from shardwise.formats.dcp_metadata import METADATA, Chunk, Location, Metadata, ObjectPath, StoredTensor, read_metadata
 from shardwise.formats.pickles import as_plain
 from shardwise.formats.source import PARAM, STATE, Source, Spec, StoredFile, stored_files
 from shardwise.formats.torch_files import load_bytes
@@ -118,9 +118,9 @@ def _nameless(
 def _files(path: Path, meta: Metadata) -> tuple[StoredFile, ...]:
     """All files, with at least the sizes that the metadata requires."""
     sizes = {file.name: file.num_bytes for file in stored_files(path)}
-    places = [chunk.place for one in meta.tensors.values() for chunk in one.chunks]
-    for place in (*places, *meta.objects.values()):
-        sizes[place.file] = max(sizes.get(place.file, 0), place.start + place.num_bytes)
+    locations = [chunk.location for one in meta.tensors.values() for chunk in one.chunks]
+    for location in (*locations, *meta.objects.values()):
+        sizes[location.file] = max(sizes.get(location.file, 0), location.start + location.num_bytes)
     return tuple(StoredFile(name, sizes[name]) for name in sorted(sizes))
 
 
@@ -155,45 +155,45 @@ class _Store:
 
     def tensor(self, key: str) -> Tensor:
         stored = self._meta.tensors[key]
-        for place in {chunk.place.file: chunk.place for chunk in sorted(stored.chunks, key=_end)}.values():
-            self._open(key, place).close()  # check that all bytes exist before memory is allocated
+        for location in {chunk.location.file: chunk.location for chunk in sorted(stored.chunks, key=_end)}.values():
+            self._open(key, location).close()  # check that all bytes exist before memory is allocated
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for chunk in stored.chunks:
-            piece = load_bytes(self._bytes(key, chunk.place), f"{self._path / chunk.place.file} at {key}")
+            piece = load_bytes(self._bytes(key, chunk.location), f"{self._path / chunk.location.file} at {key}")
             if not isinstance(piece, Tensor) or tuple(piece.shape) != chunk.sizes or piece.dtype != stored.dtype:
                 raise CheckpointError(f"{self._path} has a piece of {key} that does not match its metadata.")
             whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = piece
         return whole
 
     def object(self, key: str) -> Any:
-        place = self._meta.objects[key]
-        return load_bytes(self._bytes(key, place), f"{self._path / place.file} at {key}")
+        location = self._meta.objects[key]
+        return load_bytes(self._bytes(key, location), f"{self._path / location.file} at {key}")
 
-    def _bytes(self, key: str, place: Place) -> bytearray:
-        with self._open(key, place) as handle:
-            content = bytearray(place.num_bytes)
-            fill_exactly(handle, place.start, memoryview(content), self._path / place.file)
+    def _bytes(self, key: str, location: Location) -> bytearray:
+        with self._open(key, location) as handle:
+            content = bytearray(location.num_bytes)
+            fill_exactly(handle, location.start, memoryview(content), self._path / location.file)
         return content
 
-    def _open(self, key: str, place: Place) -> BinaryIO:
-        """Open the file of `place`, after checking that it has all its bytes."""
-        if place.transforms:
+    def _open(self, key: str, location: Location) -> BinaryIO:
+        """Open the file of `location`, after checking that it has all its bytes."""
+        if location.transforms:
             raise CheckpointError(
-                f"{self._path} stores {key} transformed ({', '.join(place.transforms)}), "
+                f"{self._path} stores {key} transformed ({', '.join(location.transforms)}), "
                 f"which cannot be read. Save it without extensions."
             )
-        handle = open_regular(inside(self._path, place.file))
+        handle = open_regular(inside(self._path, location.file))
         size = handle.seek(0, os.SEEK_END)
-        if place.start + place.num_bytes > size:
+        if location.start + location.num_bytes > size:
             handle.close()
             raise CheckpointError(
-                f"{self._path / place.file} has only {size} bytes, without those of {key}; it was truncated."
+                f"{self._path / location.file} has only {size} bytes, without those of {key}; it was truncated."
             )
         return handle
 
 
 def _end(chunk: Chunk) -> int:
-    return chunk.place.start + chunk.place.num_bytes
+    return chunk.location.start + chunk.location.num_bytes
 
 
 def _find_names(keys: Iterable[str], paths: Mapping[str, ObjectPath]) -> _Names:

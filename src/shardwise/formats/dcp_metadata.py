@@ -28,7 +28,7 @@ MAX_NESTING = 24
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Bytes of a file in the checkpoint's folder."""
 
     file: str
@@ -41,7 +41,7 @@ class Place:
 class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    location: Location
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Metadata:
     """By key: tensors, and where other objects lie. `paths` has the path of a key in the nested dict that was saved."""
 
     tensors: dict[str, StoredTensor]
-    objects: dict[str, Place]
+    objects: dict[str, Location]
     paths: dict[str, ObjectPath]
 
 
@@ -74,18 +74,18 @@ class _Reader:
     def read(self) -> Metadata:
         root, _ = read_pickle(read_regular(self._path, MAX_METADATA_BYTES), str(self._path))
         keys = self._mapping(self._field(root, "Metadata", "state_dict_metadata"), "list of keys")
-        places = self._places(self._field(root, "Metadata", "storage_data"))
+        locations = self._locations(self._field(root, "Metadata", "storage_data"))
         tensors, objects = {}, {}
         for key, entry in keys.items():
             if not isinstance(key, str):
                 self._refuse("a key in it is not text")
             if _short_name(entry) == "BytesStorageMetadata":
-                objects[key] = self._place(places, key, None)
+                objects[key] = self._location(locations, key, None)
             else:
-                tensors[key] = self._tensor(key, entry, places)
+                tensors[key] = self._tensor(key, entry, locations)
         return Metadata(tensors, objects, self._paths(root.field("planner_data")))
 
-    def _tensor(self, key: str, entry: Any, places: dict[Any, Place]) -> StoredTensor:
+    def _tensor(self, key: str, entry: Any, locations: dict[Any, Location]) -> StoredTensor:
         shape = self._sizes(self._field(entry, "TensorStorageMetadata", "size"), key)
         dtype = self._dtype(self._field(entry, "TensorStorageMetadata", "properties"), key)
         listed = self._field(entry, "TensorStorageMetadata", "chunks")
@@ -99,12 +99,14 @@ class _Reader:
         if wrong:
             raise CheckpointError(f"{key} cannot be read from {self._path.parent}: by its metadata {wrong}.")
         chunks = tuple(
-            Chunk(offsets, sizes, self._place(places, key, offsets)) for offsets, sizes in boxes if math.prod(sizes)
+            Chunk(offsets, sizes, self._location(locations, key, offsets))
+            for offsets, sizes in boxes
+            if math.prod(sizes)
         )
         for chunk in chunks:
-            if chunk.place.num_bytes < math.prod(chunk.sizes) * dtype.itemsize and not chunk.place.transforms:
+            if chunk.location.num_bytes < math.prod(chunk.sizes) * dtype.itemsize and not chunk.location.transforms:
                 self._refuse(f"a piece of {key} has fewer bytes than its elements take")
-        in_order = sorted((chunk.place for chunk in chunks), key=lambda place: (place.file, place.start))
+        in_order = sorted((chunk.location for chunk in chunks), key=lambda location: (location.file, location.start))
         if any(one.file == two.file and two.start < one.start + one.num_bytes for one, two in pairwise(in_order)):
             self._refuse(f"two pieces of {key} use the same bytes")
         return StoredTensor(shape, dtype, chunks)
@@ -115,19 +117,19 @@ class _Reader:
         dtype = DTYPES.get(name.full) if isinstance(name, Name) else None
         return dtype if dtype is not None else self._refuse(f"the dtype of {key} is not one of this torch")
 
-    def _places(self, entry: Any) -> dict[Any, Place]:
-        places: dict[Any, Place] = {}
-        for index, info in self._mapping(entry, "list of places").items():
+    def _locations(self, entry: Any) -> dict[Any, Location]:
+        locations: dict[Any, Location] = {}
+        for index, info in self._mapping(entry, "list of locations").items():
             fqn, offset = self._field(index, "MetadataIndex", "fqn"), index.field("offset")
             if not isinstance(fqn, str):
                 self._refuse("a key in it is not text")
-            place = (fqn, None if offset is None else self._sizes(offset, fqn))
-            if place in places:
-                self._refuse(f"it gives the place of {fqn} twice")
-            places[place] = self._info(info, fqn)
-        return places
+            location = (fqn, None if offset is None else self._sizes(offset, fqn))
+            if location in locations:
+                self._refuse(f"it gives the location of {fqn} twice")
+            locations[location] = self._info(info, fqn)
+        return locations
 
-    def _info(self, info: Any, fqn: str) -> Place:
+    def _info(self, info: Any, fqn: str) -> Location:
         file = self._field(info, "_StorageInfo", "relative_path")
         start, num_bytes = info.field("offset"), info.field("length")
         transforms = info.field("transform_descriptors") or ()
@@ -140,12 +142,12 @@ class _Reader:
             self._refuse(f"{fqn} has an impossible range of bytes")
         if not isinstance(transforms, list | tuple) or not all(isinstance(one, str) for one in transforms):
             self._refuse(f"{fqn} has a transformation whose name is not text")
-        return Place(file, start, num_bytes, tuple(transforms))
+        return Location(file, start, num_bytes, tuple(transforms))
 
-    def _place(self, places: dict[Any, Place], key: str, offsets: tuple[int, ...] | None) -> Place:
-        if (key, offsets) not in places:
+    def _location(self, locations: dict[Any, Location], key: str, offsets: tuple[int, ...] | None) -> Location:
+        if (key, offsets) not in locations:
             raise CheckpointError(f"{self._path.parent} does not say where {key} is; its metadata is incomplete.")
-        return places[key, offsets]
+        return locations[key, offsets]
 
     def _paths(self, entry: Any) -> dict[str, ObjectPath]:
         if entry is None:

@@ -27,12 +27,12 @@ class WeightFiles:
     Raises `CheckpointError` for files that are missing, damaged, or of another format.
     """
 
-    def __init__(self, place: Path | Sequence[Path]) -> None:
-        self.place = place if isinstance(place, Path) else place[0].parent
-        self.label = str(place) if isinstance(place, Path) else ", ".join(map(str, place))
+    def __init__(self, source: Path | Sequence[Path]) -> None:
+        self.path = source if isinstance(source, Path) else source[0].parent
+        self.label = str(source) if isinstance(source, Path) else ", ".join(map(str, source))
         self.bytes_read = 0
         self.tensors: dict[str, Stored] = {}
-        files: Mapping[Path, Sequence[str]] = _files(place) if isinstance(place, Path) else dict.fromkeys(place, ())
+        files: Mapping[Path, Sequence[str]] = _files(source) if isinstance(source, Path) else dict.fromkeys(source, ())
         for path, promised in files.items():
             found = read_head(path)
             if lacking := [name for name in promised if name not in found]:
@@ -48,30 +48,30 @@ class WeightFiles:
         return values
 
 
-def _files(place: Path) -> dict[Path, list[str]]:
-    """The safetensors files at `place`, and the tensors that an index lists for each."""
-    if place.is_dir():
-        return _in_folder(place)
-    if not place.exists():
-        raise CheckpointError(f"weights={str(place)!r}: there is no such file or folder.")
-    if place.name.endswith(".index.json"):
-        return read_index(place)
-    _refuse_pickle(place)
-    return {place: []}
+def _files(path: Path) -> dict[Path, list[str]]:
+    """The safetensors files at `path`, and the tensors that an index lists for each."""
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.exists():
+        raise CheckpointError(f"weights={str(path)!r}: there is no such file or folder.")
+    if path.name.endswith(".index.json"):
+        return read_index(path)
+    _refuse_pickle(path)
+    return {path: []}
 
 
-def _in_folder(place: Path) -> dict[Path, list[str]]:
-    if (place / INDEX).exists():
-        return read_index(place / INDEX)
-    found = [place / SINGLE] if (place / SINGLE).exists() else sorted(place.glob("*.safetensors"))
+def _in_folder(folder: Path) -> dict[Path, list[str]]:
+    if (folder / INDEX).exists():
+        return read_index(folder / INDEX)
+    found = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
-        return {inside(place, found[0].name): []}
+        return {inside(folder, found[0].name): []}
     if found:
         names = ", ".join(path.name for path in found[:3])
-        raise CheckpointError(f"{place} has several files ({names}) and no {INDEX}; give the path of one of them.")
-    for path in (*place.glob("*.bin"), *place.glob("*.pt"), *place.glob("*.pth")):
+        raise CheckpointError(f"{folder} has several files ({names}) and no {INDEX}; give the path of one of them.")
+    for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")):
         _refuse_pickle(path)
-    raise CheckpointError(f"{place} has neither {SINGLE} nor {INDEX}; is it the folder that save_pretrained wrote?")
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; is it the folder that save_pretrained wrote?")
 
 
 def read_index(index: Path) -> dict[Path, list[str]]:

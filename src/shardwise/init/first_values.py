@@ -44,7 +44,7 @@ class Wishes:
 
 
 class FirstValues:
-    """The initial values of one model on this rank: found by the constructor, put in place by `settle`."""
+    """The initial values of one model on this rank: found by the constructor, put in place by `apply`."""
 
     def __init__(self, model: nn.Module, wishes: Wishes, world: World, data_group: DataGroup) -> None:
         """All ranks must call. Raises on all of them, before anything is changed, if the files are of another model."""
@@ -84,22 +84,22 @@ class FirstValues:
                 if world.rank and sent.data_ptr() != values.data_ptr():
                     copy_into(values, sent.view(values.shape))
 
-    def settle(self, units: Sequence[Unit]) -> None:
+    def apply(self, units: Sequence[Unit]) -> None:
         """Put initial values in place, and make parameters views of flat memory. All ranks must call.
 
         Flat buffers are filled one at a time: beside what it keeps, a rank has at most one parameter that is being
         computed or read, or one unit if rank 0's values are broadcast.
         """
         self._begin()
-        alone = self._can_settle_alone()
+        alone = self._can_apply_alone()
         for unit in units:
             for flat in unit.flats:
                 if alone:
-                    self._settle_alone(flat)
+                    self._apply_alone(flat)
                 else:
-                    self._settle_together(flat)
-        self._settle_others({param for unit in units for flat in unit.flats for param in flat.params})
-        self._settle_buffers()
+                    self._apply_together(flat)
+        self._apply_others({param for unit in units for flat in unit.flats for param in flat.params})
+        self._apply_buffers()
         self._replayed = None
         if self._match is not None:
             self._match.let_go()
@@ -115,7 +115,7 @@ class FirstValues:
             if isinstance(param, Deferred):
                 undefer(param)
 
-    def _can_settle_alone(self) -> bool:
+    def _can_apply_alone(self) -> bool:
         """Whether every rank of the group would compute the same values by itself. All ranks must call."""
         if self._data_group.size == 1:
             return True
@@ -134,7 +134,7 @@ class FirstValues:
 
     # -- flat buffers -----------------------------------------------------------------------------------
 
-    def _settle_alone(self, flat: Flat) -> None:
+    def _apply_alone(self, flat: Flat) -> None:
         def piece(index: int, span: Span) -> Tensor:
             slot, param = flat.slots[index], flat.params[index]
             if not slot.is_split:
@@ -142,11 +142,11 @@ class FirstValues:
             whole = self._values(slot.name, param, Span(0, param.numel())).view(slot.whole_shape)
             return part_of(whole, slot.box).reshape(-1)[span.start : span.stop]
 
-        flat.settle_pieces(piece)
+        flat.fill_rows_by(piece)
 
-    def _settle_together(self, flat: Flat) -> None:
+    def _apply_together(self, flat: Flat) -> None:
         if any(slot.is_split for slot in flat.slots):
-            flat.settle(_collected(flat, lambda index: self._part_of_first(flat, index)))
+            flat.fill_rows(_collected(flat, lambda index: self._part_of_first(flat, index)))
             return
 
         def piece(index: int) -> Tensor:
@@ -155,7 +155,7 @@ class FirstValues:
 
         whole = _collected(flat, piece if self._data_group.is_first else None)
         self._from_first(whole)
-        flat.settle(whole)
+        flat.fill_rows(whole)
 
     def _part_of_first(self, flat: Flat, index: int) -> Tensor:
         """This rank's part of the first rank's values. All ranks must call."""
@@ -169,14 +169,14 @@ class FirstValues:
 
     # -- the rest ---------------------------------------------------------------------------------------
 
-    def _settle_others(self, settled: set[nn.Parameter]) -> None:
+    def _apply_others(self, applied: set[nn.Parameter]) -> None:
         """Place parameters outside of flat buffers, which are not floating-point: whole on every rank."""
         for name, param in self._model.named_parameters():
-            if param not in settled:
+            if param not in applied:
                 param.data = self._whole(name, param)
                 self._from_first(param.detach())
 
-    def _settle_buffers(self) -> None:
+    def _apply_buffers(self) -> None:
         moved: dict[Tensor, Tensor] = {}
         names = {buffer: name for name, buffer in self._model.named_buffers()}
         for module in self._model.modules():
@@ -184,10 +184,10 @@ class FirstValues:
                 if buffer is None:
                     continue
                 if buffer not in moved:
-                    moved[buffer] = self._settled_buffer(names[buffer], buffer)
+                    moved[buffer] = self._agreed_buffer(names[buffer], buffer)
                 module._buffers[short] = moved[buffer]
 
-    def _settled_buffer(self, name: str, buffer: Tensor) -> Tensor:
+    def _agreed_buffer(self, name: str, buffer: Tensor) -> Tensor:
         """The buffer with its values, on the device of the model."""
         if not is_dense(buffer):
             raise ModelError(

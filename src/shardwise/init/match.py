@@ -146,7 +146,7 @@ def _note(files: WeightFiles, missing: list[str], unexpected: list[str]) -> str:
         problems.append(f"the files lack {some(missing)}, which keep the values of a new model (random, mostly)")
     if unexpected:
         problems.append(f"the model lacks {some(unexpected)}, which are not used")
-    return f"{files.place}: {'; '.join(problems)}." if problems else ""
+    return f"{files.path}: {'; '.join(problems)}." if problems else ""
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -213,4 +213,4 @@ def _refuse(files: WeightFiles, wrong: list[str], missing: Iterable[str], unexpe
             )
         elif missing or unexpected:
             hint = " strict=False accepts that; what the files lack keeps its initial values."
-        raise ModelError(f"{files.place} has weights of another model: {'; '.join(problems)}.{hint}")
+        raise ModelError(f"{files.path} has weights of another model: {'; '.join(problems)}.{hint}")

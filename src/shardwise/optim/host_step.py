@@ -68,7 +68,7 @@ def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
         if rows is None or not piece.flat.spec.updates_from_disk:
             state[key] = torch.zeros_like(param)
         else:
-            state[key] = rows.place(piece.index, key, param.numel(), param.dtype).zero_()
+            state[key] = rows.view(piece.index, key, param.numel(), param.dtype).zero_()
 
 
 def _tensors(piece: Piece, state: dict[str, Any], outgoing: Tensor | None) -> AdamTensors:
@@ -76,7 +76,7 @@ def _tensors(piece: Piece, state: dict[str, Any], outgoing: Tensor | None) -> Ad
     assert param.grad is not None
     out = None
     if outgoing is not None:
-        mine = place_of(piece)
+        mine = span_of(piece)
         out = outgoing[mine.start : mine.stop]
     maxima = state.get("max_exp_avg_sq")
     return AdamTensors(param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"], maxima, out)
@@ -88,12 +88,12 @@ def outgoing_of(flat: Flat, pieces: Sequence[Piece]) -> Tensor | None:
     if not any((action.verb, action.subject) == ("cast", "outgoing") for action in step_parameters(flat.spec)):
         return None
     stop = 0
-    for place in sorted(
-        (place_of(piece) for piece in pieces if piece.tensor.grad is not None), key=lambda one: one.start
+    for span in sorted(
+        (span_of(piece) for piece in pieces if piece.tensor.grad is not None), key=lambda one: one.start
     ):
-        if place.start != stop:
+        if span.start != stop:
             return None
-        stop = place.stop
+        stop = span.stop
     if any(slot.span.overlap(flat.optim_span).numel and _within(slot.span, flat).stop > stop for slot in flat.slots):
         return None
     if flat.outgoing is None:
@@ -102,7 +102,7 @@ def outgoing_of(flat: Flat, pieces: Sequence[Piece]) -> Tensor | None:
     return flat.outgoing
 
 
-def place_of(piece: Piece) -> Span:
+def span_of(piece: Piece) -> Span:
     """The piece's range in its flat buffer's master weights on this rank."""
     return _within(piece.flat.slots[piece.index].span, piece.flat)
 

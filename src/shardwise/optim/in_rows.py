@@ -76,7 +76,7 @@ class PiecesInRows:
         state = dict.get(kept, piece.tensor) or {}
         for key, value in list(state.items()):
             if isinstance(value, Tensor) and value.dim() and value.shape == piece.tensor.shape:
-                there = rows.place(piece.index, key, value.numel(), value.dtype)
+                there = rows.view(piece.index, key, value.numel(), value.dtype)
                 if moves and there.data_ptr() != value.data_ptr():
                     flat.put(there, value)
                 state[key] = there

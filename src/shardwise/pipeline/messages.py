@@ -125,7 +125,7 @@ class Channel:
         while any(outgoing.micro_batch == micro_batch for outgoing in self._in_flight):
             self._in_flight.popleft().work.wait()
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Return when all messages have been sent."""
         while self._in_flight:
             self._in_flight.popleft().work.wait()

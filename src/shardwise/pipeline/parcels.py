@@ -73,7 +73,16 @@ class ParcelLayout:
 
     @property
     def num_bytes(self) -> int:
-        return sum(torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in self.tensors)
+        return _bytes_of(self.tensors)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that are sent back in training."""
+        return _bytes_of([one for one in self.tensors if one.has_grad])
+
+
+def _bytes_of(tensors: Iterable[Layout]) -> int:
+    return sum(torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in tensors)
 
 
 @dataclass

@@ -295,7 +295,7 @@ class Pipeline:
 
     def _finish(self, step: _Step) -> Tensor:
         for channel in self._channels():
-            channel.settle()
+            channel.wait_for_sends()
         self._on_every_stage.compare(self.exchange)
         self._on_every_stage.forget()
         mean = torch.zeros(1, dtype=torch.float32, device=self._device)

@@ -132,7 +132,7 @@ class Verdict:
         if self._exchange is None:
             squared, counts, *touched = vector.tolist()
             self._collectives.journal.check()  # see [Note: garbage after a fault]
-            self._settle(counts, [count > 0 for count in touched])
+            self._record(counts, [count > 0 for count in touched])
             return root(squared)
         flags = self._agree(self._exchange)
         if not flags & _READS:
@@ -142,7 +142,7 @@ class Verdict:
         self.is_news |= counts >= _NEWS
         return root(squared)
 
-    def _settle(self, counts: float, touched: Sequence[bool]) -> None:
+    def _record(self, counts: float, touched: Sequence[bool]) -> None:
         self.is_news, self.is_incomplete = counts >= _NEWS, counts % _NEWS > 0
         start = 0
         for flat in self._flats:
@@ -191,7 +191,7 @@ class Verdict:
                 self._marks[rank] = int.from_bytes(message[1:], "little")
         touched = reduce(or_, set(self._marks.values())).to_bytes(len(mine), "little")
         counts = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
-        self._settle(counts, [mark > 0 for mark in touched])
+        self._record(counts, [mark > 0 for mark in touched])
         return together
 
 

@@ -105,6 +105,11 @@ class StageRehearsal:
         return replace(found, host_bytes=on_host, disk_bytes=on_disk)
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of one micro-batch's activations and gradients that this rank sends to neighbouring stages."""
+        return sum(held.sent for held in self._found.values())
+
+    @property
     def moved(self) -> tuple[int, int]:
         """Bytes of one micro-batch that go to the host, and to a disk, in all stages of this rank."""
         counted = self._counted.values()
@@ -146,6 +151,8 @@ class _Held:
 
     after_forward: int = 0
     """Held until the backward: what autograd saves, the received input, and the output that is sent."""
+    sent: int = 0
+    """Sent to the next stage, and back to the previous one."""
     messages: int = 0
     """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
     handed_over: ParcelLayout | None = None
@@ -213,6 +220,12 @@ def _forward_and_backward(
         held.handed_over = None if is_last else staged.handed_over
     del args, kwargs
     held.after_forward = max(0, living.live_bytes - before)
+    held.sent = sum(
+        (
+            0 if held.handed_over is None else held.handed_over.num_bytes,
+            0 if arrived is None else arrived.gradient_bytes,
+        )
+    )
     held.messages = _message_bytes(staged.layout.schedule, arrived, held.handed_over)
     with_grads = [one for one in outputs if one.requires_grad]
     if with_grads:

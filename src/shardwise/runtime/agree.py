@@ -63,7 +63,7 @@ class Agreement:
                 shard = tuple(other for other in shard if other != axis)
                 span = flat.spec.layout.span(shard, self._coordinate)
                 self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
-        self._collectives.settle()
+        self._collectives.synchronize()
 
     def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:
         """The unsplit tensor, in its own shape, from `part`: this rank's part of the slot that model axes split."""

@@ -110,7 +110,7 @@ class Executor:
         self.agreement = Agreement(collectives, groups)
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
         self.journal = collectives.journal
-        self.rest, self.settle = collectives.rest, collectives.settle
+        self.rest, self.synchronize = collectives.rest, collectives.synchronize
         self._common: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, subject: str, call: Callable[[Action], None]) -> None:

@@ -119,7 +119,7 @@ class Gathering:
             self.ensure_whole(unit)
         self._num_borrowed += 1
         try:
-            self._settle(absent, [flat for unit in units for flat in unit.flats if flat.spec.gathers_behind_step])
+            self._synchronize(absent, [flat for unit in units for flat in unit.flats if flat.spec.gathers_behind_step])
             yield
         finally:
             self._num_borrowed -= 1
@@ -145,14 +145,14 @@ class Gathering:
         """All parameters are what the step before has made them, and the host has waited for it."""
         updating = [params.flat for params in self._updating()]
         self.await_updates()
-        self._settle((), updating)
+        self._synchronize((), updating)
 
-    def _settle(self, gathered: Sequence[Flat], updated: Sequence[Flat]) -> None:
+    def _synchronize(self, gathered: Sequence[Flat], updated: Sequence[Flat]) -> None:
         """Before code outside of the library reads them: see [Note: garbage after a fault] in `comm/journal.py`."""
         if not gathered and not updated:
             return
         try:
-            self._executor.settle()
+            self._executor.synchronize()
         except CommError as error:
             for flat in updated:
                 flat.fail_update(error)

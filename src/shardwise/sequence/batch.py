@@ -88,7 +88,7 @@ class Splitter:
         self._require_no_padding(num_tokens, ", ".join(named))
         layout = Layout(num_tokens, self._line.num_ranks, self._is_zigzag)
         sample = Sample(layout, _checked_documents(documents, tensors[0]))
-        return [layout.take(tensor, self._line.place) for tensor in tensors], sample
+        return [layout.take(tensor, self._line.index) for tensor in tensors], sample
 
     # -- tensors by name --------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Splitter:
 
     def _own_part(self, value: Any, layout: Layout) -> Any:
         is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == layout.num_tokens
-        return layout.take(value, self._line.place) if is_by_token else value
+        return layout.take(value, self._line.index) if is_by_token else value
 
     def _kept(self, mask: Any, first: Tensor, num_tokens: int) -> Tensor | None:
         """Which tokens are not padding according to the batch; `None` if all are."""

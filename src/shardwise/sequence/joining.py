@@ -100,7 +100,7 @@ class _Join(torch.autograd.Function):
         line, sample, dim = ctx.of
         if sample.num_padded:
             grad = functional.pad(grad, (*(0, 0) * (grad.dim() - 1 - dim), 0, sample.num_padded))
-        return sample.layout.take(grad, line.place, dim) * line.num_ranks, None, None, None
+        return sample.layout.take(grad, line.index, dim) * line.num_ranks, None, None, None
 
 
 class _Mean(torch.autograd.Function):

@@ -207,7 +207,7 @@ class SequenceParallel:
             if module is self._model and not self._in_stages:
                 self.attention.num_calls = 0
             if module.training:
-                stack.enter_context(_random_numbers_of(self._line.place, self._device))
+                stack.enter_context(_random_numbers_of(self._line.index, self._device))
         stack.enter_context(Routing(self.attention, self._numbering))
 
     def _watch(self, output: object) -> None:

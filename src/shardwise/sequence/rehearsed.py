@@ -19,6 +19,7 @@ from shardwise.sequence.attention import Attention, Sample
 from shardwise.sequence.check import check_model, is_ring
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.routing import Routing
+from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
 
@@ -34,10 +35,13 @@ class RehearsedAttention(Attention):
         return Sample(Layout(query.shape[-2] * num_ranks, num_ranks, is_zigzag=self.is_ring))
 
 
-def rehearsed_by(model: nn.Module, plan: Plan, mesh: Mesh) -> Callable[[nn.Module], AbstractContextManager[None]]:
-    """`rehearsed` for copies of `model`, as a plan splits its sequences. Raises the same errors as sharding would."""
+def rehearsed_by(
+    model: nn.Module, plan: Plan, mesh: Mesh, ledger: Ledger | None = None
+) -> Callable[[nn.Module], AbstractContextManager[None]]:
+    """`rehearsed` for copies of `model`, as a plan splits its sequences; `ledger` counts what attention would send.
+    Raises the same errors as sharding would."""
     check_model(model, plan)
-    line = Line(None, Group(SEQUENCE_AXIS, mesh.group(0, SEQUENCE_AXIS), 0))
+    line = Line(None, Group(SEQUENCE_AXIS, mesh.group(0, SEQUENCE_AXIS), 0), ledger)
     num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)
     return partial(rehearsed, line=line, is_ring=is_ring(model, plan, line.num_ranks * num_cuts))
 

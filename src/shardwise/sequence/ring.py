@@ -100,7 +100,7 @@ class _Ring:
         self._layout = layout
         self._line = line
         self.num_ranks = 1 if line is None else line.num_ranks
-        self._place = 0 if line is None else line.place
+        self._place = 0 if line is None else line.index
         self.own_runs = layout.runs[self._place]
 
     def runs_at(self, step: int) -> tuple[Run, ...]:

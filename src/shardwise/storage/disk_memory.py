@@ -127,9 +127,9 @@ class DiskRows:
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Master weights; the first call gives them a place."""
-        return self.place(-1, "master", numel, dtype)
+        return self.view(-1, "master", numel, dtype)
 
-    def place(self, index: int, key: str, numel: int, dtype: torch.dtype) -> Tensor:
+    def view(self, index: int, key: str, numel: int, dtype: torch.dtype) -> Tensor:
         """State `key` of parameter `index` (or of all): in the buffer if there is one, else mapped.
 
         The first call gives it a place. Raises `StateError` if that exceeds the promised size, or if size or dtype
@@ -212,7 +212,7 @@ class DiskMemory:
     def count_with(self, meter: ByteMeter) -> None:
         """Rows created from here on belong to a new plan and are counted by `meter`. Those of the previous plan stay
         until `close_previous`."""
-        self.settle()
+        self.finish_writes()
         self._reads.forget_all()
         self._left += self._every
         self._meter, self._rows, self._every, self._pool, self._buffer_bytes = meter, [], [], None, 0
@@ -302,18 +302,18 @@ class DiskMemory:
         self._writing.append((buffer, writing, release))
 
     def begin_change(self) -> None:
-        """The files belong to no single step from here until `settle`."""
+        """The files belong to no single step from here until `finish_writes`."""
         self._is_torn = True
 
     def begin_replacing(self) -> None:
-        """Everything here is about to be replaced, until `settle`; checksums of the old content no longer count."""
+        """Everything here is about to be replaced, until `finish_writes`; old checksums no longer count."""
         self.begin_change()
         self._drop_ahead()
         for rows in self._every:
             rows.await_readers()
             rows.file.forget_checksums()
 
-    def settle(self) -> None:
+    def finish_writes(self) -> None:
         """Wait until a step, or a replacement of everything, is completely on the disk."""
         self._drop_ahead()
         while self._writing:
@@ -323,7 +323,7 @@ class DiskMemory:
     def end_step(self, world: World) -> None:
         """Wait until a step is completely on the disks of all ranks. All ranks call; all raise `TierError` if one
         failed."""
-        self.settle()
+        self.finish_writes()
         faults = [fault.decode() for fault in world.exchange(self._fault.encode(errors="backslashreplace"), "disk")]
         for rank, fault in enumerate(faults):
             if fault:
@@ -342,8 +342,8 @@ class DiskMemory:
             )
 
     def abandon(self) -> None:
-        """After a failed step: tensors refer to their files again, whatever is in them. Call `settle` once all are
-        replaced."""
+        """After a failed step: tensors refer to their files again, whatever is in them. Call `finish_writes` once all
+        are replaced."""
         under_way = [pending for _, pending, _ in self._writing]
         for pending in (*under_way, *([self._ahead.pending] if self._ahead is not None else [])):
             with contextlib.suppress(TierError):  # the step that failed has raised it, or would have
@@ -375,7 +375,7 @@ class DiskMemory:
         """Take the buffer of what was read ahead back. Nobody uses that, so it does not matter whether it succeeded."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.pending.settle()
+            ahead.pending.join()
             self._require_pool().give_back(ahead.buffer)
 
     def _follow(self, what: str, pending: Pending) -> None:

@@ -62,7 +62,7 @@ class DiskRead:
 
     def land(self) -> None:
         """Return once the resting parameters are no longer read: they are in a buffer, or on the device."""
-        self._pending.settle()
+        self._pending.join()
 
 
 Leave = Callable[[DiskRead, Tensor, Copy], None]
@@ -176,7 +176,7 @@ class DiskReads:
 
     def _drop(self, key: Hashable) -> None:
         buffer, pending = self._ahead.pop(key)
-        pending.settle()
+        pending.join()
         self._require_pool().give_back(buffer)
 
     def _has_free(self) -> bool:

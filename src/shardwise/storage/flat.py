@@ -139,11 +139,11 @@ class Flat(Updated):
 
     # -- birth ------------------------------------------------------------------------------------------
 
-    def settle(self, whole: Tensor) -> None:
+    def fill_rows(self, whole: Tensor) -> None:
         """Fill every row from `whole`."""
-        self.settle_pieces(lambda index, span: _part(_part(whole, self.slots[index].span), span))
+        self.fill_rows_by(lambda index, span: _part(_part(whole, self.slots[index].span), span))
 
-    def settle_pieces(self, values: Callable[[int, Span], Tensor]) -> None:
+    def fill_rows_by(self, values: Callable[[int, Span], Tensor]) -> None:
         """Make the parameters views of `full`, and fill every row.
 
         `values(index, span)` returns the elements `span` of one parameter, flat. It is called once for each parameter

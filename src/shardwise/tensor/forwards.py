@@ -95,7 +95,7 @@ class SharedHeads:
 
     def params(self, module: nn.Module, line: Line) -> dict[str, Tensor]:
         """The module's parameters, with gradients that are summed over the ranks that hold the same heads."""
-        own = self.ranges[line.place]
+        own = self.ranges[line.index]
         found = {}
         for name, dim in (("weight", self.dim), ("bias", 0)):
             param = module._parameters.get(name)

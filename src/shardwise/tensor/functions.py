@@ -80,7 +80,7 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, line: Line, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.args = line, dim, sizes
-        own = tensor.narrow(dim, sum(sizes[: line.place]), sizes[line.place])
+        own = tensor.narrow(dim, sum(sizes[: line.index]), sizes[line.index])
         return own.clone(memory_format=torch.contiguous_format)
 
     @staticmethod

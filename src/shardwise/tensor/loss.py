@@ -37,8 +37,8 @@ def cross_entropy(
             "The head given to cross_entropy() gathers its logits, so they are whole. Give it the style vocabulary_cut "
             "in tensor.plan, or use torch's cross_entropy."
         )
-    start = sum(forward.sizes[: forward.line.place])
-    own = Span(start, start + forward.sizes[forward.line.place])
+    start = sum(forward.sizes[: forward.line.index])
+    own = Span(start, start + forward.sizes[forward.line.index])
     wide = logits if logits.dtype == torch.float64 else logits.float()
     is_counted = targets != ignore_index
     losses = apply(_CrossEntropy, wide, targets.masked_fill(~is_counted, 0), forward.line, own)

@@ -21,7 +21,7 @@ class Pending:
         for call in self._calls:
             call.result()
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Wait for all calls and ignore failures."""
         for call in self._calls:
             call.exception()

@@ -59,7 +59,7 @@ def join_members(
             os.environ.update(RANK=str(opening.rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(num_local))
         opening.watch_over(world)
         try:
-            world.settle(opened, timeout_seconds, shares_memory=shares_memory)
+            world.finish_joining(opened, timeout_seconds, shares_memory=shares_memory)
         except (CommError, RuntimeError, OSError):
             world.part()
             raise

@@ -134,7 +134,7 @@ class MpiProcessGroup(_Base):
             self._gathering(one.view(-1).tensor_split(self.size()), source)
             for one, source in zip(room, ins, strict=True)
         ]
-        return self._collect("all_gather", steps, [*outs, *ins], outs, partial(_settle, outs, room))
+        return self._collect("all_gather", steps, [*outs, *ins], outs, partial(_copy_out, outs, room))
 
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> MpiWork:
         op = _op(opts)
@@ -165,7 +165,7 @@ class MpiProcessGroup(_Base):
         dense = source.contiguous()
         sent = dense.split_with_sizes(list(in_sizes)) if in_sizes else dense.tensor_split(self.size())
         steps = [partial(self._line.swap, arrived, sent)]
-        return self._collect("all_to_all", steps, [out, source], [out], partial(_settle, [out], [room]))
+        return self._collect("all_to_all", steps, [out, source], [out], partial(_copy_out, [out], [room]))
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> MpiWork:  # noqa: ARG002
         return self._collect("all_to_all", [partial(self._line.swap, outs, ins)], [*outs, *ins], outs)
@@ -205,8 +205,8 @@ class MpiProcessGroup(_Base):
             self._line.receive(requests, one, rank, self._message_tag(tag))
             yield requests
 
-        settle = partial(_settle, tensors, room)
-        return self._work(f"recv from rank {rank}", [steps(one) for one in room], tensors, tensors, settle, source=rank)
+        finish = partial(_copy_out, tensors, room)
+        return self._work(f"recv from rank {rank}", [steps(one) for one in room], tensors, tensors, finish, source=rank)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:  # noqa: ARG002
         raise CommError("The mpi4py backend receives from a rank that is named: give recv or irecv its src.")
@@ -229,10 +229,10 @@ class MpiProcessGroup(_Base):
         calls: Sequence[Callable[[int], Steps]],
         tensors: Sequence[Tensor],
         result: Any,
-        settle: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> MpiWork:
         """Run collectives one after the other; each has a tag, which is the same on all ranks."""
-        return self._work(verb, [call(self._collective_tag()) for call in calls], tensors, result, settle)
+        return self._work(verb, [call(self._collective_tag()) for call in calls], tensors, result, finish)
 
     def _collective_tag(self) -> int:
         self._num_calls += 1
@@ -251,7 +251,7 @@ class MpiProcessGroup(_Base):
         steps: Sequence[Steps],
         tensors: Sequence[Tensor],
         result: Any,
-        settle: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
         source: int = -1,
     ) -> MpiWork:
         for tensor in tensors:
@@ -278,15 +278,15 @@ class MpiProcessGroup(_Base):
                     f"({self.size()} ranks): not all of them came to it."
                 )
 
-        operation: Operation = self._session.progress.start(_all(steps, settle), on_end=on_end, late=late)
+        operation: Operation = self._session.progress.start(_all(steps, finish), on_end=on_end, late=late)
         return MpiWork(self._session.progress, operation, future, result, source)
 
 
-def _all(steps: Sequence[Steps], settle: Callable[[], None] | None) -> Steps:
+def _all(steps: Sequence[Steps], finish: Callable[[], None] | None) -> Steps:
     for one in steps:
         yield from one
-    if settle is not None:
-        settle()
+    if finish is not None:
+        finish()
 
 
 def _several(tensors: Any) -> list[Tensor]:
@@ -301,7 +301,7 @@ def _room(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _settle(tensors: Sequence[Tensor], room: Sequence[Tensor]) -> None:
+def _copy_out(tensors: Sequence[Tensor], room: Sequence[Tensor]) -> None:
     for tensor, filled in zip(tensors, room, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(filled)

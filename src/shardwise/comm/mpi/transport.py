@@ -39,7 +39,7 @@ class MpiTransport:
         self._is_aborted = threading.Event()
         self._comms, self._num_tags = self._progress.call(lambda: _enough_tags(session, comm))
 
-    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+    def watch_peers(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """Prepare to detect the end of processes on this host. All ranks call; `exchange` returns every rank's
         message."""
         self._session.tells_others = True

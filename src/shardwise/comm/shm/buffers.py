@@ -69,7 +69,7 @@ class MappedBuffers:
         self._opened, self._closed = counts[:num_ranks], counts[num_ranks:]
         self._num_opened = self._num_closed = 0
         self._last: Entry | None = None
-        self._is_settled = True
+        self._all_have_closed = True
         self.pieces: list[MappedBuffer] = []
         offset = head
         for part in parts:
@@ -85,15 +85,15 @@ class MappedBuffers:
     def close(self) -> None:
         self._num_closed += 1
         self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8, "shared buffers")
-        self._is_settled = False
+        self._all_have_closed = False
         self._publish(self._closed, self._num_closed)
 
     def wait_closed(self) -> None:
         """Block until the others have closed as often as this rank; reading is then safe until the next `open`."""
-        if self._is_settled or self._last is None:
+        if self._all_have_closed or self._last is None:
             return
         Awaited(self._journal, self._last, _All(self, self._closed, self._num_closed)).wait()
-        self._is_settled = True
+        self._all_have_closed = True
 
     def _publish(self, counts: np.ndarray, count: int) -> None:
         counts[self._group.index] = count

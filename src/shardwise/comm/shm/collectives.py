@@ -150,7 +150,7 @@ class Shared:
     def reclaim(self, tensor: Tensor) -> None:
         self._neighbours.reclaim(tensor)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """A wait returns when it is there, or raises."""
 
     def rest(self, *, keeps_some: bool) -> None:

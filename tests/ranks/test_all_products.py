@@ -1,0 +1,126 @@
+"""Every split alone, and products of them on 4 and 8 ranks, over ten steps: losses, gradient norms and all gradients of
+each step are those of the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from sequences import Batch, Run, assert_same, whole_run
+from test_sequence_transformers import own_loss
+from torch import nn
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+from tests.thorough import thorough_only
+
+pytestmark = thorough_only("ten steps of many products")
+
+NUM_STEPS, ROWS, TOKENS, VOCAB, CLIP = 10, 8, 12, 53, 0.5
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
+
+DENSE: list[tuple[str, dict[str, int]]] = [
+    ("zero3", {"tp": 2}),
+    ("zero1", {"pp": 2}),
+    ("zero2", {"sp": 2}),
+    ("zero1", {"dp": 2, "tp": 2}),
+    ("zero3", {"dp": 2, "tp": 2}),
+    ("zero2", {"pp": 2, "dp": 2}),
+    ("zero3", {"pp": 2, "tp": 2}),
+    ("zero1", {"pp": 4}),
+    ("zero3-kept", {"dp": 2, "sp": 2}),
+    ("zero3", {"tp": 2, "sp": 2}),
+    ("ddp", {"pp": 2, "sp": 2}),
+    ("hsdp", {"node": 2, "local": 2, "tp": 2}),
+    ("hpz", {"node": 2, "local": 2, "sp": 2}),
+    ("zero1", {"pp": 2, "dp": 2, "tp": 2}),
+    ("zero3", {"pp": 2, "dp": 2, "tp": 2}),
+    ("zero3", {"dp": 2, "tp": 2, "sp": 2}),
+    ("zero2", {"pp": 2, "tp": 2, "sp": 2}),
+    ("zero1", {"pp": 4, "tp": 2}),
+    ("zero2", {"pp": 2, "dp": 2, "sp": 2}),
+    ("zero1", {"tp": 4, "dp": 2}),
+]
+WITH_EXPERTS: list[tuple[str, dict[str, int]]] = [
+    ("zero3", {"ep": 2}),
+    ("zero2", {"dp": 2, "ep": 2}),
+    ("zero3", {"tp": 2, "ep": 2}),
+    ("zero3", {"pp": 2, "ep": 2}),
+    ("zero1", {"sp": 2, "ep": 2}),
+    ("zero3", {"dp": 2, "tp": 2, "ep": 2}),
+    ("zero2", {"pp": 2, "tp": 2, "ep": 2}),
+    ("zero1", {"pp": 2, "dp": 2, "ep": 2}),
+    ("zero1", {"pp": 2, "sp": 2, "ep": 2}),
+    ("zero2", {"tp": 2, "sp": 2, "ep": 2}),
+]
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
+
+
+def mixtral() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **HEADS, **experts}))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Its steps are linear in the gradients. Adam's divide by them, and so over ten steps blow up rounding where a
+    gradient is almost 0."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches() -> list[Batch]:
+    numbers = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(0, VOCAB, (ROWS, TOKENS), generator=numbers) for _ in range(NUM_STEPS)]
+    return [{"input_ids": one, "labels": one.clone()} for one in drawn]
+
+
+def run_over(model: nn.Module, mesh: dict[str, int], preset: str) -> list[Run]:
+    num_ranks = math.prod(mesh.values())
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    names = [name for name, _ in model.named_parameters()]
+    plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": 2, "clip_grad_norm": CLIP}
+
+    def rank(world: sw.World) -> Run:
+        mine, run = models[world.rank], Run()
+        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
+            share, num_shares = engine.data_ranks
+            for batch in batches():
+                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
+                run.losses.append(engine.mean(engine.forward_backward(rows).item()))
+                run.grads.append({name: engine.get(name, "grad") for name in names})
+                run.norms.append(float(engine.step() or 0.0))
+            run.params = engine.state_dict()
+        return run
+
+    return run_ranks(num_ranks, rank)
+
+
+def race(model: nn.Module, preset: str, mesh: dict[str, int]) -> None:
+    model.train()
+    twin = whole_run(model, batches(), loss_of=own_loss, accumulate=2, clip=CLIP, make_optimizer=sgd)
+    for run in run_over(model, mesh, preset):
+        assert_same(run, twin)
+
+
+def name_of(one: Any) -> str:
+    return "x".join(f"{axis}{size}" for axis, size in one.items()) if isinstance(one, dict) else str(one)
+
+
+@pytest.mark.parametrize(("preset", "mesh"), DENSE, ids=name_of)
+def test_a_dense_model_trains_as_the_unsplit_one(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    race(llama(), preset, mesh)
+
+
+@pytest.mark.parametrize(("preset", "mesh"), WITH_EXPERTS, ids=name_of)
+def test_a_model_with_experts_trains_as_the_unsplit_one(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    race(mixtral(), preset, mesh)
