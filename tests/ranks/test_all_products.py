@@ -15,9 +15,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import thorough_only
+from tests.thorough import one_in, thorough_only
 
-pytestmark = thorough_only("ten steps of many products")
+pytestmark = [thorough_only("ten steps of many products"), one_in(12)]
 
 NUM_STEPS, ROWS, TOKENS, VOCAB, CLIP = 10, 8, 12, 53, 0.5
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -82,11 +82,15 @@ def batches() -> list[Batch]:
     return [{"input_ids": one, "labels": one.clone()} for one in drawn]
 
 
+def micro_batches(mesh: dict[str, int]) -> int:
+    return max(2, mesh.get("pp", 1))
+
+
 def run_over(model: nn.Module, mesh: dict[str, int], preset: str) -> list[Run]:
     num_ranks = math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
     names = [name for name, _ in model.named_parameters()]
-    plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": 2, "clip_grad_norm": CLIP}
+    plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": micro_batches(mesh), "clip_grad_norm": CLIP}
 
     def rank(world: sw.World) -> Run:
         mine, run = models[world.rank], Run()
@@ -105,7 +109,7 @@ def run_over(model: nn.Module, mesh: dict[str, int], preset: str) -> list[Run]:
 
 def race(model: nn.Module, preset: str, mesh: dict[str, int]) -> None:
     model.train()
-    twin = whole_run(model, batches(), loss_of=own_loss, accumulate=2, clip=CLIP, make_optimizer=sgd)
+    twin = whole_run(model, batches(), loss_of=own_loss, accumulate=micro_batches(mesh), clip=CLIP, make_optimizer=sgd)
     for run in run_over(model, mesh, preset):
         assert_same(run, twin)
 
