@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainer_jobs import llama, rows
 
+from shardwise.errors import ConfigError
+
 
 def made(plan: Any, **settings: Any) -> Any:
     """Our Accelerator; without a plan, accelerate's own."""
@@ -271,3 +273,32 @@ def logged(plan: Any, folder: str, *, accumulates: bool) -> dict[str, Any]:
         tell({"last": 1.0}, num_steps)
     accelerator.end_training()
     return {"told": told, "num_steps": num_steps}
+
+
+def two_accelerators(plan: Any) -> dict[str, Any]:
+    """A model for each of two Accelerators; the second one ends first. And one model for both."""
+    first, second = made(plan), made(plan)
+    parts = []
+    for accelerator in (first, second):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        parts.append(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    refusals = []
+    for given in (parts[0], (parts[0][0], torch.optim.SGD([nn.Parameter(torch.zeros(1))]))):
+        try:
+            second.prepare(*given)
+        except ConfigError as error:
+            refusals.append(str(error))
+
+    def step(accelerator: Any, model: nn.Module, optimizer: Any) -> float:
+        loss = model(torch.ones(2, 4)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    losses = [step(second, *parts[1])]
+    second.end_training()
+    losses += [step(first, *parts[0]), step(first, *parts[0])]
+    first.end_training()
+    return {"losses": losses, "refusals": refusals}

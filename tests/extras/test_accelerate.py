@@ -80,6 +80,14 @@ def test_an_own_model_over_split_sequences_is_given_parts() -> None:
         assert run == pytest.approx(expected, abs=1e-5)
 
 
+def test_two_accelerators_in_one_process() -> None:
+    """Each trains its own model, in either order of their ends; a model of one is refused by the other."""
+    found = on_ranks(2, jobs.two_accelerators, "zero3")[0]
+    assert found["losses"][0] == found["losses"][1] > found["losses"][2]
+    assert len(found["refusals"]) == 2
+    assert all("prepared before, by another Accelerator" in text for text in found["refusals"])
+
+
 def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
     run = on_ranks(2, jobs.looped, "zero2", str(tmp_path))[0]
     alone = on_ranks(1, jobs.continued, "zero3", str(tmp_path))[0]

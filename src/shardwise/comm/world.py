@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Mapping, Sequence
@@ -350,7 +351,8 @@ class World:
         if self._on_device is not None:
             self._on_device.close()
         while self._process_groups:
-            dist.destroy_process_group(self._process_groups.pop())
+            with contextlib.suppress(ValueError):  # dist.destroy_process_group() of a script has ended it before
+                dist.destroy_process_group(self._process_groups.pop())
         self.rank_device.leave()
 
     @property

@@ -25,6 +25,7 @@ from shardwise.integrations.accelerate_coordination import Coordination
 from shardwise.integrations.accelerate_logging import LoggingAccelerator
 from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.model_patches import (
+    is_prepared,
     param_ids,
     patch_zero_grad,
     refuse_no_sync,
@@ -138,6 +139,11 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """See accelerate. A trained model is sharded when its optimizer is prepared."""
+        if model not in self._engines and is_prepared(model):
+            raise ConfigError(
+                f"{type(model).__name__} was prepared before, by another Accelerator of this process, and is sharded. "
+                f"Create one Accelerator and prepare the model once, or call free_memory() of the other one before."
+            )
         is_trained = not evaluation_mode and any(param.requires_grad for param in model.parameters())
         if is_trained and model not in self._engines and model not in self._pending:
             self._pending.append(model)

@@ -75,6 +75,11 @@ def patch_zero_grad(model: nn.Module, engine: sw.Engine) -> None:
     model.__dict__[_ZERO_GRAD] = zero_grad
 
 
+def is_prepared(model: nn.Module) -> bool:
+    """Whether an engine has `model`, by `patch_zero_grad`."""
+    return _ZERO_GRAD in vars(model)
+
+
 def refuse_no_sync(model: nn.Module) -> None:
     """Let `model.no_sync()`, which only DDP's wrapper has, say what is there in its place."""
 
