@@ -47,8 +47,9 @@ check: lint types imports ## what takes about a minute: style, types, imports, w
 thorough: .venv/.test ## what `make test` leaves out: more cases of tests that have many, and more that is drawn
 	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'from tests.thorough import' tests)
 
-exhaustive: .venv/.test ## before a release: the cases that both leave out
+exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
+	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
 
 test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
 	@if [ "$$(id -u)" != 0 ]; then echo "make test-cluster needs root: its tests are skipped, by name."; \

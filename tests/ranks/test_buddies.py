@@ -125,7 +125,7 @@ def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, por
     assert len(void) == 2, "a host was lost"
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("portion", list(range(16, 26)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
     """When a second host dies, a step that succeeded only at its second attempt is lost, and is taken again."""
@@ -147,7 +147,7 @@ def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
         race(PLANS[name], HostDiesAt(deaths), folder, hosts=HOSTS[hosts])
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("at", [24, 33, 41, 47, 58])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
             assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
 
 
-@one_in(5)
+@one_in(9)
 @pytest.mark.parametrize("hosts", ["aabbb", "aabba", "aabbc"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
 def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ class DiesBehindItsStep:
         self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_with_what_it_has_updated_on_its_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

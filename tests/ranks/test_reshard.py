@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(6)
+pytestmark = one_in(9)
 
 TWO = {"node": 2, "local": 2}
 PLANS: dict[str, dict[str, Any]] = {

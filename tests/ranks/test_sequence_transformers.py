@@ -19,7 +19,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(12)
+pytestmark = one_in(18)
 
 IGNORED = -100
 

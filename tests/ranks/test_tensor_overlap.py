@@ -31,7 +31,7 @@ from shardwise.tensor import products
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(14)
+pytestmark = one_in(22)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]

@@ -22,7 +22,7 @@ from shardwise.tensor import draws
 from shardwise.testing import run_ranks
 from tests.thorough import one_in, thorough_only
 
-pytestmark = one_in(9)
+pytestmark = one_in(14)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]
