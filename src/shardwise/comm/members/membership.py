@@ -215,8 +215,8 @@ class StoreMembership:
             self._interrupt(world, over)
 
     def _await_announcement(self) -> Announcement:
-        """The announcement of the next generation. Raises if there is none with this process: also if it was stopped, or
-        its host was cut off, until the others had formed one without it."""
+        """The announcement of the next generation. Raises if there is none with this process, because it was stopped,
+        or its host cut off, until the others had formed one without it."""
         with self._changed:
             while True:
                 for announcement in self._announcements:
