@@ -67,7 +67,7 @@ def submitted(slurm: Slurm, folder: Path, **settings: str) -> Path:
     folder.chmod(0o755)
     (folder / "train.py").write_text(textwrap.dedent(SAVES))
     # Slurm rounds up to 2 minutes, looks every half a minute, and sends a signal up to half a minute early
-    launch = f"{sys.executable} -m shardwise launch --master-addr {slurm.hosts.network}.254 --timeout 20"
+    launch = f"{sys.executable} -m shardwise launch --master-addr {slurm.hosts.addresses['n1']} --timeout 20"
     (folder / "job.sh").write_text(BATCH.format(time="1:30", launch=launch, **settings))
     environment = os.environ | slurm.variables | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
     environment["OMP_NUM_THREADS"] = "1"
@@ -82,6 +82,13 @@ def test_a_job_saves_before_its_time_is_over_and_goes_on_when_it_is_requeued(slu
     assert "SIGTERM: passed on to the ranks, which have 20 s to end" in text
     step = text.partition("saved step ")[2].split()[0]
     wait_for(log, f"rank 0 of 2 begins after step {step}", "rank 0 is done", "rank 1 is done")
+
+
+def test_a_signal_to_the_steps_ends_a_job_that_needs_all_its_nodes_and_it_saves(slurm: Slurm, tmp_path: Path) -> None:
+    log = submitted(slurm, tmp_path / "run", signal="TERM", limits="2:2")
+    wait_for(log, "rank 0 of 2 begins after step 0", "rank 1 of 2 begins after step 0")
+    text = wait_for(log, "rank 0 saved step", "rank 1 saved step")
+    assert "the job needs its ranks, so all ranks are told to end" in text
 
 
 def test_a_rank_and_a_node_are_lost_and_come_back(slurm: Slurm, tmp_path: Path) -> None:

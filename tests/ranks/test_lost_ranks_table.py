@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,13 @@ def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path)
     assert dies.died
     assert set(void) == set(range(NUM_RANKS)) - {VICTIM}
     assert set(void.values()) == {1}, "the step is repeated, once"
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    tests = Path(__file__).parents[1]
+    named = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "elastic.md").read_text()))
+    defined = {
+        name for path in tests.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert len(named) > 15
+    assert named <= defined
