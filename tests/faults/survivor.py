@@ -218,6 +218,8 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
             finish_step(loop, engine, optimizer, loss, partial(deaths.befall, step, "step"))
         if engine.num_steps > step:
             losses[step] = engine.mean(loss.item())
+            if '"run"' in plan:
+                engine.log({"loss": losses[step]}, tokens=ROWS)
         times.append((engine.num_steps, time.time()))
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
     if world.membership is not None and world.membership.arrival is None:

@@ -21,7 +21,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Journal
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.watchdog import Watchdog
-from shardwise.comm.work import LinkError
+from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
 from tests.thorough import one_in
@@ -427,6 +427,22 @@ class Breaks:
 
     def wait(self) -> None:
         raise self._error
+
+
+def test_a_transfer_that_is_given_up_waits_no_second_time_for_what_has_arrived() -> None:
+    """gloo would wait for another message, until the world's timeout."""
+    arrived: list[str] = []
+
+    class Arrives:
+        def wait(self) -> None:
+            arrived.append("waited for")
+
+    finished: list[str] = []
+    transfer = Pending([Arrives(), Breaks(LinkError(1, "broke")), Arrives()], lambda: finished.append("finished"))
+    for _ in range(2):
+        with pytest.raises(LinkError):
+            transfer.wait()
+    assert (arrived, finished) == (["waited for"], [])
 
 
 @pytest.mark.parametrize(

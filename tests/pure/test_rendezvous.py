@@ -399,7 +399,7 @@ def test_two_that_cannot_reach_each_other_are_known_by_their_ranks_once(action: 
     assert causes.found == [Disconnection((1, 3), (0, 2), ("a", "b"), why, step=9)]
     assert rendezvous.state == "formed"
     assert rendezvous.members == (1, 2, 3), "with one rank on the other host, the job cannot spare this one"
-    assert not rendezvous.losses
+    assert [loss.member for loss in rendezvous.losses] == [0]
 
 
 def test_the_ranks_of_an_excluded_host_leave_with_the_fault() -> None:
