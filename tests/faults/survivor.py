@@ -33,6 +33,7 @@ from shardwise.comm.gloo import GlooTransport
 from shardwise.comm.journal import FIRST_SIDE_TAG
 from shardwise.comm.shm import Neighbours
 from shardwise.elastic import copies
+from shardwise.errors import TurnedAwayError
 
 ROWS, WIDTH, OUTPUTS = 12, 16, 8
 
@@ -231,4 +232,8 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    try:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    except TurnedAwayError as error:
+        Path(sys.argv[1], f"away-{os.environ['SHARDWISE_MEMBER']}").write_text(str(error))
+        raise
