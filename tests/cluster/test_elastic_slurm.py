@@ -66,9 +66,9 @@ def submitted(slurm: Slurm, folder: Path, **settings: str) -> Path:
     """Submit the batch script; returns its log."""
     folder.chmod(0o755)
     (folder / "train.py").write_text(textwrap.dedent(SAVES))
-    # Slurm rounds up to 2 minutes, looks every half a minute, and sends a signal up to half a minute early
+    # Slurm rounds up to 3 minutes, looks every half a minute, and sends a signal up to half a minute early
     launch = f"{sys.executable} -m shardwise launch --master-addr {slurm.hosts.addresses['n1']} --timeout 20"
-    (folder / "job.sh").write_text(BATCH.format(time="1:30", launch=launch, **settings))
+    (folder / "job.sh").write_text(BATCH.format(time="2:30", launch=launch, **settings))
     environment = os.environ | slurm.variables | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
     environment["OMP_NUM_THREADS"] = "1"
     subprocess.run(["sbatch", "--quiet", "job.sh"], cwd=folder, env=environment, timeout=60, check=True)

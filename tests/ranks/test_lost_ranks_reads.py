@@ -123,6 +123,7 @@ def check(
         assert not list(folder.rglob("*.image")), "images of a job that has ended"
 
 
+@pytest.mark.timeout(600)
 @one_in(7)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 2, lambda _: range(7, 40, drawn(13, 1)))
 
 
+@pytest.mark.timeout(600)
 @one_in(7)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: Path) -> None:
@@ -137,6 +139,7 @@ def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: 
     check(name, tmp_path, NUM_STEPS, lambda num_sent: range(num_sent - drawn(3, num_sent), num_sent))
 
 
+@pytest.mark.timeout(600)
 @one_in(6)
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "ddp"])
 def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:
