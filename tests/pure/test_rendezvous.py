@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from shardwise.cli.main import main
 from shardwise.comm.members import Announcement, MemberMessage
+from shardwise.comm.members.membership import StoreMembership
 from shardwise.elastic.causes import Cause, Disconnection
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, TurnedAwayError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.deadlines import SILENT_SECONDS, STOPPED_SECONDS
@@ -418,6 +421,39 @@ def test_the_ranks_of_an_excluded_host_leave_with_the_fault() -> None:
     assert job.away == {2, 3}
     assert rendezvous.members == (0, 1)
     assert (rendezvous.num_left, rendezvous.losses) == (2, [])
+
+
+class Channel:
+    """That of one member, who sends nothing that anybody reads."""
+
+    member = 1
+
+    def has_sent(self) -> bool:
+        return False
+
+    def listen(self, first: int, read: Callable[[Announcement], bool]) -> threading.Thread:
+        assert first == 0
+        self.read = read
+        return threading.Thread()
+
+    def send(self, message: MemberMessage) -> None:
+        pass
+
+
+def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_turned_away() -> None:
+    """Its launcher does not listen to it any more, so nobody answers."""
+    channel = Channel()
+    membership = StoreMembership(channel, lambda opening: pytest.fail(str(opening)))  # type: ignore[arg-type]
+    atexit.unregister(membership._at_exit)
+    channel.read(Announcement("entering", 4, (0, 2)))  # one that waits to join is not concerned
+    channel.read(Announcement("entering", 5, (0, 1)))
+    assert membership._await_announcement().generation == 5
+    membership._generation = 5
+    channel.read(Announcement("over", 5, (1,), text="Rank 1 was lost."))
+    channel.read(Announcement("entering", 6, (0, 2)))
+    with pytest.raises(TurnedAwayError, match="took this rank for lost and continue without it") as away:
+        membership._await_announcement()
+    assert not away.value.has_asked
 
 
 def test_after_the_end_of_a_script_no_rank_joins() -> None:
