@@ -38,9 +38,11 @@ class FaultError(CommError):
     """A fault between ranks. Every rank raises it, with the same text, in its main thread.
 
     `kind` is `contradiction` (ranks entered different collectives), `deadlock` (ranks wait for each other), `raised`,
-    `ended` (a rank left with or without an exception while others needed it), `lost` (a rank disappeared silently) or
-    `timeout` (a rank made others wait for longer than the world allows). `ranks` are the ranks at fault, `unit` and
-    `action` what was to be done when the fault was found (empty outside a program), `origin` the rank that found it.
+    `ended` (a rank left with or without an exception while others needed it), `lost` (a rank disappeared silently),
+    `disconnected` (ranks that are alive could not reach each other) or `timeout` (a rank made others wait for longer
+    than the world allows). `ranks` are the ranks at fault, as far as known, or those that could not reach each other.
+    `unit` and `action` are what was to be done when the fault was found (empty outside a program), `origin` is the rank
+    that found it.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,36 @@ import shardwise
 from tests.cluster.namespaces import cluster, processes_with, wait_until
 from tests.cluster.slurm import Slurm, slurm_obstacle
 from tests.cluster.test_elastic_hosts import SCRIPT, Job, kill
+from tests.cluster.test_launch_slurm import wait_for
 
-pytestmark = [pytest.mark.skipif(bool(slurm_obstacle()), reason=slurm_obstacle()), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.skipif(bool(slurm_obstacle()), reason=slurm_obstacle()), pytest.mark.timeout(500)]
+
+SAVES = """
+    import time, torch, shardwise as sw
+    from shardwise.launch import StopRequest
+    model = torch.nn.Linear(4, 4)
+    engine = sw.shard(model, "zero2", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    loaded = engine.resume("checkpoints")
+    world, begun = engine.world, engine.num_steps
+    print("rank", world.rank, "of", world.size, "begins after step", begun, flush=True)
+    with StopRequest() as stop:
+        while not engine.any_rank(stop.requested) and not (loaded and engine.num_steps > begun + 2):
+            engine.train_step(torch.ones(2, 4), torch.zeros(2, 4), loss_fn=torch.nn.functional.mse_loss)
+            time.sleep(0.05)
+    if not loaded:
+        engine.save("checkpoints")
+    print("rank", world.rank, "is done" if loaded else f"saved step {engine.num_steps}", flush=True)
+    engine.close()
+"""
+BATCH = """\
+#!/bin/bash
+#SBATCH --job-name=train --nodes=2 --ntasks-per-node=1 --no-kill --requeue
+#SBATCH --output=train.log --open-mode=append
+#SBATCH --time={time} --signal={signal}@75
+{launch} --where slurm --nproc 1 --elastic {limits} train.py &
+trap 'trap "" TERM; kill -TERM $!; wait $!; scontrol requeue $SLURM_JOB_ID; exit 0' TERM
+wait $!
+"""
 
 
 @pytest.fixture
@@ -31,6 +60,35 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
             yield made
         finally:
             made.close()
+
+
+def submitted(slurm: Slurm, folder: Path, **settings: str) -> Path:
+    """Submit the batch script; returns its log."""
+    folder.chmod(0o755)
+    (folder / "train.py").write_text(textwrap.dedent(SAVES))
+    # Slurm rounds up to 3 minutes, looks every half a minute, and sends a signal up to half a minute early
+    launch = f"{sys.executable} -m shardwise launch --master-addr {slurm.hosts.addresses['n1']} --timeout 20"
+    (folder / "job.sh").write_text(BATCH.format(time="2:30", launch=launch, **settings))
+    environment = os.environ | slurm.variables | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
+    environment["OMP_NUM_THREADS"] = "1"
+    subprocess.run(["sbatch", "--quiet", "job.sh"], cwd=folder, env=environment, timeout=60, check=True)
+    return folder / "train.log"
+
+
+def test_a_job_saves_before_its_time_is_over_and_goes_on_when_it_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    log = submitted(slurm, tmp_path / "run", signal="B:TERM", limits="1:2")
+    wait_for(log, "rank 0 of 2 begins after step 0", "rank 1 of 2 begins after step 0")
+    text = wait_for(log, "rank 0 saved step", "rank 1 saved step")
+    assert "SIGTERM: passed on to the ranks, which have 20 s to end" in text
+    step = text.partition("saved step ")[2].split()[0]
+    wait_for(log, f"rank 0 of 2 begins after step {step}", "rank 0 is done", "rank 1 is done")
+
+
+def test_a_signal_to_the_steps_ends_a_job_that_needs_all_its_nodes_and_it_saves(slurm: Slurm, tmp_path: Path) -> None:
+    log = submitted(slurm, tmp_path / "run", signal="TERM", limits="2:2")
+    wait_for(log, "rank 0 of 2 begins after step 0", "rank 1 of 2 begins after step 0")
+    text = wait_for(log, "rank 0 saved step", "rank 1 saved step")
+    assert "the job needs its ranks, so all ranks are told to end" in text
 
 
 def test_a_rank_and_a_node_are_lost_and_come_back(slurm: Slurm, tmp_path: Path) -> None:

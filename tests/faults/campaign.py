@@ -38,7 +38,6 @@ class Campaign:
         self.num_steps, self.num_kills = num_steps, num_kills
         self.dead: set[int] = set()
         self.situations: Counter[str] = Counter()
-        self.next_leave = 0.0
         self.allow(1)
         self.said = (out / "said").open("w+")
         launch = ["launch", "--nproc", str(NUM_RANKS), "--elastic", f"1:{NUM_RANKS}", "--retries", "100000:100000"]
@@ -51,7 +50,7 @@ class Campaign:
 
     def run(self) -> str:
         """What the job has printed, when it has ended."""
-        most = self.num_steps * 9 // 10  # those who join take steps that were not meant for kills
+        most = self.num_steps * 9 // 10  # a rank that is to save takes more steps than a kill needs
         due = sorted(self.draw.sample(range(1, most), min(self.num_kills, most - 1)))
         try:
             while len(self.dead) < self.num_kills and self.job.poll() is None:
@@ -83,7 +82,7 @@ class Campaign:
         return {member: pid for member, pid in found.items() if member not in self.dead and is_alive(pid)}
 
     def ranks(self) -> dict[int, int]:
-        """The ranks of living members that have taken a step in the generation of the newest."""
+        """The ranks of living members that train in the generation of the newest."""
         found: dict[int, tuple[int, int]] = {}
         for member in self.pids():
             with contextlib.suppress(FileNotFoundError):
@@ -95,6 +94,9 @@ class Campaign:
     # -- what is done to it -----------------------------------------------------------------------------
 
     def allow(self, step: int) -> None:
+        """Let `step` steps be taken; the last one only after the last kill."""
+        if len(self.dead) < self.num_kills:
+            step = min(step, self.num_steps - 1)
         draft = self.out / ".allowed"
         draft.write_text(str(step))
         draft.rename(self.out / "allowed")
@@ -106,7 +108,7 @@ class Campaign:
             situation = "anywhere"
         least = {"recovering": 3, "stopped": 3}.get(situation, self.draw.choice([2, 2, 3, 4]))
         self.allow(step)
-        self.await_or_hang(lambda: self.step() >= step - 1 and self.are_here(least))
+        self.await_or_hang(lambda: self.step() >= step - 1 and len(self.ranks()) >= least)
         if self.job.poll() is not None:
             return
         if situation == "joining" and self.kill_who_comes():
@@ -129,17 +131,6 @@ class Campaign:
             if len(left := sorted(set(ranks) & set(self.pids()))) >= 2:
                 self.kill(self.draw.choice(left), signal.SIGKILL, situation)
 
-    def are_here(self, least: int) -> bool:
-        """Whether so many train; those who have just joined show it by a step, for which they get leave."""
-        ranks = self.ranks()
-        if len(ranks) >= least:
-            return True
-        joined = [member for member in self.pids() if (self.out / f"joined-{member}").exists()]
-        if set(joined) - set(ranks) and time.monotonic() > self.next_leave:
-            self.next_leave = time.monotonic() + 0.5
-            self.allow(self.step() + 2)
-        return False
-
     def kill_who_comes(self) -> bool:
         """Whether a member was killed that was about to join."""
         until = time.monotonic() + 3
@@ -154,7 +145,10 @@ class Campaign:
 
     def kill_who_saves(self) -> bool:
         """Whether a member was killed that had begun to save, or was in it."""
-        self.allow(max(self.step() + 1, 0) // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY + 1)
+        saved = max(self.step() + 1, 0) // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY
+        if saved >= self.num_steps:
+            return False
+        self.allow(saved + 1)
         until = time.monotonic() + 10
         while time.monotonic() < until and self.job.poll() is None:
             if saving := [int(path.name.partition("-")[2]) for path in self.out.glob("saving-*")]:
@@ -168,6 +162,10 @@ class Campaign:
 
     def kill(self, member: int, number: signal.Signals, situation: str) -> None:
         pid = int((self.out / f"pid-{member}").read_text())
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return  # it has ended by itself: another one is killed instead
         self.dead.add(member)
         self.situations[situation] += 1
         with (self.out / "kills").open("a") as stream:
@@ -175,8 +173,6 @@ class Campaign:
                 f"{time.time():.3f} {situation}: member {member} {number.name} after {self.step() + 1} steps\n"
             )
         (self.out / f"saving-{member}").unlink(missing_ok=True)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
     def await_or_hang(self, holds: Callable[[], bool]) -> None:
         """Wait until `holds`, or until the job has ended. Raises `Hung`."""

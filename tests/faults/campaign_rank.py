@@ -2,9 +2,9 @@
 
 campaign_rank.py OUT PLAN LOOP STEPS     OUT: a folder; PLAN: a preset or JSON; LOOP: engine, plain or train_step
 
-Each member writes what it does into OUT: `pid-N` before it joins, `joined-N` when it has, `rank-N` when it has taken a
-step in a generation, `saving-N` while it saves, and a line of `steps-N.jsonl` for each step. The file `allowed` has the
-step before which all wait for whoever kills them, unless somebody is about to join.
+Each member writes what it does into OUT: `pid-N` before it joins, `rank-N` when it is about to take a step in a
+generation, `saving-N` while it saves, and a line of `steps-N.jsonl` for each step. The file `allowed` has the step
+before which all wait for whoever kills them, unless somebody is about to join.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Trained:
         plain = json.loads(plan) if plan.startswith("{") else plan
         self.engine = sw.shard(self.model, plain, optimizer=self.optimizer, world=self.world)
         self.engine.resume(out / "checkpoints")
-        self.publish("joined", "")
         self.generation = -1
 
     def run(self) -> None:
@@ -68,6 +67,9 @@ class Trained:
 
     def wait(self) -> None:
         """Until this step is allowed, or others are waited for or gone, which only a step finds."""
+        if self.generation != self.engine.world.generation:
+            self.generation = self.engine.world.generation
+            self.publish("rank", f"{self.engine.world.rank} {self.generation}")
         allowed = self.out / "allowed"
         while self.engine.num_steps >= int(allowed.read_text()):
             if self.membership.changes_wanted() or self.engine.world.fault is not None:
@@ -83,9 +85,6 @@ class Trained:
         line: dict[str, Any] = {"step": before, "generation": engine.world.generation, "samples": samples, "loss": loss}
         self.note({**line, "ranks": engine.data_ranks[1]})
         self.publish("taken", str(before))
-        if self.generation != engine.world.generation:
-            self.generation = engine.world.generation
-            self.publish("rank", f"{engine.world.rank} {self.generation}")
         self.note({"step": before, "mean": engine.mean(loss)})
         if engine.num_steps % READ_EVERY == 0:
             self.note({"step": before, "read": self.read(is_whole=engine.num_steps % 2 == 0)})

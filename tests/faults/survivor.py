@@ -2,7 +2,8 @@
 
 survivor.py OUT PLAN LOOP STEPS KILL...     OUT: a folder; PLAN: a preset or JSON; LOOP: engine, plain or train_step;
 KILL: MEMBER:STEP:POINT, where POINT is forward, backward, step, or a number: of the collective that is next then; or
-copyN: of the Nth portion that is sent to another host in that step
+copyN: of the Nth portion that is sent to another host in that step; or cutN: nobody dies, but the connection to rank N
+breaks
 
 With HOSTS=aabb in the environment members are of these hosts, by number: each has a folder of its own, which goes with
 it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the rank alone.
@@ -10,11 +11,13 @@ it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -26,9 +29,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.gloo import GlooTransport
 from shardwise.comm.journal import FIRST_SIDE_TAG
 from shardwise.comm.shm import Neighbours
 from shardwise.elastic import copies
+from shardwise.errors import TurnedAwayError
 
 ROWS, WIDTH, OUTPUTS = 12, 16, 8
 
@@ -98,19 +103,33 @@ class Deaths:
         mine = [kill.split(":") for kill in kills]
         self._at = {(int(step), point) for one, step, point in mine if int(one) == member}
         self._left = -1
+        self._world: sw.World | None = None
 
     def befall(self, step: int, point: str) -> None:
         if (step, point) in self._at:
             self._die()
 
     def begin_step(self, step: int) -> None:
-        for at, point in self._at:
+        for at, point in sorted(self._at):
+            if at == step and point.startswith("cut"):
+                self._at.remove((at, point))  # the step is repeated
+                self._cut_off(int(point.removeprefix("cut")))
             if at == step and point.isdigit() and self._left < 0:
                 self._left = int(point)
             if at == step and point.startswith("copy"):
                 self._portions_left = int(point.removeprefix("copy"))
 
+    def _cut_off(self, rank: int) -> None:
+        """Break the connection to `rank`, as a network does that resets it."""
+        assert self._world is not None
+        assert isinstance(self._world.transport, GlooTransport)
+        sockets = self._world.transport._sockets
+        (descriptor,) = (one for one, other in sockets._ranks.items() if other == rank)
+        with contextlib.closing(socket.socket(fileno=os.dup(descriptor))) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
     def watch(self, world: sw.World) -> None:
+        self._world = world
         enter = world.journal.enter
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +178,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
     if hosts is not None:
         hosts.pretend(int(os.environ["SHARDWISE_MEMBER"]))
         copies._PORTION_BYTES = 512
-    world = sw.World.join(timeout_seconds=20)
+    world = sw.World.join(timeout_seconds=float(os.environ.get("TIMEOUT_SECONDS", "20")))
     member = world.membership.member if world.membership is not None else world.rank
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -200,6 +219,8 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
             finish_step(loop, engine, optimizer, loss, partial(deaths.befall, step, "step"))
         if engine.num_steps > step:
             losses[step] = engine.mean(loss.item())
+            if '"run"' in plan:
+                engine.log({"loss": losses[step]}, tokens=ROWS)
         times.append((engine.num_steps, time.time()))
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
     if world.membership is not None and world.membership.arrival is None:
@@ -211,4 +232,8 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    try:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    except TurnedAwayError as error:
+        Path(sys.argv[1], f"away-{os.environ['SHARDWISE_MEMBER']}").write_text(str(error))
+        raise

@@ -8,16 +8,19 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import warm
 from shardwise.launch.hosts.pod import JOB_FAILED
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
+from tests.thorough import thorough_only
 
 pytestmark = pytest.mark.timeout(240)
 SOON_SECONDS = 120.0
@@ -41,6 +44,7 @@ class Pods:
 
     def __init__(self, out: Path) -> None:
         self.out, self.port, self.num_launchers = out, free_ports(), 0
+        self.are_warm = True
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def launcher(self, *options: str, script: list[object]) -> None:
@@ -86,8 +90,8 @@ class Pods:
         own = {"SHARDWISE_TOKEN": token, "SHARDWISE_POD": name, "OMP_NUM_THREADS": "1", "PAUSE_SECONDS": "0.05"}
         with (self.out / f"said-{name}").open("ab") as said:
             self.processes[name] = subprocess.Popen(
-                [warm.python(), *words],
-                env={**os.environ, **warm.RANKS_TOO, **own},
+                [warm.python() if self.are_warm else sys.executable, *words],
+                env={**os.environ, **(warm.RANKS_TOO if self.are_warm else {}), **own},
                 stdout=said,
                 stderr=said,
                 text=True,
@@ -133,6 +137,37 @@ def test_pods_are_killed_and_evicted_and_others_come_in_their_place(pods: Pods) 
     assert "host t-0-aa received SIGTERM: 1 rank there leaves after its step." in said
     assert "host t-2-ee joins, with 1 slot." in said
     losses_of(pods.out, 3)
+
+
+@thorough_only("starts processes that cannot be forks")
+def test_a_rank_that_was_stopped_with_its_host_is_turned_away_and_its_host_comes_back(pods: Pods) -> None:
+    """Nothing could kill it meanwhile. The host, which continues later, gets a replacement."""
+    pods.are_warm = False  # what is stopped has to be the process itself
+    script = [survivor.__file__, pods.out, "zero3", "engine", 10**6]
+    pods.launcher("--nodes", "2", "--elastic", "1:2", "--host-timeout", "3", script=script)
+    pods.pod("t-0")
+    pods.pod("t-1")
+    pods.wait_for_ranks(2)
+    time.sleep(1)
+    on_host = {psutil.Process(int(path.read_text())).ppid(): path for path in pods.out.glob("pid-*")}
+    agent = pods.processes["t-1"]
+    stopped = int(on_host[agent.pid].read_text())
+    for pid in (agent.pid, stopped):
+        os.kill(pid, signal.SIGSTOP)
+    pods.wait_until(lambda: "host t-1 is gone: rank" in pods.said("launcher"))
+    pods.wait_until(lambda: "1 rank continues after step" in pods.said("launcher"))
+    os.kill(stopped, signal.SIGCONT)
+    pods.wait_until(lambda: psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE)
+    agent.send_signal(signal.SIGCONT)
+    pods.wait_for_ranks(3)
+    time.sleep(1)
+    (pods.out / "enough").write_text("")
+    assert pods.end("t-0", "t-1") == [0, 0, 0], pods.said("launcher")
+    (away,) = pods.out.glob("away-*")
+    assert away.read_text().startswith("The others took this rank for lost and continue without it.")
+    assert "(nothing was heard of it for 3 s)." in pods.said("launcher")
+    assert "Cause: network: Rank" in pods.said("launcher")
+    losses_of(pods.out, 2)
 
 
 def test_the_launchers_pod_is_killed_and_the_next_one_finds_the_same_pods(pods: Pods) -> None:

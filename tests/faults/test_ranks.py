@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.board import BoardError
 from shardwise.comm.group import Group
-from shardwise.comm.journal import Journal
+from shardwise.comm.journal import Awaited, Journal
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.watchdog import Watchdog
+from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
 from tests.thorough import one_in
@@ -378,6 +380,100 @@ def test_a_rank_that_is_gone_is_found_though_nobody_waits_at_a_socket() -> None:
     assert (error.kind, error.ranks) == ("lost", (1,))
     assert "its connection to rank 0 is closed" in str(error)
     assert time.monotonic() - started < 30
+
+
+def test_a_connection_that_breaks_between_living_ranks_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 computes meanwhile, and only its reports show that it is alive."""
+
+    def rank(world: sw.World) -> FaultError:
+        world.barrier()
+        receive, broken = world.transport.receive, Breaks(LinkError(2, "The connection to rank 2 broke: reset."))
+        while world.rank == 2 and world.journal.fault is None:
+            time.sleep(0.01)
+        if world.rank == 1:
+            monkeypatch.setattr(
+                world.transport, "receive", lambda tensor, of, tag: broken if of == 2 else receive(tensor, of, tag)
+            )
+        with pytest.raises(FaultError) as raised:
+            world.barrier()
+        return raised.value
+
+    errors = run_ranks(3, rank, patience_seconds=0.5, shares_memory=False)
+    assert {(error.kind, error.ranks, error.origin) for error in errors} == {("disconnected", (1, 2), 1)}
+    assert "Ranks 1 and 2 could not reach each other, though both are alive. The connection to rank 2" in str(errors[0])
+
+
+def test_a_message_that_never_arrives_is_the_networks_fault() -> None:
+    """Both have begun the same, and wait for each other's part."""
+
+    def rank(world: sw.World) -> FaultError:
+        world.barrier()
+        entry = world.journal.enter("gather", world.everybody, 64, torch.uint8, "full")
+        never = world.transport.receive(torch.empty(1), 1 - world.rank, 7)
+        with pytest.raises(FaultError) as raised:
+            Awaited(world.journal, entry, never).wait()
+        return raised.value
+
+    errors = run_ranks(2, rank, patience_seconds=0.3, timeout_seconds=1, shares_memory=False)
+    assert {(error.kind, error.ranks) for error in errors} == {("disconnected", (0, 1))}
+    assert "Timeout of 1 s: ranks 0 and 1 could not reach each other, though all are alive." in str(errors[0])
+
+
+class Breaks:
+    """A message whose connection breaks."""
+
+    def __init__(self, error: LinkError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+def test_a_transfer_that_is_given_up_waits_no_second_time_for_what_has_arrived() -> None:
+    """gloo would wait for another message, until the world's timeout."""
+    arrived: list[str] = []
+
+    class Arrives:
+        def wait(self) -> None:
+            arrived.append("waited for")
+
+    finished: list[str] = []
+    transfer = Pending([Arrives(), Breaks(LinkError(1, "broke")), Arrives()], lambda: finished.append("finished"))
+    for _ in range(2):
+        with pytest.raises(LinkError):
+            transfer.wait()
+    assert (arrived, finished) == (["waited for"], [])
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "outlives_ranks", "ranks"),
+    [
+        (1, "Connection reset by peer", False, (0,)),
+        (0, "Connection reset by peer", False, (0,)),
+        (1, "wait timeout after 5000ms", False, ()),
+        (1, "Connection reset by peer", True, ()),
+    ],
+)
+def test_when_the_store_is_gone_only_what_is_known_is_blamed(
+    rank: int, error: str, outlives_ranks: bool, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank behind a broken connection may have ended because of another; its report cannot be read."""
+    office = PostOffice()
+    monkeypatch.setattr(office, "outlives_ranks", outlives_ranks, raising=False)
+    journal = Journal(2)
+    watch = Watchdog(journal, 3, office, lambda: None, patience_seconds=60, timeout_seconds=60)
+
+    def gone(*_: object) -> None:
+        raise BoardError(error)
+
+    for name in ("publish", "read", "fault"):
+        monkeypatch.setattr(office, name, gone)
+    found = watch._explain(LinkError(rank, f"The connection to rank {rank} broke: Connection closed by peer."))
+    assert isinstance(found, FaultError)
+    assert (found.kind, found.ranks) == ("lost", ranks)
+    assert f"The connection to rank {rank} broke" in str(found)
+    assert f"The store is gone too: {error}" in str(found)
+    watch.close(parts=False)
 
 
 def test_actions_that_differ_only_in_their_subject_are_distinguished() -> None:

@@ -119,6 +119,42 @@ def test_hosts_are_lost_with_their_memory(plan: str, loop: str, hosts: str, kill
     assert "continue after step" in said or "continues after step" in said
 
 
+def with_a_record(plan: str, out: Path) -> str:
+    return json.dumps({"preset": plan, "run": str(out / "run")})
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(("plan", "loop"), [("zero3", "engine"), ("zero1", "plain"), ("ddp", "train_step")])
+def test_a_connection_breaks_and_nobody_is_lost(
+    plan: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SHARED_MEMORY", "0")
+    cuts = ["1:3:cut3", "0:5:cut2"]
+    job = started(tmp_path, with_a_record(plan, tmp_path), loop, 10, cuts, retries="0:10")
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=0)
+    assert "Cause: network: Ranks 1 and 3 could not reach each other, though both are alive. The connection to" in said
+    assert "The step is repeated. 4 ranks continue after step 3." in said
+    faults = [line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "fault"]
+    assert [(line["cause"], line["action"], line["ranks"], line["at_step"]) for line in faults] == [
+        ("network", "retry", [1, 3], 3),
+        ("network", "retry", [0, 2], 5),
+    ]
+
+
+@pytest.mark.timeout(360)
+def test_a_connection_that_breaks_again_and_again_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_SHARED_MEMORY", "0")
+    cuts = [f"{1 + step % 2}:{step}:cut{2 - step % 2}" for step in (2, 4, 5)]
+    job = started(tmp_path, with_a_record("zero2", tmp_path), "engine", 10, cuts, retries="0:600")
+    said, _ = job.communicate(timeout=300)
+    assert job.returncode != 0, said
+    assert said.count("Cause: network: Ranks 1 and 2 could not reach each other") == 3, said
+    assert "That is fault 3 of this connection within 600 s. The job is stopped, because a restart would not" in said
+    faults = [line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "fault"]
+    assert [line["action"] for line in faults] == ["retry", "retry", "stop"]
+
+
 @pytest.mark.timeout(360)
 def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path) -> None:
     job = started(tmp_path, "zero3", "engine", 10, ["0:3:backward"], retries="1", least=4)
@@ -127,6 +163,38 @@ def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path)
     assert "3 ranks wait after step 3" in said
     assert "1 rank joined. 4 ranks continue after step 3." in said
     assert {json.loads(path.read_text())["world"] for path in tmp_path.glob("member-*.json")} == {4}
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
+    retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed before it can go on, and replaced if the launcher may do so."""
+    monkeypatch.setenv("TIMEOUT_SECONDS", "4")
+    monkeypatch.setenv("PAUSE_SECONDS", "0.02")
+    job = started(tmp_path, "zero3", "engine", 10**6, [], retries=f"{retries}:600")
+    await_members(job, tmp_path, 4)
+    stopped = int((tmp_path / "pid-1").read_text())
+    os.kill(stopped, signal.SIGSTOP)
+    while job.poll() is None and Path(f"/proc/{stopped}").exists():
+        time.sleep(0.05)
+    if retries:
+        await_members(job, tmp_path, 5)
+    (tmp_path / "enough").touch()
+    said, _ = job.communicate(timeout=120)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")]
+    assert {one["world"] for one in found} == {3 + retries}, said
+    check(said, job, tmp_path, max(int(step) for one in found for step in one["losses"]) + 1, most_wrong=1)
+    assert "Cause: network: Rank 1 could not be reached: kept the others waiting for more than 4 s." in said
+    assert ("1 replacement starts" if retries else "No replacement starts") in said
+
+
+def await_members(job: subprocess.Popen[str], out: Path, number: int) -> None:
+    """Until so many have begun to train, in all."""
+    while job.poll() is None and sum(bool(path.read_text()) for path in out.glob("pid-*")) < number:
+        time.sleep(0.05)
+    time.sleep(0.5)
 
 
 @pytest.mark.timeout(7200)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.elastic.causes import Cause, Classifier, Policy
+from shardwise.elastic.causes import Cause, Classifier, Disconnection, Policy
 from shardwise.elastic.signs import End, sign_of
 
 VALUE = "ValueError: expected 7 columns, found 8 in row 1523"
@@ -145,6 +145,54 @@ def test_what_comes_again_everywhere_is_the_codes_fault_and_what_stays_at_a_host
     assert "fault 3 of h1" in kills[2].evidence
     links = judged([end(3, is_alive=True, step=step) for step in range(3)])
     assert [verdict.action for verdict in links] == ["retry", "retry", "exclude"]
+
+
+def cut(hosts: tuple[str, ...] = ("h0", "h1"), members: tuple[int, ...] = (1, 2)) -> Disconnection:
+    return Disconnection(members, members, hosts, "Ranks 1 and 2 could not reach each other.", step=7)
+
+
+def test_one_broken_connection_is_retried_and_the_third_of_a_pair_excludes_a_host_or_stops_the_job() -> None:
+    def third(cuts: list[Disconnection], *, spares: bool = True, every: float = 1.0) -> Cause:
+        classifier = Classifier()
+        first, second, last = (
+            classifier.classify_disconnection(one, number * every, lambda _: spares) for number, one in enumerate(cuts)
+        )
+        assert first.action == "retry"
+        assert str(first) == "network: Ranks 1 and 2 could not reach each other. The step is repeated."
+        assert first.record() | {"evidence": ""} == {
+            "cause": "network",
+            "action": "retry",
+            "ranks": [1, 2],
+            "hosts": list(dict.fromkeys(filter(None, cuts[0].hosts))),
+            "evidence": "",
+            "at_step": 7,
+        }
+        assert second.action == "retry"
+        return last
+
+    excluded = third([cut(), cut(members=(0, 3)), cut()])  # hosts count, whichever ranks have found it
+    assert (excluded.kind, excluded.action, excluded.hosts) == ("network", "exclude", ("h1",))
+    assert "That is fault 3 of this connection within 600 s." in excluded.evidence
+    assert third([cut()] * 3, spares=False).action == "stop"
+    assert third([cut(hosts=("", ""))] * 3).action == "stop", "on one host, nothing else can be used"
+    assert third([cut(hosts=("", ""))] * 2 + [cut(("", ""), (0, 3))]).action == "retry", "another connection"
+    assert third([cut()] * 3, every=400).action == "retry", "in the course of time"
+
+
+def test_of_two_hosts_the_one_with_more_broken_connections_is_excluded() -> None:
+    classifier = Classifier()
+    for hosts in (("h0", "h2"), ("h0", "h1"), ("h0", "h1")):
+        assert classifier.classify_disconnection(cut(hosts), 0.0, lambda _: True).action == "retry"
+    last = classifier.classify_disconnection(cut(), 0.0, lambda _: True)
+    assert (last.action, last.hosts) == ("exclude", ("h0",))
+
+
+def test_broken_connections_count_among_all_faults_of_a_time() -> None:
+    classifier = Classifier(Policy(faults=1))
+    assert classifier.classify([end(1, exit_code=-9)], 4, now=0.0).action == "shrink"
+    last = classifier.classify_disconnection(cut(), 1.0)
+    assert last.action == "stop"
+    assert "It is fault 2 within 600 s; 1 are allowed." in last.evidence
 
 
 def test_faults_are_borne_within_a_budget_of_time() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from shardwise.cli.main import main
 from shardwise.comm.members import Announcement, MemberMessage
-from shardwise.errors import ConfigError
+from shardwise.comm.members.membership import StoreMembership
+from shardwise.elastic.causes import Cause, Disconnection
+from shardwise.errors import ConfigError, TurnedAwayError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.deadlines import SILENT_SECONDS, STOPPED_SECONDS
+from shardwise.launch.elastic.disconnections import Disconnections
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.rendezvous import Rendezvous
 from shardwise.launch.job import Elastic
@@ -360,6 +366,96 @@ def test_faults_in_which_nobody_is_lost_end_the_job_only_if_no_step_is_taken_bet
     assert job.rendezvous.why_lost == "6 times in a row the ranks took no step, though none of them died."
 
 
+class Causes:
+    """What stands in for the classification of broken connections."""
+
+    def __init__(self, action: str) -> None:
+        self.action = action
+        self.found: list[Disconnection] = []
+
+    def disconnected(self, found: Disconnection, can_spare: Callable[[str], bool], _: float) -> Cause:
+        self.found.append(found)
+        is_excluded = self.action == "exclude" and can_spare("b")
+        return Cause("network", "exclude" if is_excluded else "retry", found.ranks, ("b",), found.why)
+
+
+@pytest.mark.parametrize("action", ["retry", "exclude"])
+def test_two_that_cannot_reach_each_other_are_known_by_their_ranks_once(action: str) -> None:
+    job = Job(4, 2, 4)
+    rendezvous = job.rendezvous
+    for number, process in rendezvous.processes.items():
+        process.host = "aabb"[number]
+    job.begin()
+    job.kill(0)
+    job.settle()
+    assert rendezvous.members == (1, 2, 3)
+    causes = Causes(action)
+    disconnections = Disconnections(rendezvous, causes)  # type: ignore[arg-type]
+    for number in rendezvous.members:  # all report the same fault
+        text = "Ranks 0 and 2 could not reach each other.\nmore"
+        message = MemberMessage("ready", number, rendezvous.generation, 9, text, cut_off=(1, 3), lets_in=False)
+        disconnections.note(message, job.now)
+        rendezvous.receive(message, job.now)
+    job.collect()
+    job.settle()
+    why = "Ranks 0 and 2 could not reach each other."
+    assert causes.found == [Disconnection((1, 3), (0, 2), ("a", "b"), why, step=9)]
+    assert rendezvous.state == "formed"
+    assert rendezvous.members == (1, 2, 3), "with one rank on the other host, the job cannot spare this one"
+    assert [loss.member for loss in rendezvous.losses] == [0]
+
+
+def test_the_ranks_of_an_excluded_host_leave_with_the_fault() -> None:
+    job = Job(4, 2, 4)
+    rendezvous = job.rendezvous
+    for number, process in rendezvous.processes.items():
+        process.host = "aabb"[number]
+    job.begin()
+    disconnections = Disconnections(rendezvous, Causes("exclude"))  # type: ignore[arg-type]
+    for number in range(4):
+        message = MemberMessage("ready", number, 0, 9, "Ranks 0 and 3 could not.", cut_off=(0, 3), lets_in=False)
+        disconnections.note(message, job.now)
+        rendezvous.receive(message, job.now)
+    job.collect()
+    job.settle()
+    assert job.away == {2, 3}
+    assert rendezvous.members == (0, 1)
+    assert (rendezvous.num_left, rendezvous.losses) == (2, [])
+
+
+class Channel:
+    """That of one member, who sends nothing that anybody reads."""
+
+    member = 1
+
+    def has_sent(self) -> bool:
+        return False
+
+    def listen(self, first: int, read: Callable[[Announcement], bool]) -> threading.Thread:
+        assert first == 0
+        self.read = read
+        return threading.Thread()
+
+    def send(self, message: MemberMessage) -> None:
+        pass
+
+
+def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_turned_away() -> None:
+    """Its launcher does not listen to it any more, so nobody answers."""
+    channel = Channel()
+    membership = StoreMembership(channel, lambda opening: pytest.fail(str(opening)))  # type: ignore[arg-type]
+    atexit.unregister(membership._at_exit)
+    channel.read(Announcement("entering", 4, (0, 2)))  # one that waits to join is not concerned
+    channel.read(Announcement("entering", 5, (0, 1)))
+    assert membership._await_announcement().generation == 5
+    membership._generation = 5
+    channel.read(Announcement("over", 5, (1,), text="Rank 1 was lost."))
+    channel.read(Announcement("entering", 6, (0, 2)))
+    with pytest.raises(TurnedAwayError, match="took this rank for lost and continue without it") as away:
+        membership._await_announcement()
+    assert not away.value.has_asked
+
+
 def test_after_the_end_of_a_script_no_rank_joins() -> None:
     job = Job(3, 2, 4)
     job.begin()
@@ -429,6 +525,11 @@ def test_one_report_says_which_ranks_died_and_which_continue() -> None:
     assert "2 ranks wait after step 120, 0.05 s later, for more: the job needs 3 (--elastic)." in few
     assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
         "1 rank left on request. 1 rank joined. 1 rank continues after step 7."
+    )
+    cause = Cause("network", "retry", (0, 2), (), "Ranks 0 and 2 could not reach each other.")
+    assert change_report(Change((), {}, 0, 0, 3, 7, 0.0, 0, ""), cause) == (
+        "the ranks have formed a new group. Cause: network: Ranks 0 and 2 could not reach each other. The step is "
+        "repeated. 3 ranks continue after step 7."
     )
 
 

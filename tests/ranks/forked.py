@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
+_BEGUN = "begun"
+_IMPORT_SECONDS = 100
+"""How long the server of the first child may import on a busy machine, which must not count as a hang of its item."""
 
 
 class Died(Exception):
@@ -64,9 +67,10 @@ def _results(call: Callable[[Any], Any], items: Sequence[Any], seconds: float, t
     there.close()
     results: list[Any] = []
     try:
+        has_begun = here.poll(_IMPORT_SECONDS) and here.recv() == _BEGUN
         while len(results) < len(items):
-            if not here.poll(seconds + (20 if not results else 0)):  # the first one includes the time of the imports
-                results.append(Died(f"hang: nothing for {seconds:.0f} s"))
+            if not has_begun or not here.poll(seconds):
+                results.append(Died(f"hang: nothing for {seconds if has_begun else _IMPORT_SECONDS:.0f} s"))
                 break
             results.append(here.recv())
     except EOFError:
@@ -98,6 +102,7 @@ def _work(there: Any, call: Callable[[Any], Any], items: list[Any], trace: str) 
         torch.set_num_threads(
             1
         )  # before there are threads: torch makes its pool anew after a fork, and not under a lock
+    there.send(_BEGUN)
     for item in items:
         try:
             result = call(item)

@@ -27,6 +27,7 @@ from tests.ranks.test_lost_ranks import (
     NUM_STEPS,
     PLANS,
     ROWS,
+    TIERS,
     Net,
     adamw,
     batches,
@@ -117,11 +118,23 @@ def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
         race(PLANS[name], deaths, folder, loop=loop, shares_memory=shares_memory, hosts=hosts)
 
 
-@one_in(17)
+SENT = [
+    ("zero1", "plain"),
+    ("zero2", "engine"),
+    ("zero3", "engine"),
+    ("zero3-kept", "plain"),
+    ("hpz", "train_step"),
+    ("offload", "engine"),
+    ("zero3-offload", "plain"),
+]
+"""Plans of which something is copied to another host."""
+
+
+@one_in(28)
 @pytest.mark.parametrize("portion", list(range(3, 43, 2)))
-@pytest.mark.parametrize(("name", "loop"), [("zero1", "plain"), ("zero3", "engine"), ("hpz", "train_step")])
+@pytest.mark.parametrize(("name", "loop"), SENT)
 def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, portion: int, tmp_path: Path) -> None:
-    void = race(PLANS[name], HostDiesAt({}, {1: portion}), tmp_path, loop=loop, hosts=HOSTS["2 2"])
+    void = race({**TIERS, **PLANS}[name], HostDiesAt({}, {1: portion}), tmp_path, loop=loop, hosts=HOSTS["2 2"])
     assert len(void) == 2, "a host was lost"
 
 
@@ -309,10 +322,20 @@ def last_words(plan: dict[str, Any], plant: HostDiesAt, hosts: str, folder: Path
     return set(run_members(NUM_RANKS, work, folder, hosts=hosts).values())
 
 
-def test_a_rank_and_its_keeper_are_lost_together(tmp_path: Path) -> None:
-    (said,) = last_words(PLANS["zero3"], HostDiesAt({1: 40, 2: 40}), HOSTS["1 1 1 1"], tmp_path)
+@one_in(7)
+@pytest.mark.parametrize("name", [name for name, _ in SENT])
+def test_a_rank_and_its_keeper_are_lost_together(name: str, tmp_path: Path) -> None:
+    plan = {**TIERS, **PLANS}[name]
+    (said,) = last_words(plan, HostDiesAt({1: 40, 2: 40}), HOSTS["1 1 1 1"], tmp_path)
     assert said.startswith("Ranks 1 and 2 are gone, of which one kept the copy of the other's state, and no whole")
     assert said.endswith("Start again from the last checkpoint.")
+
+
+@one_in(2)
+@pytest.mark.parametrize("name", ["ddp", "hsdp"])
+def test_two_hosts_are_lost_together_and_others_have_the_same(name: str, tmp_path: Path) -> None:
+    """Nothing is copied where the rows of each rank are on another host anyway."""
+    race(PLANS[name], HostDiesAt({1: 40, 2: 40}), tmp_path, hosts=HOSTS["1 1 1 1"])
 
 
 def test_with_host_alone_a_whole_host_is_not_survived_and_the_cure_is_said(tmp_path: Path) -> None:

@@ -303,9 +303,9 @@ def test_a_rank_dies_while_the_others_get_their_parameters_back(
     assert lost
 
 
-@one_in(6)
+@one_in(12)
 @pytest.mark.parametrize("shares_memory", [False, True])
-@pytest.mark.parametrize("name", ["zero3", "zero1"])
+@pytest.mark.parametrize("name", PLANS)
 def test_what_was_not_copied_yet_is_found_elsewhere(
     name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,15 @@ from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.errors import CheckpointError
 from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
+from tests.ranks.test_lost_ranks_reads import num_ranks_of
 from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """The writing thread ends with `SystemExit`, as if its rank had ended."""
 
 Tensor = torch.Tensor
-NUM_RANKS, NUM_STEPS = 3, 3
+NUM_STEPS = 3
 
 
 def never_finishes(victim: int, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +40,10 @@ def never_finishes(victim: int, scratch: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(notes, "AFTER_FAULT_SECONDS", 0.1)
 
 
-def trained(world: World, folder: Path, *, dies: bool, then: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def trained(world: World, name: str, folder: Path, *, dies: bool, then: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Train, and return the error that closing the engine raised."""
     model = Model()
-    engine = sw.shard(model, PLANS["zero1"], optimizer=optimizer_of(model), world=world)
+    engine = sw.shard(model, PLANS[name], optimizer=optimizer_of(model), world=world)
     with loader(engine.data_ranks, 1) as batches:
         for batch in batches:
             engine.backward(loss_of(model(batch["index"], batch["x"]), batch["weight"]))
@@ -63,18 +65,21 @@ def trained(world: World, folder: Path, *, dies: bool, then: str, monkeypatch: p
     return ""
 
 
+@one_in(7)
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_what_a_lost_rank_has_not_finished_is_written_again(
-    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, folder = tmp_path / "images", tmp_path / "checkpoints"
     images.mkdir()
     never_finishes(victim, tmp_path / "scratch", monkeypatch)
 
     def work(world: World, member: int) -> str:
-        return trained(world, folder, dies=member == victim, then="wait", monkeypatch=monkeypatch)
+        return trained(world, name, folder, dies=member == victim, then="wait", monkeypatch=monkeypatch)
 
-    assert list(run_members(NUM_RANKS, work, images).values()) == ["", ""]
+    num_ranks = num_ranks_of(name)
+    assert list(run_members(num_ranks, work, images).values()) == [""] * (num_ranks - 1)
     model = Model()
     with sw.shard(
         model, "ddp", optimizer=optimizer_of(model), world=World(0, 1, ThreadTransport(PostOffice(), 0))
@@ -88,10 +93,12 @@ def test_what_a_lost_rank_has_not_finished_is_written_again(
                 assert (value.double() == params[name]).all(), name
 
 
+@one_in(7)
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("then", ["close", "step"])
 def test_one_that_cannot_be_written_again_is_an_error(
-    then: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    then: str, victim: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step was taken since the save, or nobody waits for the save before closing, when rank 0 detects it."""
     images, folder = tmp_path / "images", tmp_path / "checkpoints"
@@ -100,11 +107,11 @@ def test_one_that_cannot_be_written_again_is_an_error(
 
     def work(world: World, member: int) -> str:
         try:
-            return trained(world, folder, dies=member == victim, then=then, monkeypatch=monkeypatch)
+            return trained(world, name, folder, dies=member == victim, then=then, monkeypatch=monkeypatch)
         except CheckpointError as error:
             return str(error)
 
-    by_member = run_members(NUM_RANKS, work, images)
+    by_member = run_members(num_ranks_of(name), work, images)
     found = [by_member[member] for member in sorted(by_member)]
     words = ["is not complete: a rank was lost while it was being written" in said for said in found]
-    assert words == [True, then == "step"], found
+    assert words == [True, *[then == "step"] * (len(found) - 1)], found

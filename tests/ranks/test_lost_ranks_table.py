@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 import shardwise as sw
 from shardwise.comm import World
-from tests.ranks.test_lost_ranks import NUM_RANKS, PLANS, race
+from shardwise.elastic.images import TORN
+from shardwise.elastic.survival import Survival
+from tests.ranks.test_lost_ranks import NUM_RANKS, PLANS, TIERS, race
 from tests.ranks.threads_as_members import Killed
 from tests.thorough import one_in
 
@@ -78,6 +81,53 @@ class DiesInModule:
             norm.register_forward_hook(die)
 
 
+class DiesCopying:
+    """A rank dies while the state of its last step is copied in the background: half of the copy is there, in the
+    place of the one before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._copy = Survival._copy
+        self.is_copying = self.died = False
+        plant = self
+
+        def or_half(survival: Survival, step: int) -> None:
+            if step == AT and f"rank{VICTIM}" in survival._name:
+                plant._copy_half(survival)
+            else:
+                plant._copy(survival, step)
+
+        monkeypatch.setattr(Survival, "_copy", or_half)
+
+    def _copy_half(self, survival: Survival) -> None:
+        image = survival.image
+        image.shadow_step = TORN
+        half = image.directory.shadow_bytes // 2
+        image.region(is_live=False)[:half].zero_()
+        self.is_copying = True
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != VICTIM:
+            return
+        enter = engine.world.journal.enter
+
+        def or_die(*entry: Any) -> Any:
+            if self.is_copying:
+                self.died = True
+                raise Killed
+            return enter(*entry)
+
+        engine.world.journal.enter = or_die  # type: ignore[method-assign]
+
+
+@one_in(10)
+@pytest.mark.parametrize("name", [*PLANS, "offload", "zero3-offload", "a share"])
+def test_a_rank_dies_while_its_state_is_copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = DiesCopying(monkeypatch)
+    void = race({**TIERS, **PLANS}[name], dies, tmp_path, shares_memory=False)
+    assert dies.died
+    assert set(void) == set(range(NUM_RANKS)) - {VICTIM}
+
+
 @one_in(16)
 @pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
 @pytest.mark.parametrize("place", PLACES)
@@ -100,3 +150,13 @@ def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path)
     assert dies.died
     assert set(void) == set(range(NUM_RANKS)) - {VICTIM}
     assert set(void.values()) == {1}, "the step is repeated, once"
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    tests = Path(__file__).parents[1]
+    named = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "elastic.md").read_text()))
+    defined = {
+        name for path in tests.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert len(named) > 15
+    assert named <= defined

@@ -49,7 +49,12 @@ class Board(Protocol):
 
 
 class BoardError(Exception):
-    """The board is gone, with the process that kept it."""
+    """The board cannot be reached."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its connection was closed, so that the process that kept it is gone; else it did not answer."""
+        return not re.search(r"time.?out|timed out", str(self), re.IGNORECASE)
 
 
 class StoreBoard:

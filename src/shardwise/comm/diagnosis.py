@@ -5,8 +5,11 @@ the others wait for it, and after a while one of them logs that. It is a fault, 
 
 - two ranks have entered different collectives under the same number of one line (a contradiction, which never heals);
 - ranks wait for each other in a circle, each for what another has not entered (a deadlock, which never heals either);
-- a rank that others wait for has raised or ended, or its connection broke and it no longer reports;
-- a rank has kept others waiting for longer than the world's timeout.
+- a rank that others wait for has raised or ended, or its connection broke;
+- a rank has kept others waiting for longer than the world's timeout, or messages that all have sent do not arrive.
+
+[Note: alive behind a broken connection] A connection breaks when its process ends, but also when the network resets it.
+If the other rank reports again after that, it lives, so the two are `disconnected` and neither is to blame.
 
 [Note: silence] A rank's last report may be out of date: the process is stopped, or cut off from the board. A rank whose
 reports have not come for `SILENT_SECONDS` is late whatever they say: even if it has begun what others wait for, it may
@@ -312,6 +315,24 @@ def disappearance(rank: int, last: Status | None, why: str, mine: Status, host: 
     )
 
 
+def disconnection(rank: int, why: str, mine: Status) -> Fault:
+    """The fault for two ranks whose connection broke though both are alive: see [Note: alive behind a broken
+    connection]."""
+    pair = min(mine.rank, rank), max(mine.rank, rank)
+    text = f"{_capital(_ranks(pair))} could not reach each other, though both are alive. {why} Found when {mine}."
+    return _fault("disconnected", pair, text, mine)
+
+
+def unexplained(rank: int, why: str, mine: Status, *, keeper: int | None) -> Fault:
+    """The fault for a broken connection to `rank` when the store with the reports is gone, so that nobody knows whether
+    that rank was lost or has ended because of another. `keeper` is a rank whose end is why the store is gone."""
+    if keeper is None:
+        text = f"The connection to rank {rank} broke, and no report can be read. Found when {mine}: {why}"
+        return _fault("lost", (), text, mine)
+    text = f"Rank {keeper} is gone without a word (killed, or its machine is cut off), and with it the store, which it "
+    return _fault("lost", (keeper,), f"{text}keeps. Found when {mine}: {why}", mine)
+
+
 def overdue(
     late: Lateness | None,
     mine: Status,
@@ -327,8 +348,13 @@ def overdue(
         text = late.text(silent_seconds) + (f"; {host.silence}" if host is not None else "")
     elif why:
         text = f"{mine}, and the others cannot be asked: {why}"
+    elif mine.awaited is not None:
+        ranks = mine.awaited[2]
+        text = f"{_ranks(ranks)} could not reach each other, though all are alive"
+        text = f"Timeout of {timeout_seconds:g} s: {text}. Found when {mine}, which all have begun."
+        return _fault("disconnected", ranks, text, mine)
     else:
-        text = f"{mine}, and all ranks have begun it: the network is stuck"
+        text = str(mine)
     ranks = host.ranks if host is not None else (late.rank,) if late is not None else ()
     blamed = late.status if late is not None and late.status is not None else mine
     return _fault("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {text}.", blamed)

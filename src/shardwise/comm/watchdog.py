@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from shardwise.comm.board import Board, BoardError
+from shardwise.comm.broken_link import BrokenLink
 from shardwise.comm.diagnosis import (
     SILENT_SECONDS,
     Circle,
@@ -26,8 +27,10 @@ from shardwise.comm.diagnosis import (
     contradiction,
     departure,
     disappearance,
+    disconnection,
     judge,
     overdue,
+    unexplained,
 )
 from shardwise.comm.fault import Fault
 from shardwise.comm.journal import Journal, in_words
@@ -79,8 +82,7 @@ class Watchdog:
         self._since = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}
         self._circle: Circle | None = None
-        self._lost: LinkError | None = None
-        self._lost_since = 0.0
+        self._lost: BrokenLink | None = None
         self._warn_after_seconds = patience_seconds
         self._closing = False
         self._wake = threading.Event()
@@ -147,7 +149,7 @@ class Watchdog:
             try:
                 self._check()
             except BoardError as error:
-                self._check_without_board(str(error))
+                self._check_without_board(error)
             except Exception as error:  # without a watchdog this rank might wait for ever, so it raises this instead
                 _log.exception("The watch over rank %d broke down.", self._journal.rank)
                 self._give_up(error)
@@ -276,37 +278,36 @@ class Watchdog:
                 return fault
         return None
 
-    def _trace(self, mine: Status, lost: LinkError) -> Fault | None:
-        """The link to a rank broke. Its last report may say why; if none comes any more, the rank is gone."""
+    def _trace(self, mine: Status, lost: BrokenLink) -> Fault | None:
+        """The link to a rank broke. Its last report may say why; if none comes any more, the rank is gone.
+
+        Where ranks go on after a fault, their launcher tells of a death at once, so that there is time for a report.
+        """
         last = self._read(lost.rank)
         if last is not None and last.has_left:
             return departure(last, [mine])
-        if time.monotonic() - self._lost_since < _LOST_AFTER_SECONDS:
+        if lost.outlived_by(last):
+            return disconnection(lost.rank, lost.why, mine)
+        longest = self._period_seconds + 2 * _HURRIED_PERIOD_SECONDS if self.goes_on else 0.0
+        if lost.seconds < max(_LOST_AFTER_SECONDS, longest):
             return None
-        return disappearance(lost.rank, last, str(lost), mine, self._lost_host(lost.rank))
+        return disappearance(lost.rank, last, lost.why, mine, self._lost_host(lost.rank))
 
-    def _check_without_board(self, why: str) -> None:
+    def _check_without_board(self, error: BoardError) -> None:
         """The board is gone. All that can still be known is that a link broke, or that the timeout has passed."""
-        mine = self._journal.status(self._beat, self._seconds())
-        if self._lost is not None:
-            fault = disappearance(
-                self._lost.rank,
-                None,
-                f"{self._lost} {self._store_is_gone(why)}",
-                mine,
-                self._lost_host(self._lost.rank),
-            )
+        mine, lost = self._journal.status(self._beat, self._seconds()), self._lost
+        if lost is not None:
+            why, host = f"{lost.why} The store is gone too: {error}", self._lost_host(lost.rank)
+            keeper = 0 if error.is_closed and not self._board.outlives_ranks else None
+            if host is not None or lost.rank == keeper:
+                fault = disappearance(lost.rank, None, why, mine, host)
+            else:
+                fault = unexplained(lost.rank, why, mine, keeper=keeper)
         elif mine.awaited is not None and mine.seconds > self._timeout_seconds:
-            fault = overdue(None, mine, 0.0, self._timeout_seconds, why=f"the store is gone ({why})")
+            fault = overdue(None, mine, 0.0, self._timeout_seconds, why=f"the store is gone ({error})")
         else:
             return
         self._deliver(replace(fault, origin=mine.rank))
-
-    def _store_is_gone(self, why: str) -> str:
-        """A rank that ended because another one was gone looks lost as well once nobody can read what it reported."""
-        if self._board.outlives_ranks or self._lost is None or self._lost.rank == 0:
-            return f"The store is gone too: {why}"
-        return f"The store is gone too, so rank 0, which usually keeps it, may have been lost first: {why}"
 
     def deliver(self, fault: Fault) -> None:
         """Set a fault that other code has found. From any thread; the first fault counts."""
@@ -335,7 +336,7 @@ class Watchdog:
 
     def _explain(self, error: LinkError) -> CommError:
         """Why a link broke. Blocks until the watchdog knows, for a few of its periods."""
-        self._lost, self._lost_since = error, time.monotonic()
+        self._lost = BrokenLink(error)
         self._wake.set()
         self._is_delivered.wait(_EXPLAINED_AFTER_SECONDS)
         fault = self._journal.fault

@@ -28,15 +28,22 @@ class Done:
 
 
 class Pending:
-    """Several messages, then something to do with what they brought."""
+    """Several messages, then something to do with what they brought.
+
+    [Note: messages that have arrived] `wait` may be called again after it has raised: whoever gives up a transfer does
+    so. Then it goes on with the message that failed, which raises again. A message that has arrived must not be waited
+    for twice: gloo would wait for another one, until the world's timeout.
+    """
 
     def __init__(self, messages: Sequence[Work], finish: Callable[[], None] | None = None) -> None:
         self._messages = messages
+        self._num_arrived = 0
         self._finish = finish
 
     def wait(self) -> None:
-        for message in self._messages:
-            message.wait()
+        while self._num_arrived < len(self._messages):
+            self._messages[self._num_arrived].wait()
+            self._num_arrived += 1
         self._messages = ()
         if self._finish is not None:
             self._finish()

@@ -9,7 +9,7 @@ a single rank is attributed to its node, which costs nothing: the step is repeat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,13 +33,32 @@ class Policy:
     """What the user chose to do about faults.
 
     `data`: about a batch that fails on whichever rank gets it. A host is excluded after `host_faults` faults of its own
-    within `seconds`. The job is stopped after more than `faults` faults of any kind within `seconds`, if given.
+    within `seconds`. After `link_faults` faults of one connection in that time, the host at one end is excluded, or the
+    job is stopped. The job is stopped after more than `faults` faults of any kind within `seconds`, if given.
     """
 
     data: Literal["stop", "skip"] = "stop"
     host_faults: int = 3
+    link_faults: int = 3
     faults: int | None = None
     seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Disconnection:
+    """Living members whose messages did not reach each other; `ranks` and `hosts` are theirs, in the same order. `why`
+    is a sentence that names them."""
+
+    members: tuple[int, ...]
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    why: str
+    step: int = -1
+
+    @property
+    def link(self) -> frozenset[object]:
+        """The same for all faults of one connection: hosts if it is between hosts, else members."""
+        return frozenset(self.hosts if len(set(self.hosts)) > 1 else self.members)
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ _CONSEQUENCES: dict[Action, str] = {
     "skip": "The batch is skipped.",
     "shrink": "The others continue.",
     "exclude": "The host is excluded.",
-    "retry": "The others repeat the step.",
+    "retry": "The step is repeated.",
 }
 
 
@@ -83,18 +102,50 @@ class Classifier:
 
     policy: Policy = field(default_factory=Policy)
     _before: list[tuple[float, End]] = field(default_factory=list)
+    _cuts: list[tuple[float, Disconnection]] = field(default_factory=list)
 
     def classify(self, ends: Sequence[End], num_ranks: int, now: float) -> Cause:
         """The cause of `ends`, the ranks just lost (at least one) of `num_ranks`. `now` is in seconds, of any
         monotonic clock."""
-        self._before = [(at, end) for at, end in self._before if at > now - self.policy.seconds]
+        self._forget(now)
         causes = _root_causes(ends)
         cause = self._classified(causes, num_ranks)
         self._before += [(now, end) for end in causes if sign_of(end) != "asked"]
-        most = self.policy.faults
-        if cause.action in ("stop", "skip") or most is None or len(self._before) <= most:
+        return self._within_limits(cause)
+
+    def classify_disconnection(
+        self, cut: Disconnection, now: float, can_spare: Callable[[str], bool] = lambda _: False
+    ) -> Cause:
+        """The cause of a fault in which nobody was lost. `can_spare` tells whether the job can do without a host."""
+        self._forget(now)
+        self._cuts.append((now, cut))
+        faults = sum(one.link == cut.link for _, one in self._cuts)
+        hosts = tuple(dict.fromkeys(filter(None, cut.hosts)))
+        action: Action = "retry"
+        text = cut.why
+        if faults >= self.policy.link_faults:
+            text += f" That is fault {faults} of this connection within {self.policy.seconds:g} s."
+            excluded = self._worst_host(cut)
+            spares = len(set(cut.hosts)) > 1 and can_spare(excluded)
+            action, hosts = ("exclude", (excluded,)) if spares else ("stop", hosts)
+        return self._within_limits(Cause("network", action, cut.ranks, hosts, text, cut.step))
+
+    def _worst_host(self, cut: Disconnection) -> str:
+        """The one of its hosts with most faults of connections; of equal ones the last."""
+        counts = Counter(host for _, one in self._cuts for host in set(one.hosts))
+        return max(reversed(cut.hosts), key=lambda host: counts[host])
+
+    def _forget(self, now: float) -> None:
+        """Forget faults that are too long ago to count."""
+        self._before = [(at, end) for at, end in self._before if at > now - self.policy.seconds]
+        self._cuts = [(at, cut) for at, cut in self._cuts if at > now - self.policy.seconds]
+
+    def _within_limits(self, cause: Cause) -> Cause:
+        """`cause`, or the end of the job after too many faults of any kind."""
+        num_faults, most = len(self._before) + len(self._cuts), self.policy.faults
+        if cause.action in ("stop", "skip") or most is None or num_faults <= most:
             return cause
-        many = f"{cause.evidence} It is fault {len(self._before)} within {self.policy.seconds:g} s; {most} are allowed."
+        many = f"{cause.evidence} It is fault {num_faults} within {self.policy.seconds:g} s; {most} are allowed."
         return Cause(cause.kind, "stop", cause.ranks, cause.hosts, many, cause.step)
 
     def _classified(self, ends: Sequence[End], num_ranks: int) -> Cause:

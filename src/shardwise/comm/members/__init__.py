@@ -2,6 +2,14 @@
 
 from shardwise.comm.members.channels import LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.messages import Announcement, MemberMessage
+from shardwise.comm.members.messages import TAKEN_FOR_LOST, Announcement, MemberMessage
 
-__all__ = ["DEPARTURE", "Announcement", "LauncherChannel", "MemberMessage", "generation_prefix", "scope_of"]
+__all__ = [
+    "DEPARTURE",
+    "TAKEN_FOR_LOST",
+    "Announcement",
+    "LauncherChannel",
+    "MemberMessage",
+    "generation_prefix",
+    "scope_of",
+]

@@ -19,7 +19,7 @@ from shardwise.comm.fault import Fault
 from shardwise.comm.generation import Regrouped
 from shardwise.comm.journal import in_words
 from shardwise.comm.members.channels import MemberChannel
-from shardwise.comm.members.messages import Announcement, MemberMessage
+from shardwise.comm.members.messages import TAKEN_FOR_LOST, Announcement, MemberMessage, MemberMessageKind
 from shardwise.errors import CommError, ConfigError, TurnedAwayError
 
 if TYPE_CHECKING:
@@ -144,10 +144,15 @@ class StoreMembership:
             self._world = None
         if self._has_ended:
             raise CommError("This rank's world was closed, so it has left the job. Regroup before you close it.")
-        late = fault.ranks if fault is not None and fault.kind == "timeout" else ()
         while self._asking:  # otherwise the launcher could announce the next generation before it knows of the request
             self._asking.pop().join()
-        self._send_ready(fault.text if fault is not None else "", tuple(world.members[rank] for rank in late), report)
+        at_fault = tuple(world.members[rank] for rank in fault.ranks) if fault is not None else ()
+        self._send_ready(
+            fault.text if fault is not None else "",
+            at_fault=at_fault if fault is not None and fault.kind == "timeout" else (),
+            cut_off=at_fault if fault is not None and fault.kind == "disconnected" else (),
+            report=report,
+        )
         return self._enter_next(world.generation)
 
     def end(self, error: BaseException | None) -> None:
@@ -210,13 +215,16 @@ class StoreMembership:
             self._interrupt(world, over)
 
     def _await_announcement(self) -> Announcement:
-        """The announcement of the next generation. Raises if there is none with this process."""
+        """The announcement of the next generation. Raises if there is none with this process, because it was stopped,
+        or its host cut off, until the others had formed one without it."""
         with self._changed:
             while True:
                 for announcement in self._announcements:
                     if announcement.kind == "entering" and announcement.generation > self._generation:
                         if self.member in announcement.members:
                             return announcement
+                        if self._generation >= 0:
+                            raise TurnedAwayError(TAKEN_FOR_LOST)
                     elif announcement.kind == "out" and self.member in announcement.members:
                         raise TurnedAwayError(announcement.text, has_asked=self._has_asked)
                     elif announcement.kind == "end":
@@ -231,20 +239,34 @@ class StoreMembership:
             )
             return self._formed >= generation
 
-    def _send_ready(self, fault: str, at_fault: tuple[int, ...] = (), report: bytes | None = None) -> None:
+    def _send_ready(
+        self,
+        fault: str,
+        *,
+        at_fault: tuple[int, ...] = (),
+        cut_off: tuple[int, ...] = (),
+        report: bytes | None = None,
+    ) -> None:
         with self._changed:
             self._announcements = [
                 one for one in self._announcements if one.generation > self._generation or one.kind != "entering"
             ]
-        message = MemberMessage(
-            "ready", self.member, self._generation, self.step, fault, at_fault, self._timeout_seconds
-        )
-        self._channel.send(replace(message, lets_in=self._lets_in), report)
+        message = self._message("ready", fault)
+        self._channel.send(replace(message, at_fault=at_fault, cut_off=cut_off, lets_in=self._lets_in), report)
 
-    def _send(self, kind: str, text: str = "") -> None:
-        pid = os.getpid()  # the launcher may know only the process that started this one
-        message = MemberMessage("here", self.member, self._generation, self.step, text, (), self._timeout_seconds, pid)
-        self._channel.send(replace(message, kind=kind))  # type: ignore[arg-type]
+    def _send(self, kind: MemberMessageKind, text: str = "") -> None:
+        self._channel.send(self._message(kind, text))
+
+    def _message(self, kind: MemberMessageKind, text: str) -> MemberMessage:
+        return MemberMessage(
+            kind,
+            self.member,
+            self._generation,
+            self.step,
+            text,
+            patience_seconds=self._timeout_seconds,
+            pid=os.getpid(),  # the launcher may know only the process that started this one
+        )
 
     # -- the thread that reads announcements -------------------------------------------------------------
 

@@ -19,10 +19,16 @@ from shardwise import plain_data
 MemberMessageKind = Literal["here", "heard", "ready", "opened", "leaving", "needs_all", "done", "raised"]
 AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "out", "bye", "end"]
 
+TAKEN_FOR_LOST = (
+    "The others took this rank for lost and continue without it. It can return only as a new process, which the "
+    "launcher starts if its options allow a replacement."
+)
+
 _MEMBER_MESSAGE = {
     **dict.fromkeys(("kind", "text"), str),
     **dict.fromkeys(("member", "generation", "step", "pid"), int),
     "at_fault": [int],
+    "cut_off": [int],
     "patience_seconds": float,
     "lets_in": bool,
 }
@@ -43,7 +49,8 @@ class MemberMessage:
     - `heard`: has read the announcement that `generation` begins or is over (`text`).
     - `opened`: has entered `generation`.
     - `ready`: has left `generation` and waits for the next. `text` is the fault, if that is the reason; `at_fault` are
-      members that it has waited for in vain. Without `lets_in` it is at a point where newcomers cannot join.
+      members that it has waited for in vain; `cut_off` are living members whose messages do not reach each other.
+      Without `lets_in` it is at a point where newcomers cannot join.
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
@@ -57,6 +64,7 @@ class MemberMessage:
     step: int = 0
     text: str = ""
     at_fault: tuple[int, ...] = ()
+    cut_off: tuple[int, ...] = ()
     patience_seconds: float = 600
     pid: int = 0
     lets_in: bool = True
@@ -68,7 +76,7 @@ class MemberMessage:
     def from_json(cls, text: str | bytes) -> MemberMessage:
         """Raises `ValueError` for anything else."""
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
-        return cls(**{**plain, "at_fault": tuple(plain["at_fault"])})
+        return cls(**{**plain, **{name: tuple(plain[name]) for name in ("at_fault", "cut_off")}})
 
 
 @dataclass(frozen=True)

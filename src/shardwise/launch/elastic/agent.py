@@ -15,6 +15,7 @@ from shardwise.elastic.causes import Classifier
 from shardwise.job_token import Seal, new_token
 from shardwise.launch.elastic.changes import change_of, change_report
 from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.disconnections import Disconnections
 from shardwise.launch.elastic.draining import Draining
 from shardwise.launch.elastic.ended_ranks import BeforeJoining, EndedRanks, PendingCause
 from shardwise.launch.elastic.processes import Loss
@@ -102,6 +103,7 @@ class ElasticAgent:
             elastic.least, elastic.most, can_grow=self._can_grow, is_stopped=self._workers.is_stopped
         )
         self._draining = Draining(self._context, self._rendezvous, self._end_one)
+        self._disconnections = Disconnections(self._rendezvous, self._pending_cause)
         self._num_forgotten = 0
 
     def _start(self, slot: Slot) -> None:
@@ -147,6 +149,7 @@ class ElasticAgent:
             self._take(event, now)
             self._act()
         for one in messages:
+            self._disconnections.note(one, now)
             self._rendezvous.receive(one, now)
             self._act()
         self._rendezvous.tick(now)

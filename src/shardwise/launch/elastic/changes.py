@@ -66,6 +66,8 @@ def change_report(change: Change, cause: Cause | None = None) -> str:
         whole = f"host {host} is gone: {ranks_in_words(ranks, '').strip()} ({text})"
         lines.append(f"{whole if host else ranks_in_words(ranks, text)}.")
     lines += [f"Last status: {words}." for words in filter(None, change.last_status.values())]
+    if not (change.losses or change.num_left or change.num_new):
+        lines.append("the ranks have formed a new group.")
     if cause is not None:
         lines.append(f"Cause: {cause} {change.excluded}".rstrip())
         if cause.action == "stop":
@@ -74,8 +76,6 @@ def change_report(change: Change, cause: Cause | None = None) -> str:
         lines.append(f"{_ranks(change.num_left)} left on request.")
     if change.num_new:
         lines.append(f"{_ranks(change.num_new)} joined.")
-    if not lines:
-        lines.append("the ranks have formed a new group.")
     after = f", {change.seconds:.2f} s later" if change.losses else ""
     s = "s" if change.size == 1 else ""
     if change.size < change.least:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from shardwise.elastic.causes import Cause, Classifier
+from shardwise.elastic.causes import Cause, Classifier, Disconnection
 from shardwise.elastic.signs import End
 from shardwise.launch.elastic.notes import Notes
 from shardwise.launch.elastic.slots import Slots
@@ -58,9 +58,18 @@ class EndedRanks:
         if cause.action == "skip":
             self._left_out.append(step)
             self._notes.leave_out(self._left_out)
+        self._record(cause, step)
+        return cause
+
+    def classify_disconnection(self, cut: Disconnection, can_spare: Callable[[str], bool], now: float) -> Cause:
+        """The cause of a fault in which nobody was lost, also written to the run record."""
+        cause = self._classifier.classify_disconnection(cut, now, can_spare)
+        self._record(cause, cut.step)
+        return cause
+
+    def _record(self, cause: Cause, step: int) -> None:
         line = {"kind": "fault", "step": max(0, step), "time": time.time(), "host": socket.gethostname()}
         self._notes.record({**line, **cause.record()})
-        return cause
 
     def classify_all(self, outcomes: Sequence[Outcome], step: int) -> Cause | None:
         """The cause of a job's end, from the outcomes of its last ranks."""
@@ -102,10 +111,20 @@ class PendingCause:
     def classify(self, num_ranks: int, step: int, now: float) -> None:
         """Classify the losses added since the last call, and exclude hosts if that is the action."""
         cause = self._ended_ranks.classify(num_ranks, step)
-        if cause is not None and cause.action == "exclude":
+        if cause is not None:
+            self._add(cause, now)
+
+    def disconnected(self, cut: Disconnection, can_spare: Callable[[str], bool], now: float) -> Cause:
+        """Classify a fault in which nobody was lost, and exclude hosts if that is the action."""
+        cause = self._ended_ranks.classify_disconnection(cut, can_spare, now)
+        self._add(cause, now)
+        return cause
+
+    def _add(self, cause: Cause, now: float) -> None:
+        if cause.action == "exclude":
             for host in cause.hosts:
                 self._slots.exclude(host, now + self._exclude_seconds)
-        if self._cause is None or (cause is not None and cause.action in ("stop", "exclude")):
+        if self._cause is None or cause.action in ("stop", "exclude"):
             self._cause = cause
 
     def take(self) -> Cause | None:

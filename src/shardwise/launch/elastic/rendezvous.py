@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.comm.members import Announcement, MemberMessage
+from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage
 from shardwise.launch.elastic.deadlines import dies_too_long, is_stopped_too_long, too_late
 from shardwise.launch.elastic.leave_requests import LeaveRequests
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
@@ -121,7 +121,7 @@ class Rendezvous:
             self._publish(Announcement("bye", self.generation, (message.member,)))
         if not process.is_alive:  # considered dead, but it has come back
             if message.kind in ("here", "ready"):
-                self._turn_away((message.member,), _TAKEN_FOR_LOST)
+                self._turn_away((message.member,), TAKEN_FOR_LOST)
             return
         process.patience_seconds = message.patience_seconds
         match message.kind:
@@ -333,7 +333,3 @@ class Rendezvous:
 
 
 _HAS_ASKED = "This rank has asked to leave, and the others continue."
-_TAKEN_FOR_LOST = (
-    "The others took this rank for lost and continue without it. It can return only as a new process, which the "
-    "launcher starts by itself."
-)
