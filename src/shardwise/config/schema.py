@@ -217,7 +217,7 @@ class Offload(Strict):
         default=0.0,
         ge=0,
         le=1,
-        description="share of all elements, also frozen ones, that rest on the host; at most that of optim",
+        description="share of all elements that rest on the host: frozen ones, and trained ones that are updated there",
     )
     param_disk: float = Field(
         default=0.0, ge=0, le=1, description="share of all elements that rest on the disk instead, beside their states"
