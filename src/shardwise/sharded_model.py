@@ -183,6 +183,10 @@ class ShardedModel:
         """Leave the model and the optimizer alone from now on. May be called twice, and after `take_down`."""
         self._hooks.close()
 
+    def on_unhook(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when this lets go of the model."""
+        self._hooks.callback(undo)
+
     def take_down(self) -> None:
         """Unhook, give the optimizer its parameters back, and release the flat buffers.
 
