@@ -6,7 +6,8 @@ the others wait for it, and after a while one of them logs that. It is a fault, 
 - two ranks have entered different collectives under the same number of one line (a contradiction, which never heals);
 - ranks wait for each other in a circle, each for what another has not entered (a deadlock, which never heals either);
 - a rank that others wait for has raised or ended, or its connection broke and it no longer reports;
-- a rank has kept others waiting for longer than the world's timeout.
+- a rank has kept others waiting for longer than the world's timeout, unless it waits for its disk, which goes on
+  reading or writing.
 
 [Note: silence] A rank's last report may be out of date: the process is stopped, or cut off from the board. A rank whose
 reports have not come for `SILENT_SECONDS` is late whatever they say: even if it has begun what others wait for, it may
@@ -50,6 +51,8 @@ class Lateness:
         elif silent_seconds > SILENT_SECONDS:
             what = f"rank {self.rank} has not been heard of for {silent_seconds:.0f} s (stopped, or cut off): "
             what += str(self.status)
+        elif self.status.on_disk:
+            what = str(self.status)
         else:
             what = f"{self.status}, for {self.status.seconds:.0f} s"
         return f"{what}. Because of it {waiting}"
