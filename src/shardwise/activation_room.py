@@ -89,8 +89,8 @@ def ask_before_first_forward(sharded: ShardedModel) -> None:
 
     def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            hook.remove()
             _ask(sharded, MicroBatch(args, kwargs), None)
+            hook.remove()
 
     hook = sharded.model.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
     sharded.on_unhook(hook.remove)

@@ -339,6 +339,7 @@ def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierErro
     except TierError as error:
         if renewed.disk is None:
             disk.count_with(renewed.sharding.meter)
+            disk.begin_change("change of plan")
             renewed.disk = disk
             for flat in renewed.flats:
                 flat.disk = disk
