@@ -51,6 +51,15 @@ def test_a_rank_that_computes_is_late() -> None:
     assert "not been heard of for 40 s" in finding.text(silent_seconds=40)
 
 
+def test_a_rank_that_reads_from_its_disk_is_late() -> None:
+    finding = verdict([status(0, [1], waits=1), status(1, [1], waits=1), replace(status(2, []), on_disk=True)])
+    assert isinstance(finding, Lateness)
+    text = finding.text(silent_seconds=0)
+    assert text.startswith(
+        "rank 2 reads from its disk or writes to it, last seen at 'before forward h.1'. Because of it rank 0 waits in"
+    )
+
+
 def test_a_rank_never_heard_of_is_late() -> None:
     finding = verdict([status(0, [1], waits=1), status(1, [1], waits=1)])
     assert isinstance(finding, Lateness)

@@ -72,6 +72,24 @@ class TestStepClock:
         assert lap.waiting == 4.5
         assert lap.computing == 5.5
 
+    def test_waiting_for_a_disk_is_neither_computing_nor_idle(self) -> None:
+        now = Clock()
+        clock = StepClock(now)
+        clock.work()
+        now.now += 1
+        with clock.waiting_for_disk():
+            assert clock.is_on_disk
+            now.now += 2
+        assert not clock.is_on_disk
+        clock.rest()
+        now.now += 0.5
+        with pytest.raises(OSError, match="a disk"), clock.waiting_for_disk():
+            now.now += 4  # a checkpoint that is read between steps
+            raise OSError("a disk")
+        lap = clock.lap()
+        assert (lap.seconds, lap.computing, lap.idle, lap.disk) == (7.5, 1, 0.5, 6)
+        assert clock.lap().disk == 0
+
     def test_laps_follow_each_other_without_a_gap(self) -> None:
         now = Clock()
         clock = StepClock(now)

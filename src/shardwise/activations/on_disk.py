@@ -189,7 +189,7 @@ class _OnDisk:
         for pending in (self._writing, self._reading):
             if pending is not None:
                 with contextlib.suppress(TierError):  # the content is no longer needed
-                    pending.wait()
+                    self._store.wait_for(pending)
         self._writing = self._reading = None
         self._free_pages()
         if self._file is not None:

@@ -120,7 +120,7 @@ class Journal:
         self._lines: dict[str, LineRecord] = {}
         """By the name of the group, which identifies its ranks."""
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
-        self._num_disk_calls = 0
+        self._num_disk_waits = 0
         """What the clock had counted when this rank entered its last collective."""
         self._trace: list[Moment] = []
         self._num_passes = 0
@@ -160,7 +160,7 @@ class Journal:
             marks = self._marks_since(line)
         line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
-        self._num_disk_calls = self.clock.num_disk_calls
+        self._num_disk_waits = self.clock.num_disk_waits
         return Entry(line, number, tag)
 
     def check(self, *, when_closed: bool = True) -> None:
@@ -271,7 +271,7 @@ class Journal:
             place=place,
             seconds=seconds,
             error=self.error,
-            on_disk=entry is None and (self.clock.is_on_disk or self.clock.num_disk_calls > self._num_disk_calls),
+            on_disk=entry is None and (self.clock.is_on_disk or self.clock.num_disk_waits > self._num_disk_waits),
             awaited=(entry.line.name, entry.number, entry.line.ranks) if entry is not None else None,
             tracks={line.name: _track(line) for line in tuple(self._lines.values())},
             path=self._path(),

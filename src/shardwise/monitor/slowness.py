@@ -158,8 +158,8 @@ def _reason(rank: int, rows: Sequence[Mapping[str, Any]]) -> str:
     usual = {name: statistics.median(other.get(name, 0.0) for other in others) for name in _WORK}
     name = max(_WORK, key=lambda one: own[one] - usual[one])
     is_usual = usual[name] > 0.01 * row["seconds"]
-    times = f"{own[name] / usual[name]:.1f} times as long as others" if is_usual else "others hardly do"
-    return f"slow: {_WORK[name]} {times}"
+    times = f" {own[name] / usual[name]:.1f} times as long as others" if is_usual else ", which others hardly do"
+    return f"slow: {_WORK[name]}{times}"
 
 
 def _waits(rank: int, rows: Sequence[Mapping[str, Any]], busy: Sequence[float], mesh: Mapping[str, int]) -> str:

@@ -196,6 +196,7 @@ class DiskMemory:
         self._queue = IoQueue() if queue is None else queue
         self._device = device
         self._clock = StepClock() if clock is None else clock
+        self._queue.note_done = self._clock.note_disk_call
         self._meter = ByteMeter()
         self.timeline = Timeline()
         """Records the reads and writes of a step."""
@@ -278,8 +279,8 @@ class DiskMemory:
 
     def wait_for(self, pending: Pending) -> None:
         """Wait for reads or writes of this disk, as this rank's clock counts. Raises `TierError` if one failed."""
-        with self._clock.waiting_for_disk() as note_done:
-            pending.wait(note_done)
+        with self._clock.waiting_for_disk():
+            pending.wait()
 
     # -- a pass -----------------------------------------------------------------------------------------
 

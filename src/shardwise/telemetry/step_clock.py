@@ -44,8 +44,9 @@ class StepClock:
         self._disk = self._idle = 0.0
         self.is_on_disk = False
         """Whether this rank waits for a disk."""
-        self.num_disk_calls = 0
-        """Reads and writes of a disk that this rank has waited for. Grows while it waits, as long as the disk works."""
+        self.num_disk_waits = self.num_disk_calls = 0
+        """How often it has waited for one; and reads and writes that are done, counted by the threads that do them:
+        it grows as long as a disk works."""
         self._lap_began = self._resting_since = now()
         self._waited_at_rest = 0.0
         self._rests = True
@@ -56,18 +57,20 @@ class StepClock:
         self._total_waited += seconds
 
     @contextmanager
-    def waiting_for_disk(self) -> Iterator[Callable[[], None]]:
-        """Count the time inside as waiting for a disk; to be told about each read or write that is done."""
+    def waiting_for_disk(self) -> Iterator[None]:
+        """Count the time inside as waiting for a disk."""
         started, self.is_on_disk = self._now(), True
+        self.num_disk_waits += 1
         try:
-            yield self._note_disk_call
+            yield
         finally:
             seconds = self._now() - started
             self.is_on_disk = False
             self._disk += seconds
             self._total_waited += seconds
 
-    def _note_disk_call(self) -> None:
+    def note_disk_call(self) -> None:
+        """A read or write is done. Called from any thread."""
         self.num_disk_calls += 1
 
     def work(self) -> None:

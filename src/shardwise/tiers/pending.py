@@ -14,15 +14,10 @@ class Pending:
     def __init__(self, calls: Sequence[Future[Any]]) -> None:
         self._calls = calls
 
-    def wait(self, note_done: Callable[[], None] | None = None) -> None:
-        """Wait for all calls; then, with none in flight any more, raise the exception of the first that failed.
-
-        `note_done` is called for each that is done, in order, on this thread.
-        """
+    def wait(self) -> None:
+        """Wait for all calls; then, with none in flight any more, raise the exception of the first that failed."""
         for call in self._calls:
             call.exception()
-            if note_done is not None:
-                note_done()
         for call in self._calls:
             call.result()
 
