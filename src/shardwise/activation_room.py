@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from shardwise.activations import SAVED, Treatments
-from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError, TierError
 from shardwise.experts import EXPERT_LOAD, loaded
 from shardwise.micro_batches import LossFunction, MicroBatch
@@ -84,7 +83,7 @@ def check_room(sharded: ShardedModel, activations: Activations) -> None:
 
 def ask_before_first_forward(sharded: ShardedModel) -> None:
     """Let the first forward that trains ask for room, if any activations go to a disk and there is no pipeline."""
-    if not _go_to_disk(sharded.plan) or sharded.pipeline is not None:
+    if not sharded.plan.has_activations_on_disk or sharded.pipeline is not None:
         return
 
     def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,18 +92,14 @@ def ask_before_first_forward(sharded: ShardedModel) -> None:
             hook.remove()
 
     hook = sharded.model.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
-    sharded.on_unhook(hook.remove)
+    sharded.hooks.callback(hook.remove)
 
 
 def ask_before_first_step(sharded: ShardedModel, micro_batch: MicroBatch, loss_fn: LossFunction | None) -> None:
-    """As `ask_before_first_forward`, at the beginning of each step of a pipeline; all but the first ask nothing."""
-    if _go_to_disk(sharded.plan) and not sharded.runner.programs.have_learned:
+    """As `ask_before_first_forward`, at the beginning of each step of a pipeline with activations on a disk; all but
+    the first ask nothing."""
+    if not sharded.runner.programs.have_learned:
         _ask(sharded, micro_batch, lambda output: micro_batch.loss(output, loss_fn))
-
-
-def _go_to_disk(plan: Plan) -> bool:
-    """Whether any activations do, on any rank."""
-    return any(one.policy == "disk" for one in (plan.activations, *(rule.activations for rule in plan.rules.values())))
 
 
 def _ask(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> None:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.activation_room import ask_before_first_forward
 from shardwise.checkpoint import Begun, Saver
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
@@ -127,7 +126,7 @@ class Engine(EngineTraining):
         progress = Progress(scaler=scaler_for(plan), replan=self._replan)
         self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
         self._sharded.runner.step.close_params()
-        ask_before_first_forward(self._sharded)
+        self._ask_for_room_first()
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         self._session = open_session(self, self._sharded, world.membership)

@@ -137,6 +137,14 @@ class EngineState(EngineInJob):
             self._run_log.follow(self._sharded)
         if lost is not None:
             raise lost
+        self._ask_for_room_first()
+
+    def _ask_for_room_first(self) -> None:
+        """Let the first forward that trains ask for disk space, if activations need any."""
+        if self._sharded.plan.has_activations_on_disk:
+            from shardwise.activation_room import ask_before_first_forward  # only these jobs load it
+
+            ask_before_first_forward(self._sharded)
 
     def save_pretrained(
         self,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.activation_room import check_room, count_activations
 from shardwise.activations import SAVED, STAGING, Treatments
 from shardwise.config import Plan
 from shardwise.placement import KINDS, Table, table_for
@@ -119,6 +118,8 @@ def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, including activations."""
+    from shardwise.activation_room import check_room  # only jobs that ask for it load it
+
     promise, activations, _ = promise_of(sharded, batch, loss, expert_load, sharded.sharding.treatments)
     check_room(sharded, activations)
     sharded.rehearsed = (activations,)
@@ -135,6 +136,8 @@ def promise_of(
 ) -> tuple[Footprint, Activations, tuple[int, int]]:
     """As `rehearsed`, with the given `treatments` of activations; the other results and `within` are those of
     `count_activations`."""
+    from shardwise.activation_room import count_activations  # likewise
+
     activations, moved = count_activations(sharded, batch, loss, expert_load, treatments, within)
     specs = tuple(unit.spec for unit in sharded.sharding.units)
     return _footprint(sharded, specs, activations), activations, moved

@@ -14,7 +14,6 @@ from torch import nn
 
 from shardwise import checkpoint
 from shardwise.access import with_extra_state
-from shardwise.activation_room import ask_before_first_forward
 from shardwise.budget import within_budget
 from shardwise.checkpoint import (
     Begun,
@@ -317,7 +316,6 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
         had.close()
     elif had is not None:
         had.close_previous()
-    ask_before_first_forward(renewed)
     if lost is not None:
         return renewed, lost
     try:

@@ -43,6 +43,12 @@ class Lateness:
     status: Status | None
     waiting: tuple[Status, ...]
 
+    def is_served(self, timeout_seconds: float, silent_seconds: float) -> bool:
+        """Whether the rank's disk goes on reading or writing: however slow that is, it is no fault."""
+        late = self.status
+        is_moving = late is not None and late.on_disk and late.seconds <= timeout_seconds
+        return is_moving and silent_seconds <= SILENT_SECONDS
+
     def text(self, silent_seconds: float) -> str:
         """One line. `silent_seconds`: how long the rank has not reported."""
         waiting = "; ".join(str(status) for status in self.waiting[:_MOST_SHOWN])

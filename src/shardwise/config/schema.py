@@ -384,6 +384,12 @@ class Plan(Strict):
             raise ConfigError(f"origin({path!r}): {wrong}")
         return "default"
 
+    @property
+    def has_activations_on_disk(self) -> bool:
+        """Whether any activations go to a disk, on any rank."""
+        rules = (rule.activations for rule in self.rules.values())
+        return any(one.policy == "disk" for one in (self.activations, *rules))
+
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""
         uses_disk = offload.optim_disk > 0 or offload.param_disk > 0
