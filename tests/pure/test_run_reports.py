@@ -430,6 +430,21 @@ class TestOddRuns:
         assert "4.0 KiB  1.0 MiB  256.0 MiB" in first
         assert "4.0 KiB  1.0 MiB  256.0 MiB" in second
 
+    def test_a_rank_that_waits_for_its_disk_is_shown(self, run: Path) -> None:
+        """In a column of its own; a line whose figure is damaged is left out."""
+        one, other = rows((0.1, 0, 0.1), (0.1, 0, 0.05))
+        on_disk = [one | {"disk": 0.3, "seconds": 0.5}, other | {"disk": 0.35, "seconds": 0.5}]
+        with (run / "record.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "ranks", "step": 40, "ranks": on_disk}) + "\n")
+            file.write(json.dumps({"kind": "ranks", "step": 40, "ranks": [one | {"disk": "much"}, other]}) + "\n")
+        screen = io.StringIO()
+        Console(file=screen, width=160).print(page(read_run(run)))
+        text = screen.getvalue()
+        assert "computing  waiting  between  for disk" in text
+        assert "waits 60% of a step for its disk" in text
+        assert "slow: waits for its disk 1.2 times as long as others" in text
+        assert "waiting for its disk" in html_report(read_run(run))
+
     def test_a_page_fits_a_small_terminal(self, run: Path) -> None:
         with (run / "record.jsonl").open("a") as file:
             many = rows(*[(0.1, 0, 0.4)] * 99, (0.5, 0, 0))
