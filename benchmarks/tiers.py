@@ -297,5 +297,8 @@ def _show_engines(race: dict[str, Any], console: Console) -> None:
     ):
         hidden, seconds = median(found["hidden"]), median(found["update_seconds"])
         console.print(f"\nrank 0, {title}: {hidden:.0%} of the disk's time hidden by {seconds:.2f} s of updates")
+        if "hidden_in_step" in found:  # not in older results
+            in_step = median(found["hidden_in_step"])
+            console.print(f"of a whole step's, {in_step:.0%}: forwards and backwards hide it too")
         for line in found["picture"]:
             console.print(line, markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ from benchmarks.sizes import SIZES, Size
 from benchmarks.turns import Trainer, take_turns
 from benchmarks.worker import warm_up
 from shardwise import Engine, World, shard
-from shardwise.telemetry import ON_THE_WAY, hidden_share
+from shardwise.telemetry import ON_THE_WAY, UNITS, hidden_share
 from shardwise.telemetry.timeline import HOST, Event
 
 OURS = {"shardwise-offload": "offload", "shardwise-zero3-offload": "zero3-offload", "shardwise-infinity": "infinity"}
@@ -253,26 +253,53 @@ def _update_from_files(own: list[nn.Parameter], folder: Path) -> Callable[[], No
 
 
 def _disk_of_a_step(engine: Engine, batch: Tensor) -> dict[str, Any]:
-    """Of some steps' updates: bytes that this rank read and wrote, seconds from the first read to the last write, the
-    share of the disk's time in which something was worked out, and the picture of the last."""
+    """Of some steps: the share of the disk's time in which the model computed or something was updated. Of their
+    updates alone: bytes that this rank read and wrote, seconds from the first read to the last write, the share of the
+    disk's time in which something was updated, and the picture of the last."""
     timeline = engine._sharded.timeline
-    seconds, hidden, updates = [], [], []
+    found: dict[str, list[float]] = {"hidden_in_step": [], "seconds": [], "hidden": [], "update_seconds": []}
     for number in range(4):
-        engine.backward(engine(batch))
         dist.barrier()
         timeline.start()
+        engine.backward(engine(batch))
+        dist.barrier()
+        before = len(timeline.events)
         engine.step()
-        events = [event for event in timeline.stop() if is_of_disk(event) or is_work(event)]
+        step = timeline.stop()
+        events = [event for event in _begun_in(step[before:]) if is_of_disk(event) or is_work(event)]
         times = [event["ts"] for event in events if is_of_disk(event)]
         if number:
-            seconds.append((max(times) - min(times)) / 1e6)
-            hidden.append(hidden_share(events))
-            updates.append(sum(event["dur"] for event in events if is_work(event)) / 1e6)
+            whole = [event for event in step if is_of_disk(event) or is_work(event)]
+            found["hidden_in_step"].append(hidden_share([*whole, *computing(step)]))
+            found["seconds"].append((max(times) - min(times)) / 1e6)
+            found["hidden"].append(hidden_share(events))
+            found["update_seconds"].append(sum(event["dur"] for event in events if is_work(event)) / 1e6)
     assert engine._sharded.disk is not None
     first = engine._sharded.disk._rows[0].file.num_bytes  # read while the model computes
     num_bytes = 2 * engine.memory().measured_on_disk["optim"] - first
-    told = {"bytes": num_bytes, "seconds": seconds, "hidden": hidden, "update_seconds": updates}
-    return {**told, "picture": picture(events)}
+    return {"bytes": num_bytes, **found, "picture": picture(events)}
+
+
+def _begun_in(events: Sequence[Event]) -> Iterator[Event]:
+    """Without the ends of what has begun before."""
+    begun = set()
+    for event in events:
+        if event["ph"] == "b":
+            begun.add((event["cat"], event["name"]))
+        if event["ph"] != "e" or (event["cat"], event["name"]) in begun:
+            yield event
+
+
+def computing(events: Sequence[Event]) -> Iterator[Event]:
+    """Forwards and backwards of units, as work of the host. They contain what it waits for in them, such as sums of
+    gradients."""
+    begun: dict[str, float] = {}
+    for event in events:
+        if event["cat"] == UNITS and event["ph"] == "b":
+            begun[event["name"]] = event["ts"]
+        elif event["cat"] == UNITS and event["name"] in begun:
+            start = begun.pop(event["name"])
+            yield {"ph": "X", "cat": HOST, "name": event["name"], "ts": start, "dur": event["ts"] - start}
 
 
 def is_of_disk(event: Event) -> bool:

@@ -1,8 +1,9 @@
 """The least offload with which a model fits a plan's memory budget, found before anything is changed.
 
-First the states and updates of as few units as necessary go to the host; if that is not enough, parameters at rest too.
-If the host has no room for all of it, the states of as few units as necessary go to a disk; if that is not enough,
-parameters at rest too, if a rank has the same range of both.
+First the states and updates of as few units as necessary go to the host; if that is not enough, parameters at rest too:
+frozen ones alone, with all updates on the device, if that is enough. If the host has no room for all of it, the states
+of as few units as necessary go to a disk; if that is not enough, parameters at rest too, if a rank has the same range
+of both.
 """
 
 from __future__ import annotations
@@ -186,9 +187,10 @@ def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
 class _Leaving:
     """The order in which units leave the device, the last one first, and the shares of the model that this takes."""
 
-    def __init__(self, sizes: Sequence[tuple[str, int]], what: str) -> None:
+    def __init__(self, sizes: Sequence[tuple[str, int]], what: str, numel: int | None = None) -> None:
+        """`sizes` are the elements that can leave, of `numel`: by default of these alone."""
         leaving = [(name, size) for name, size in reversed(sizes) if size]
-        numel = sum(size for _, size in leaving)
+        numel = sum(size for _, size in leaving) if numel is None else numel
         self._what = what
         self.names = [name for name, _ in leaving]
         self.shares = [
@@ -230,17 +232,23 @@ class _Search:
             [(name, size.trained) for name, size in sizes], "units" if are_all_trained else "trained units"
         )
         self._resting = _Leaving([(name, size.all) for name, size in sizes], "units")
+        self._frozen = _Leaving(
+            [(name, size.all - size.trained) for name, size in sizes], "units", sum(size.all for _, size in sizes)
+        )
 
     def least_off_device(self) -> Offload:
-        """The first choice that fits every device: unit by unit, first updates on the host, then parameters at rest
-        there. All later choices fit as well."""
-        updated = [Offload(optim=share) for share in self._updated.shares]
+        """The first choice that fits every device: unit by unit, first updates on the host, then frozen parameters at
+        rest there instead, then all updates and any parameters. In each of these rows all later choices fit as
+        well."""
+        updated = [Offload(), *(Offload(optim=share) for share in self._updated.shares)]
+        frozen = [Offload(param=share) for share in self._frozen.shares]
         resting = [Offload(optim=1.0, param=share) for share in self._resting.shares]
-        choices = [Offload(), *updated, *resting]
         allowed = self._plan.budget.device or 0
-        place = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
-        if place < len(choices):
-            return choices[place]
+        for choices in (updated, frozen, resting):
+            place = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
+            if place < len(choices):
+                return choices[place]
+        choices = [*updated, *frozen, *resting]
         least = min((self.holds(choice).device for choice in choices), key=lambda held: held.total)
         raise ConfigError(
             f"budget.device is {format_bytes(allowed)}, but with all that can go on the host each rank still holds "
@@ -263,7 +271,7 @@ class _Search:
                 return choice
         table = table_for(self._plan, self._mesh).on(self._mesh)
         if table.param.shard == table.optim.shard:
-            shares = [share for share in self._resting.shares if share <= found.param]
+            shares = [share for share in self._leaving(found).shares if share <= found.param]
             with_params = [_on_disk(found, found.optim, share) for share in shares]
             choices += with_params
             for choice in with_params:
@@ -339,11 +347,16 @@ class _Search:
             parts.append(f"gradients, states and update of {updated} are on the host")
         if on_disk := self._updated.describe(found.optim_disk):
             parts.append(f"the states of {on_disk} on a disk")
-        if resting := self._resting.describe(found.param):
-            below = self._resting.describe(found.param_disk)
+        if resting := self._leaving(found).describe(found.param):
+            below = self._leaving(found).describe(found.param_disk)
             but = f", but those of {below} on the disk" if below else ""
-            parts.append(f"parameters of {resting} rest on the host{but}")
+            which = "" if found.optim else "frozen "
+            parts.append(f"{which}parameters of {resting} rest on the host{but}")
         return "; ".join(parts)
+
+    def _leaving(self, found: Offload) -> _Leaving:
+        """The units whose parameters rest on the host: without updates there, those with frozen ones."""
+        return self._resting if found.optim else self._frozen
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
         """The units of each place along the pipeline."""

@@ -126,6 +126,7 @@ class Engine(EngineTraining):
         progress = Progress(scaler=scaler_for(plan), replan=self._replan)
         self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
         self._sharded.runner.step.close_params()
+        self._ask_for_room_first()
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         self._session = open_session(self, self._sharded, world.membership)

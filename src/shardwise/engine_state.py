@@ -124,15 +124,27 @@ class EngineState(EngineInJob):
 
         Parameters, optimizer states and counters are kept, and moved between the ranks unit by unit; model, optimizer
         and schedulers stay the same objects. Call it between steps: raises `StateError` while gradients wait for a
-        step, and `ConfigError` for a plan that is impossible here; nothing has been changed then.
+        step, `ConfigError` for a plan that is impossible here, and `TierError` for a disk without room; nothing has
+        been changed then. If the disk of any rank fails while values move, all raise a `TierError` that names it: the
+        new plan is in effect then, and `resume` on all ranks fills it from the last checkpoint.
         """
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
-        self._sharded = reshard(self._sharded, load_plan(plan))
+        self._sharded, lost = reshard(self._sharded, load_plan(plan))
         if self._session is not None:
             self._session.renew(self._sharded)
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
+        if lost is not None:
+            raise lost
+        self._ask_for_room_first()
+
+    def _ask_for_room_first(self) -> None:
+        """Let the first forward that trains ask for disk space, if activations need any."""
+        if self._sharded.plan.has_activations_on_disk:
+            from shardwise.activation_room import ask_before_first_forward  # only these jobs load it
+
+            ask_before_first_forward(self._sharded)
 
     def save_pretrained(
         self,

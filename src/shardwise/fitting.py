@@ -82,14 +82,16 @@ def fit_activations(
     num_local = min(world.size, world.local_size or world.size)
     meant, left_out = _meant(sharded)
     own = _rehearsed(sharded, meant, batch, loss, num_local, expert_load)
-    answers = [json.loads(message) for message in world.exchange(json.dumps(_as_json(own)).encode(), "activations")]
-    everyone = [{name: Choice(**one) for name, one in choices.items()} for choices in answers]
+    mine = {"choices": _as_json(own), "room": _room(plan)}
+    answers = [json.loads(message) for message in world.exchange(json.dumps(mine).encode(), "activations")]
+    everyone = [{name: Choice(**one) for name, one in answer["choices"].items()} for answer in answers]
     common = [name for name in POLICIES if all(name in choices for choices in everyone)]
     held = {name: _most([choices[name] for choices in everyone]) for name in common}
-    room = _room(plan)
+    room = min((answer["room"] for answer in answers if answer["room"] is not None), default=None)
     fitting = [name for name in common if _fits(held[name], limits, num_local, room)]
     if not fitting:
-        raise _nothing_fits(held, limits, num_local, left_out)
+        on_disk = "" if room is None else f" {plan.disk} has {format_bytes(room)} free."
+        raise _nothing_fits(held, limits, num_local, left_out, on_disk)
     picked = fitting[0] if fitting[0] == "keep" else _cheapest(held, fitting)
     chosen = plan.activations if plan.activations.policy == picked else Activations(policy=picked)
     summary = _summary(picked, held, fitting, limits, num_local, left_out)
@@ -289,7 +291,7 @@ def _summary(
 
 
 def _nothing_fits(
-    held: dict[PolicyName, Choice], limits: Limits, num_local: int, left_out: dict[PolicyName, str]
+    held: dict[PolicyName, Choice], limits: Limits, num_local: int, left_out: dict[PolicyName, str], on_disk: str
 ) -> ConfigError:
     least = min(held.values(), key=lambda choice: choice.device)
     over = least.device - limits.device
@@ -299,6 +301,7 @@ def _nothing_fits(
     every = "; ".join(_figures(name, choice, num_local) for name, choice in held.items())
     without = f" ({', '.join(left_out)} do not apply to this model.)" if left_out else ""
     return ConfigError(
-        f"With this batch a step takes {what}, with every policy for activations: {every}.{without} Give smaller "
-        f"micro-batches and accumulate more of them, allow more, or let states leave the device too (budget, offload)."
+        f"With this batch a step takes {what}, with every policy for activations: {every}.{on_disk}{without} Give "
+        f"smaller micro-batches and accumulate more of them, allow more, or let states leave the device too (budget, "
+        f"offload)."
     )

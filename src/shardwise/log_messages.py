@@ -29,8 +29,7 @@ class RankMessage:
     """The weight of its values."""
 
     def message(self) -> bytes:
-        lap = {"seconds": self.lap.seconds, "idle": self.lap.idle, "waited": self.lap.waited}
-        return json.dumps({**self.__dict__, "lap": lap}).encode()
+        return json.dumps({**self.__dict__, "lap": self.lap.__dict__}).encode()
 
     @classmethod
     def of(cls, message: bytes | str) -> RankMessage:
@@ -85,6 +84,7 @@ class RankTotals:
             "idle": sum(lap.idle for lap in laps) / steps,
             "waiting": sum(lap.waiting for lap in laps) / steps,
             "waited": waited,
+            "disk": sum(lap.disk for lap in laps) / steps,
         }
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from shardwise.activations import Treatments
+from shardwise.activations import SAVED, STAGING, Treatments
 from shardwise.config import Plan
-from shardwise.errors import TierError
-from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
@@ -25,8 +21,6 @@ from shardwise.units import format_bytes, format_count
 if TYPE_CHECKING:
     from shardwise.rehearsal import Loss
 
-SAVED = "activations"
-
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -34,7 +28,8 @@ class MemoryReport:
 
     Kinds are `param`, `grad`, `optim` (states and master weights) and `working` (gathered parameters and messages at
     their peak). Activations on the device are not included. Activations on the host or on a disk are measured as
-    `activations` there, at their peak, and promised by the latest `engine.rehearse`.
+    `activations` there, at their peak, and promised by the latest `engine.rehearse`; so is `staging`, host memory
+    through which they go to a disk.
     """
 
     promised: dict[str, int]
@@ -102,6 +97,7 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     if treatments.have("offload") and rehearsed:
         on_host[SAVED] = sum(one.host_bytes for one in rehearsed)
     if treatments.have("disk") and rehearsed:
+        on_host[STAGING] = sum(one.staging_bytes for one in rehearsed)
         on_disk[SAVED] = sum(one.disk_bytes for one in rehearsed)
     report = MemoryReport(promised.by_kind, {}, replicated.by_kind, on_host, promised_on_disk=on_disk)
     return measured_anew(sharded, report)
@@ -110,21 +106,22 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
 def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
     """`report`, which is slow to compute, with new measurements."""
     meter, treatments = sharded.sharding.meter, sharded.sharding.treatments
-    on_host = _measured_on_host(sharded) if report.promised_on_host.keys() - {SAVED} else {}
+    on_host = _measured_on_host(sharded) if report.promised_on_host.keys() - {SAVED, STAGING} else {}
     on_disk = {kind: meter.on("disk").now[kind] for kind in report.promised_on_disk if kind != SAVED}
     if treatments.have("offload"):
         on_host[SAVED] = meter.on("host").peak[SAVED]
     if treatments.have("disk"):
-        on_host["staging"] = meter.on("host").peak["staging"]
+        on_host[STAGING] = meter.on("host").peak[STAGING]
         on_disk[SAVED] = meter.on("disk").peak[SAVED]
     return replace(report, measured=_measured(sharded), measured_on_host=on_host, measured_on_disk=on_disk)
 
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, including activations."""
+    from shardwise.activation_room import check_room  # only jobs that ask for it load it
+
     promise, activations, _ = promise_of(sharded, batch, loss, expert_load, sharded.sharding.treatments)
-    if activations.disk_bytes and sharded.disk is not None:
-        _require_room(sharded, activations)
+    check_room(sharded, activations)
     sharded.rehearsed = (activations,)
     return promise
 
@@ -137,49 +134,13 @@ def promise_of(
     treatments: Treatments,
     within: AbstractContextManager[object] | None = None,
 ) -> tuple[Footprint, Activations, tuple[int, int]]:
-    """As `rehearsed`, with the given `treatments` of activations; and the bytes of a micro-batch that go to the host
-    and to a disk. The model's copy computes inside `within`, if given, entered anew each time."""
-    from shardwise.rehearsal import StageRehearsal, rehearse  # only jobs that ask for it load it
+    """As `rehearsed`, with the given `treatments` of activations; the other results and `within` are those of
+    `count_activations`."""
+    from shardwise.activation_room import count_activations  # likewise
 
-    @contextmanager
-    def around(twin: nn.Module) -> Iterator[None]:
-        with loaded(twin, expert_load), within or nullcontext(), ExitStack() as stack:
-            if sharded.sequence is not None:
-                stack.enter_context(sharded.sequence.rehearsed(twin))
-            yield
-
-    sharding, compute = sharded.sharding, sharded.table.compute
-    specs = tuple(unit.spec for unit in sharding.units)
-    with sharded.world.journal.unobserved():
-        if sharded.pipeline is None:
-            activations = rehearse(
-                sharded.model,
-                sharding.units,
-                batch,
-                device=sharding.device,
-                compute=compute,
-                loss=loss,
-                around=around,
-                treatments=treatments,
-            )
-            moved = activations.host_bytes, activations.disk_bytes
-        else:
-            staged = sharded.pipeline.staged
-            stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
-            activations = stages.activations(sharded.pipeline.exchange)
-            moved = stages.moved
+    activations, moved = count_activations(sharded, batch, loss, expert_load, treatments, within)
+    specs = tuple(unit.spec for unit in sharded.sharding.units)
     return _footprint(sharded, specs, activations), activations, moved
-
-
-def _require_room(sharded: ShardedModel, activations: Activations) -> None:
-    """Raise `TierError` if the disk has too little room for the activations of a host's ranks."""
-    assert sharded.disk is not None
-    there = sharded.sharding.meter.on("disk").now[SAVED]
-    num_local = min(sharded.world.size, sharded.world.local_size or sharded.world.size)
-    try:
-        sharded.disk.folder.check_room(num_local * max(0, activations.disk_bytes - there))
-    except TierError as error:
-        raise TierError(f"Activations have no room on the disk: {error}") from error
 
 
 def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:

@@ -92,18 +92,18 @@ class ShardedModel:
         self.disk = sharding.disk
         """Holds the rows on a disk, if there are any."""
         self._num_micro_batches = 0
-        self._hooks = ExitStack()
-        assembly = Assembly(model, sharding, world, self.data_group, self.peers, self._hooks, self)
+        self.hooks = ExitStack()
+        assembly = Assembly(model, sharding, world, self.data_group, self.peers, self.hooks, self)
         try:
             parts = assembly.parts(optimizers)
             self._parts: Parts | None = parts
             self.pipeline = assembly.pipeline(parts)
             self.sequence = assembly.sequence(progress.whole_outputs)
             self._treatment = ExitStack()
-            self._hooks.callback(self._treatment.close)
+            self.hooks.callback(self._treatment.close)
             self._treatment.callback(treat_activations(model, sharding, world, self.sequence))
         except BaseException:
-            self._hooks.close()
+            self.hooks.close()
             raise
         self._weighs_losses = self.pipeline is not None or sharding.experts is not None
         """Whether weights are applied to losses: see [Note: weights] in `weighing.py`."""
@@ -181,7 +181,7 @@ class ShardedModel:
 
     def unhook(self) -> None:
         """Leave the model and the optimizer alone from now on. May be called twice, and after `take_down`."""
-        self._hooks.close()
+        self.hooks.close()
 
     def take_down(self) -> None:
         """Unhook, give the optimizer its parameters back, and release the flat buffers.

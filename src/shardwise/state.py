@@ -32,7 +32,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.comm import World
 from shardwise.config import Budget, Plan
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError, StateError, TierError
 from shardwise.experts import ExpertSplit
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
@@ -265,11 +265,12 @@ def trained_as_before(flats: Sequence[Flat], *, exactly: bool = False) -> Iterat
             param.requires_grad_(not was_trained)
 
 
-def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
+def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError | None]:
     """A `ShardedModel` for another plan, with everything that `sharded` had; `sharded` is taken down. All ranks call,
     between steps.
 
-    Raises `ConfigError` or `StateError` before anything is changed.
+    With it comes what is to be raised, on all ranks, if the disk of any has failed meanwhile; then only a resume can
+    fill the new plan. Raises `ConfigError`, `StateError` or `TierError` before anything is changed.
     """
     sharded.unfreezing.check(sharded.peers)
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
@@ -305,21 +306,43 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     log_fitted(fitted, world)
     try:
         known = replace(sharded.sharding, updates=updates)
-        renewed = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
+        renewed, fault = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
         raise
-    if had is not None and had is not disk:
+    lost = _lost(renewed, had, fault)
+    if had is not None and had is not renewed.disk:
         had.close()
     elif had is not None:
         had.close_previous()
+    if lost is not None:
+        return renewed, lost
     try:
         renewed.runner.step.restore_params()
     except BaseException:  # a rank was lost: the others go on from the model in its plain form
         renewed.take_down()
         raise
-    return renewed
+    return renewed, None
+
+
+def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierError | None:
+    """What is to be raised if the disk of any rank has failed while values moved; `fault` is that of this one's. Such a
+    model refuses to compute until it is filled by a resume, also if nothing of the new plan is on a disk."""
+    disk = renewed.disk or had
+    if disk is None:
+        return None
+    try:
+        disk.agree(renewed.world, fault, "change of plan")
+    except TierError as error:
+        if renewed.disk is None:
+            disk.count_with(renewed.sharding.meter)
+            disk.begin_change("change of plan")
+            renewed.disk = disk
+            for flat in renewed.flats:
+                flat.disk = disk
+        return error
+    return None
 
 
 def _moved(
@@ -330,9 +353,10 @@ def _moved(
     disk: DiskMemory | None,
     progress: Progress,
     dealt: Sequence[str],
-) -> ShardedModel:
+) -> tuple[ShardedModel, str]:
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
-    down. `sharding` is its own, with the updates of all parameters that optimizers have by now."""
+    down. `sharding` is its own, with the updates of all parameters that optimizers have by now. Also returns the first
+    error of this rank's disk, or ""."""
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     held = Held.live(sharded.flats, sharded.optimizer, sharded.world)
     former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
@@ -340,7 +364,8 @@ def _moved(
     sharded.take_down()
     for flat in (flat for unit in former.sharding.units for flat in unit.flats):
         flat.grads.let_go()
-    return move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
+    renewed = move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
+    return renewed, training_state.fault
 
 
 @dataclass(frozen=True)

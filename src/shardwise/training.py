@@ -46,6 +46,10 @@ def _through_stages(
             "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
             "engine.zero_grad(), before the next forward_backward()."
         )
+    if sharded.plan.has_activations_on_disk:
+        from shardwise.activation_room import ask_before_first_step  # only these jobs load it
+
+        ask_before_first_step(sharded, parts[0], loss_fn)
     runner = sharded.runner
     with runner.over_schedule():
         mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.timeline)

@@ -51,6 +51,22 @@ def test_a_rank_that_computes_is_late() -> None:
     assert "not been heard of for 40 s" in finding.text(silent_seconds=40)
 
 
+def test_a_rank_that_reads_from_its_disk_is_late() -> None:
+    """Which is no fault while the disk goes on, and reports come."""
+    late = replace(status(2, []), on_disk=True, seconds=3.0)
+    finding = verdict([status(0, [1], waits=1), status(1, [1], waits=1), late])
+    assert isinstance(finding, Lateness)
+    assert finding.is_served(timeout_seconds=4, silent_seconds=0)
+    assert not finding.is_served(timeout_seconds=2, silent_seconds=0)
+    assert not finding.is_served(timeout_seconds=4, silent_seconds=9)
+    assert not replace(finding, status=replace(late, on_disk=False)).is_served(4, 0)
+    assert not replace(finding, status=None).is_served(4, 0)
+    text = finding.text(silent_seconds=0)
+    assert text.startswith(
+        "rank 2 reads from its disk or writes to it, last seen at 'before forward h.1'. Because of it rank 0 waits in"
+    )
+
+
 def test_a_rank_never_heard_of_is_late() -> None:
     finding = verdict([status(0, [1], waits=1), status(1, [1], waits=1)])
     assert isinstance(finding, Lateness)

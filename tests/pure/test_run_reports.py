@@ -72,6 +72,23 @@ class TestStepClock:
         assert lap.waiting == 4.5
         assert lap.computing == 5.5
 
+    def test_waiting_for_a_disk_is_neither_computing_nor_idle(self) -> None:
+        now = Clock()
+        clock = StepClock(now)
+        clock.work()
+        now.now += 1
+        with clock.waiting_for_disk():
+            assert clock.is_on_disk
+            now.now += 2
+        assert not clock.is_on_disk
+        clock.rest()
+        now.now += 0.5
+        with clock.waiting_for_disk():
+            now.now += 4  # a checkpoint that is read between steps
+        lap = clock.lap()
+        assert (lap.seconds, lap.computing, lap.idle, lap.disk) == (7.5, 1, 0.5, 6)
+        assert clock.lap().disk == 0
+
     def test_laps_follow_each_other_without_a_gap(self) -> None:
         now = Clock()
         clock = StepClock(now)
@@ -412,6 +429,21 @@ class TestOddRuns:
         assert heading.split() == ["rank", "computing", "waiting", "between", "device", "host", "process"]
         assert "4.0 KiB  1.0 MiB  256.0 MiB" in first
         assert "4.0 KiB  1.0 MiB  256.0 MiB" in second
+
+    def test_a_rank_that_waits_for_its_disk_is_shown(self, run: Path) -> None:
+        """In a column of its own; a line whose figure is damaged is left out."""
+        one, other = rows((0.1, 0, 0.1), (0.1, 0, 0.05))
+        on_disk = [one | {"disk": 0.3, "seconds": 0.5}, other | {"disk": 0.35, "seconds": 0.5}]
+        with (run / "record.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "ranks", "step": 40, "ranks": on_disk}) + "\n")
+            file.write(json.dumps({"kind": "ranks", "step": 40, "ranks": [one | {"disk": "much"}, other]}) + "\n")
+        screen = io.StringIO()
+        Console(file=screen, width=160).print(page(read_run(run)))
+        text = screen.getvalue()
+        assert "computing  waiting  between  for disk" in text
+        assert "waits 60% of a step for its disk" in text
+        assert "slow: waits for its disk 1.2 times as long as others" in text
+        assert "waiting for its disk" in html_report(read_run(run))
 
     def test_a_page_fits_a_small_terminal(self, run: Path) -> None:
         with (run / "record.jsonl").open("a") as file:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.monitor.slowness import SlowWindow
+from shardwise.monitor.slowness import SlowWindow, judge
 from shardwise.testing import run_ranks
 
 
-def row(computing: float, idle: float = 0.0, **waited: float) -> dict[str, Any]:
-    return {"seconds": 1.0, "computing": computing, "idle": idle, "waited": waited}
+def row(computing: float, idle: float = 0.0, disk: float = 0.0, **waited: float) -> dict[str, Any]:
+    return {"seconds": 1.0, "computing": computing, "idle": idle, "disk": disk, "waited": waited}
 
 
 def found(rows: list[dict[str, Any]], weights: list[float] | None = None, *, windows: int = 1) -> list[str]:
@@ -35,6 +35,25 @@ def test_the_slow_rank_is_named_with_what_it_does() -> None:
         "rank 2 is slow: is between steps (data, logging, saving) 6.0 times as long as others, over 20 steps"
     ]
     assert found([row(0.30, dp=0.7), row(0.40, dp=0.6), row(0.3, dp=0.7)]) == []
+
+
+def test_a_slow_disk_is_named_and_once_what_it_takes_of_a_step() -> None:
+    mostly = "rank 1 waits for its disk 70% of a step (0.35 of 0.5 s): shardwise bench disk FOLDER measures what that"
+    rows = [row(0.3, dp=0.7), row(0.3, disk=0.7)]
+    assert found(rows, windows=2) == [
+        "rank 1 is slow: waits for its disk, which others hardly do, over 20 steps",
+        f"{mostly} disk can do",
+        "rank 1 is slow: waits for its disk, which others hardly do, over 20 steps",
+    ]
+    assert found([row(0.3, disk=0.1, dp=0.6), row(0.3, disk=0.4, dp=0.3)]) == [
+        "rank 1 is slow: waits for its disk 4.0 times as long as others, over 20 steps"
+    ]
+    alike = [row(0.25, disk=0.65, dp=0.1), row(0.25, disk=0.7, dp=0.05)]
+    assert found(alike) == [f"{mostly} disk can do"]
+    assert [one.words for one in judge([each | {"waiting": 0.1} for each in alike], {"dp": 2})] == [
+        "waits 65% of a step for its disk",
+        "waits 70% of a step for its disk",
+    ]
 
 
 def test_more_samples_may_take_longer() -> None:

@@ -15,7 +15,7 @@ import torch
 from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError, TierError
+from shardwise.errors import ModelError, ShardwiseError, TierError
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
 from tests.thorough import one_in, thorough_only
@@ -148,6 +148,89 @@ def test_room_is_asked_for_by_the_rehearsal(tmp_path: Path, monkeypatch: pytest.
             free["bytes"] = 2**13
             world.barrier()
             engine.rehearse(batch)
+
+    run_ranks(2, rank)
+
+
+def wanted_bytes(folder: Path, plan: dict[str, Any], batch: Any) -> int:
+    """What the activations of both ranks take on the disk."""
+    replicas = [Transformer(num_blocks=NUM_BLOCKS) for _ in range(2)]
+
+    def rank(world: sw.World) -> int:
+        replica = replicas[world.rank]
+        with sw.shard(replica, {**plan, "disk": str(folder)}, optimizer=adamw(replica), world=world) as engine:
+            promise = engine.rehearse(batch)
+            return promise.disk.activations if promise.disk is not None else 0
+
+    return sum(run_ranks(2, rank))
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "forward": {"preset": "zero2"},
+    "rule": {"preset": "zero3", "rules": {"some": {"params": ["blocks.1.*"], "activations": "disk"}}},
+    "change of plan": {"preset": "zero3"},
+    "stages": {"preset": "zero1", "mesh": {"pp": 2, "dp": 1}, "accumulate": 2, "pipeline": {"schedule": "1f1b"}},
+}
+
+
+@one_in(4)
+@pytest.mark.parametrize("case", ASKED)
+def test_room_is_asked_for_before_the_first_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks raise the same error before anything is written, and train once there is room."""
+    model, (batch,) = Transformer(num_blocks=NUM_BLOCKS), batches(1, rows=48)
+    plan = {**ASKED[case], **({} if "rules" in ASKED[case] else {"activations": "disk"})}
+    wanted = wanted_bytes(tmp_path, plan, tuple(part[:24] for part in batch))  # a micro-batch, or a rank's share
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    free = {"bytes": wanted - 1}
+    told: dict[int, str] = {}
+
+    def rank(world: sw.World) -> None:
+        replica = replicas[world.rank]
+        own = {**plan, "disk": str(tmp_path)}
+        first = "ddp" if case == "change of plan" else own
+        with sw.shard(replica, first, optimizer=adamw(replica), world=world) as engine:
+            if case == "change of plan":
+                engine.reshard(own)
+            step = (lambda: engine.train_step(batch)) if case == "stages" else (lambda: train(engine, [batch]))
+            world.barrier()
+            monkeypatch.setattr(SystemCalls, "free_bytes", lambda *_: free["bytes"])
+            world.barrier()
+            with pytest.raises(TierError) as caught:
+                step()
+            told[world.rank] = str(caught.value)
+            assert engine.memory().measured_on_disk["activations"] == 0
+            world.barrier()
+            free["bytes"] = 2**40
+            world.barrier()
+            step()
+            assert engine.memory().measured_on_disk["activations"] > 0
+
+    run_ranks(2, rank)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"Activations have no room on the disk: {tmp_path} has ")
+    assert "are needed: 1 B too little. Make room there, or name a folder on a larger disk." in told[0]
+
+
+class Unrehearsed(Transformer):
+    """Reads a value, which has none in a rehearsal."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x, y)
+        return loss if float(self.head.weight.sum()) != 0.125 else loss + 1
+
+
+@thorough_only("a rare case")
+def test_a_model_that_cannot_be_rehearsed_trains(tmp_path: Path) -> None:
+    replicas = [Unrehearsed() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        replica = replicas[world.rank]
+        plan = {"preset": "zero2", "activations": "disk", "disk": str(tmp_path)}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            with pytest.raises(ModelError):
+                engine.rehearse(batches(1, rows=48)[0])
+            train(engine, batches(1, rows=48))
+            assert engine.memory().measured_on_disk["activations"] > 0
 
     run_ranks(2, rank)
 

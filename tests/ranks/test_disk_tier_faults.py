@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_disks import BreakingOfOne
 from torch import nn
 from twins import MakeOptimizer, Transformer, adamw, batches, train
 
@@ -218,36 +219,6 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
         return rank
 
     assert run_ranks(2, run(breaks=True)) == run_ranks(2, run(breaks=False))
-
-
-class BreakingOfOne(SystemCalls):
-    """A disk on which rank 1's files cannot be read, or written, while `breaks` is set."""
-
-    def __init__(self) -> None:
-        self.breaks, self.left = "", 0
-        self._broken: set[int] = set()
-
-    def open(self, path: Path, flags: int) -> int:
-        handle = super().open(path, flags)
-        if "shardwise-rank-1." in path.name:
-            self._broken.add(handle)
-        else:
-            self._broken.discard(handle)
-        return handle
-
-    def read(self, handle: int, into: memoryview, offset: int) -> int:
-        self._may_break("read", handle)
-        return super().read(handle, into, offset)
-
-    def write(self, handle: int, data: memoryview, offset: int) -> int:
-        self._may_break("write", handle)
-        return super().write(handle, data, offset)
-
-    def _may_break(self, verb: str, handle: int) -> None:
-        if self.breaks == verb and handle in self._broken:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 ONE_FAILS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -80,6 +80,7 @@ def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytes
                 return engine.plan.activations.policy
 
             monkeypatch.setattr(fitting, "_rehearsed", lambda *_: mine_of[threading.get_ident()])
+            monkeypatch.setattr(fitting, "_room", lambda _: room_of.get(threading.get_ident(), 2**40))
             mine_of[threading.get_ident()] = mine
             assert chosen(200 * MIB) == "keep"
             assert chosen() == "offload", "4 s, where keep is too much for rank 1 and selective takes 5"
@@ -92,10 +93,15 @@ def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytes
                 chosen(50 * MIB)
             assert engine.plan == before
             mine_of[threading.get_ident()] = {"disk": mine["disk"]}
+            room_of[threading.get_ident()] = 60 * MIB - world.rank
+            with pytest.raises(ConfigError, match=rf"{tmp_path} has 60.0 MiB free"):
+                chosen()
+            room_of[threading.get_ident()] = 60 * MIB
             assert chosen() == "disk"
             train(engine, batches(1))
 
     mine_of: dict[int, dict[str, Choice]] = {}
+    room_of: dict[int, int] = {}
     run_ranks(2, rank)
 
 

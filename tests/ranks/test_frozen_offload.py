@@ -87,6 +87,63 @@ SHARES: dict[str, dict[str, float]] = {
 }
 
 
+@one_in(2)
+@pytest.mark.parametrize("rest", ["host", "disk"])
+def test_frozen_parameters_leave_and_all_updates_stay(rest: str, tmp_path: Path) -> None:
+    """LoRA: the base rests on the host or a disk, and adapters, their states and their update are on the device."""
+    model, data = frozen_but("adapters"), batches(3)
+    shares = {"param": 1.0, **({"param_disk": 1.0} if rest == "disk" else {})}
+    run = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, offload=shares, disk=str(tmp_path))
+    assert_same(run, plain_run(model, data, adamw))
+    found, params = run.extra, list(model.parameters())
+    frozen = sum(one.numel() for one in params if not one.requires_grad) / sum(one.numel() for one in params)
+    assert found["updated"] == {"device": 1.0, "host": 0.0, "disk": 0.0}
+    assert found["resting"][rest] == pytest.approx(frozen, abs=0.01)
+    assert found["resting"]["device"] == pytest.approx(1 - frozen, abs=0.01)
+    assert found["report"].promised_on_host.get("optim", 0) == 0
+    assert_kept(found["report"])
+
+
+@pytest.mark.parametrize(
+    ("trained", "shares", "words"),
+    [
+        ("block", {"param": 0.95}, r"of this model 0\.\d+ is frozen\. Make offload.optim 0.95 or more"),
+        ("all", {"param": 1.0}, "nothing in this model is frozen. Make offload.optim 1 or more"),
+        ("block", {"param": 1.0, "optim": 1.0, "param_disk": 0.95}, "is frozen. Make offload.optim_disk 0.95 or more"),
+        ("adapters", {"param": 0.5, "param_disk": 0.6}, "Make offload.param 0.6 or more"),
+    ],
+)
+def test_trained_parameters_do_not_leave_without_their_update(
+    trained: str, shares: dict[str, float], words: str, tmp_path: Path
+) -> None:
+    model = frozen_but(trained)
+    if trained == "all":
+        model.requires_grad_(True)
+    with pytest.raises(ConfigError, match=words):
+        sw.shard(model, {"preset": "zero3", "offload": shares, "disk": str(tmp_path)}, optimizer=adamw(model))
+
+
+@thorough_only("slow; smaller tests beside it cover the same code")
+def test_a_budget_leaves_updates_on_the_device_if_frozen_parameters_suffice(tmp_path: Path) -> None:
+    """Device, then host: the base goes to the host, and as little of it as necessary to the disk."""
+    model, data = frozen_but("adapters", num_blocks=9), batches(2)
+    whole = sharded_run(model, batches(1), "zero3", 2, None, adamw, after=placed)
+    device = int(0.75 * whole.extra["report"].promised_total)
+    run = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, budget={"device": device})
+    assert_same(run, plain_run(model, data, adamw))
+    found = run.extra
+    assert found["offload"].optim == 0.0 < found["offload"].param < 1.0
+    assert found["updated"]["device"] == 1.0
+    assert "budget: frozen parameters of " in found["said"]
+    host = int(0.8 * 2 * sum(found["report"].promised_on_host.values()))
+    budget = {"device": device, "host": host, "disk": str(tmp_path)}
+    run = sharded_run(model, data, "zero3", 2, None, adamw, after=placed, budget=budget)
+    assert_same(run, plain_run(model, data, adamw))
+    assert run.extra["resting"]["disk"] > 0
+    assert run.extra["updated"]["device"] == 1.0
+    assert "but those of" in run.extra["said"]
+
+
 @one_in(6)
 @pytest.mark.parametrize("trained", ["adapters", "head", "block"])
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])

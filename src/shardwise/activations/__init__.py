@@ -3,15 +3,19 @@
 from shardwise.activations.choice import Treatment, Treatments, treatments_for
 from shardwise.activations.install import TreatedSites
 from shardwise.activations.offload import Offloading
-from shardwise.activations.on_disk import DiskStore, PagedMemory
-from shardwise.activations.stores import ActivationMemory, HostStore, RehearsedStore, Store
+from shardwise.activations.on_disk import BEHIND_BYTES, STAGING, DiskStore, PagedMemory, RehearsedDiskStore
+from shardwise.activations.stores import SAVED, ActivationMemory, HostStore, RehearsedStore, Store
 
 __all__ = [
+    "BEHIND_BYTES",
+    "SAVED",
+    "STAGING",
     "ActivationMemory",
     "DiskStore",
     "HostStore",
     "Offloading",
     "PagedMemory",
+    "RehearsedDiskStore",
     "RehearsedStore",
     "Store",
     "TreatedSites",

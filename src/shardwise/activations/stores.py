@@ -12,7 +12,7 @@ from shardwise.storage import Copied, Copy, HostMemory
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
-KIND = "activations"
+SAVED = "activations"
 
 
 class Away(Protocol):
@@ -52,7 +52,7 @@ class ActivationMemory(HostMemory):
     Counted as `kind`.
     """
 
-    kind = KIND
+    kind = SAVED
 
     def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
         super().__init__(meter, device)
@@ -131,9 +131,19 @@ class RehearsedStore:
         self.num_bytes = self.peak_bytes = 0
 
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # units are counted together
-        self.num_bytes += source.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.hold(source.nbytes())
         return _Rehearsed(self, source.nbytes())
+
+    def hold(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def drop(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+    def begin_peaks(self) -> None:
+        """Count peaks from here on."""
+        self.peak_bytes = self.num_bytes
 
 
 class _Rehearsed:
@@ -150,4 +160,4 @@ class _Rehearsed:
         return Copied()
 
     def release(self) -> None:
-        self._store.num_bytes -= self._num_bytes
+        self._store.drop(self._num_bytes)

@@ -23,6 +23,7 @@ import torch
 from shardwise.checkpoint.codec import decode, dtype_name, dtype_of, encode
 from shardwise.checkpoint.content import kept_span, written_span
 from shardwise.comm import Collectives, World
+from shardwise.errors import TierError
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec
@@ -125,7 +126,11 @@ class Held:
 
 
 class TrainingState:
-    """A rank's parameters and states in the old layout, until they are moved. All ranks create one at the same time."""
+    """A rank's parameters and states in the old layout, until they are moved. All ranks create one at the same time.
+
+    [Note: a disk that fails in a move] The other ranks wait for this one's messages. So it goes on to the end with
+    zeros, and reads and writes nothing more; `fault` says why, and nobody may use the result.
+    """
 
     def __init__(self, held: Held, world: World, dealt: Collection[str] = ()) -> None:
         """`dealt` are the parameters of which ranks along `ep` have different parts, in the old layout or in the
@@ -145,6 +150,8 @@ class TrainingState:
         """How many parameters of each buffer have not been moved yet."""
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         self._values: States = {}
+        self.fault = ""
+        """The first error of this rank's disk."""
         self._exchange_states(held)
 
     def learn_new(self, flats: Sequence[Flat]) -> None:
@@ -248,7 +255,24 @@ class TrainingState:
     def _own(self, thing: _Thing, former: int, span: Span) -> Tensor:
         """Elements that this rank has of a former one, in memory."""
         tensor, rows = _slice_of(self._tensors[former, thing.name, thing.kind], span), self._rows.get(thing.name)
-        return rows.read(tensor) if rows is not None and rows.has(tensor) else tensor
+        if rows is None or not rows.has(tensor):
+            return tensor
+        try:
+            return self._zeros_like(tensor) if self.fault else rows.read(tensor)
+        except TierError as error:
+            self.fault = str(error)
+            return self._zeros_like(tensor)
+
+    def _zeros_like(self, tensor: Tensor) -> Tensor:
+        """In memory, whatever `tensor` stands for."""
+        return torch.zeros(tensor.numel(), dtype=tensor.dtype)
+
+    def _put(self, flat: Flat, target: Tensor, values: Tensor) -> None:
+        try:
+            if not self.fault:
+                flat.put(target, values)
+        except TierError as error:
+            self.fault = str(error)
 
     def _keep_own(
         self,
@@ -264,7 +288,7 @@ class TrainingState:
                 common = had.overlap(needed)
                 if common.numel:
                     target = _slice_of(filled[thing.name, thing.kind], common.within(needed))
-                    flat.put(target, self._own(thing, former, common.within(had)))
+                    self._put(flat, target, self._own(thing, former, common.within(had)))
 
     def _exchange(
         self,
@@ -293,7 +317,7 @@ class TrainingState:
             start = 0
             for thing, _, span in comes:
                 target = _slice_of(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
-                flat.put(target, message[start : start + span.numel])
+                self._put(flat, target, message[start : start + span.numel])
                 start += span.numel
 
     def _passing(

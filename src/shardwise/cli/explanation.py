@@ -287,8 +287,9 @@ def describe_offload(flats: Sequence[FlatSpec]) -> str:
 
 def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Example units for an explanation without a model."""
-    check_offload(plan, mesh)
-    offloaded = Offloaded.of(plan.offload, [UnitNumel(1, 1)] * NUM_EXAMPLES)
+    sizes = [UnitNumel(1, 1)] * NUM_EXAMPLES
+    check_offload(plan, mesh, sizes)
+    offloaded = Offloaded.of(plan.offload, sizes)
     tables = [offloaded.table(index, table) for index in range(NUM_EXAMPLES)]
     numel = padded_numel(pack([("weight", (EXAMPLE_NUMEL,))]), mesh.world_size)
     names = [f"h.{index}" for index in range(NUM_EXAMPLES)]

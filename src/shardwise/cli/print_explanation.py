@@ -42,6 +42,7 @@ ON_HOST = {
     "optim": MEANINGS["optim"],
     "buffers": "gradients, and copies to and from the device",
     "activations": "saved by forwards for backwards",
+    "staging": "activations on their way to a disk or back",
 }
 ON_DISK = {
     "param": MEANINGS["param"],

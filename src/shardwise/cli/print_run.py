@@ -84,19 +84,22 @@ def _ranks(view: RunView, most: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="ranks, time per step", title_justify="left")
     held = bytes_by_tier(view.memory())
     tiers = list(dict.fromkeys(tier for one in held for tier in one))
-    for name in ("rank", "computing", "waiting", "between", *tiers, "process", ""):
+    times = {"computing": "computing", "waiting": "waiting", "between": "idle"}
+    if any(row.get("disk") for row in view.ranks()):
+        times["for disk"] = "disk"
+    for name in ("rank", *times, *tiers, "process", ""):
         table.add_column(name, justify="left" if not name else "right")
     verdicts = view.verdicts()
     order = chosen(verdicts, most)
     for verdict in order:
         row = view.ranks()[verdict.rank]
-        times = (format_seconds(row[name]) for name in ("computing", "waiting", "idle"))
+        spent = (format_seconds(row.get(name, 0.0)) for name in times.values())
         mine = held[verdict.rank] if verdict.rank < len(held) else {}
         tensors = (format_bytes(mine.get(tier, 0)) for tier in tiers)
         style = "red" if verdict.is_slow else ""
-        table.add_row(str(verdict.rank), *times, *tensors, format_bytes(row["process"]), verdict.words, style=style)
+        table.add_row(str(verdict.rank), *spent, *tensors, format_bytes(row["process"]), verdict.words, style=style)
     if len(verdicts) > len(order):
-        table.add_row(*[""] * (5 + len(tiers)), others(verdicts, order))
+        table.add_row(*[""] * (2 + len(times) + len(tiers)), others(verdicts, order))
     return table
 
 

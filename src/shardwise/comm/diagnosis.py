@@ -6,7 +6,8 @@ the others wait for it, and after a while one of them logs that. It is a fault, 
 - two ranks have entered different collectives under the same number of one line (a contradiction, which never heals);
 - ranks wait for each other in a circle, each for what another has not entered (a deadlock, which never heals either);
 - a rank that others wait for has raised or ended, or its connection broke;
-- a rank has kept others waiting for longer than the world's timeout, or messages that all have sent do not arrive.
+- a rank has kept others waiting for longer than the world's timeout, unless it waits for its disk, which goes on
+  reading or writing; or messages that all have sent do not arrive.
 
 [Note: alive behind a broken connection] A connection breaks when its process ends, but also when the network resets it.
 If the other rank reports again after that, it lives, so the two are `disconnected` and neither is to blame.
@@ -45,6 +46,12 @@ class Lateness:
     status: Status | None
     waiting: tuple[Status, ...]
 
+    def is_served(self, timeout_seconds: float, silent_seconds: float) -> bool:
+        """Whether the rank's disk goes on reading or writing: however slow that is, it is no fault."""
+        late = self.status
+        is_moving = late is not None and late.on_disk and late.seconds <= timeout_seconds
+        return is_moving and silent_seconds <= SILENT_SECONDS
+
     def text(self, silent_seconds: float) -> str:
         """One line. `silent_seconds`: how long the rank has not reported."""
         waiting = "; ".join(str(status) for status in self.waiting[:_MOST_SHOWN])
@@ -53,6 +60,8 @@ class Lateness:
         elif silent_seconds > SILENT_SECONDS:
             what = f"rank {self.rank} has not been heard of for {silent_seconds:.0f} s (stopped, or cut off): "
             what += str(self.status)
+        elif self.status.on_disk:
+            what = str(self.status)
         else:
             what = f"{self.status}, for {self.status.seconds:.0f} s"
         return f"{what}. Because of it {waiting}"

@@ -120,6 +120,8 @@ class Journal:
         self._lines: dict[str, LineRecord] = {}
         """By the name of the group, which identifies its ranks."""
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
+        self._num_disk_waits = 0
+        """What the clock had counted when this rank entered its last collective."""
         self._trace: list[Moment] = []
         self._num_passes = 0
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
@@ -158,6 +160,7 @@ class Journal:
             marks = self._marks_since(line)
         line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
+        self._num_disk_waits = self.clock.num_disk_waits
         return Entry(line, number, tag)
 
     def check(self, *, when_closed: bool = True) -> None:
@@ -246,7 +249,8 @@ class Journal:
 
     def progress(self) -> tuple[object, ...]:
         """A value that changes whenever this rank has done something."""
-        return (self.moment, self.action, self.awaited(), *(line.count for line in tuple(self._lines.values())))
+        counts = (line.count for line in tuple(self._lines.values()))
+        return (self.moment, self.action, self.awaited(), self.clock.num_disk_calls, *counts)
 
     def status(self, beat: int, seconds: float) -> Status:
         """The report for the other ranks. `seconds`: for how long nothing has changed."""
@@ -267,6 +271,7 @@ class Journal:
             place=place,
             seconds=seconds,
             error=self.error,
+            on_disk=entry is None and (self.clock.is_on_disk or self.clock.num_disk_waits > self._num_disk_waits),
             awaited=(entry.line.name, entry.number, entry.line.ranks) if entry is not None else None,
             tracks={line.name: _track(line) for line in tuple(self._lines.values())},
             path=self._path(),

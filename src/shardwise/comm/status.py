@@ -12,6 +12,7 @@ State = Literal["computing", "waiting", "raised", "ended"]
 _SHAPE: dict[str, Any] = {
     **dict.fromkeys(("state", "moment", "unit", "doing", "call", "place", "error"), str),
     **dict.fromkeys(("rank", "beat"), int),
+    "on_disk": bool,
     "seconds": float,
     "awaited": plain_data.OneOf(None, (str, int, [int])),
     "tracks": {str: (int, [(int, int, str, int, int, [str])])},
@@ -63,8 +64,9 @@ class Status:
 
     `beat` counts its reports, `seconds` is how long it has been where it is. `doing` is the action of the program that
     it runs or waits for, `call` the library function that the user called, `place` the line of the user's code.
-    `awaited` is the line, the number and the ranks of the collective that it waits for. `path` is what it has done in
-    its current or last pass over the model.
+    `awaited` is the line, the number and the ranks of the collective that it waits for. `on_disk`: whether it has
+    waited for its disk since its last collective. `path` is what it has done in its current or last pass over the
+    model.
     """
 
     rank: int
@@ -77,6 +79,7 @@ class Status:
     place: str = ""
     seconds: float = 0.0
     error: str = ""
+    on_disk: bool = False
     awaited: tuple[str, int, tuple[int, ...]] | None = None
     tracks: dict[str, Track] = field(default_factory=dict)
     path: PassPath = field(default_factory=PassPath)
@@ -126,7 +129,8 @@ class Status:
                 return f"rank {self.rank} raised {self.error}, {self._since()}"
             case "ended":
                 return f"rank {self.rank} has ended, {self._since()}"
-        return f"rank {self.rank} computes, {self._since()}{at}{raised}"
+        does = "reads from its disk or writes to it" if self.on_disk else "computes"
+        return f"rank {self.rank} {does}, {self._since()}{at}{raised}"
 
     def _since(self) -> str:
         return f"last seen at '{self.moment}'" if self.moment else "before its first step"

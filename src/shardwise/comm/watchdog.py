@@ -212,8 +212,9 @@ class Watchdog:
             why = f"its connection to rank {mine.rank} is closed."
             return disappearance(finding.rank, finding.status, why, mine, self._lost_host(finding.rank))
         silent_host = self._host_where(finding.rank, self._is_silent) if finding is not None else None
-        if mine.seconds > self._timeout_seconds:
-            silent = self._silent_seconds(finding.rank) if finding is not None else 0.0
+        silent = self._silent_seconds(finding.rank) if finding is not None else 0.0
+        is_served = finding is not None and finding.is_served(self._timeout_seconds, silent)
+        if mine.seconds > self._timeout_seconds and not is_served:
             return overdue(finding, mine, silent, self._timeout_seconds, host=silent_host)
         if isinstance(finding, Lateness) and mine.seconds > self._warn_after_seconds:
             self._warn(finding, silent_host)

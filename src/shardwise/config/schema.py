@@ -217,7 +217,7 @@ class Offload(Strict):
         default=0.0,
         ge=0,
         le=1,
-        description="share of all elements, also frozen ones, that rest on the host; at most that of optim",
+        description="share of all elements that rest on the host: frozen ones, and trained ones that are updated there",
     )
     param_disk: float = Field(
         default=0.0, ge=0, le=1, description="share of all elements that rest on the disk instead, beside their states"
@@ -383,6 +383,12 @@ class Plan(Strict):
         if wrong is not None:
             raise ConfigError(f"origin({path!r}): {wrong}")
         return "default"
+
+    @property
+    def has_activations_on_disk(self) -> bool:
+        """Whether any activations go to a disk, on any rank."""
+        rules = (rule.activations for rule in self.rules.values())
+        return any(one.policy == "disk" for one in (self.activations, *rules))
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""

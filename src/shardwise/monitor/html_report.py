@@ -159,7 +159,11 @@ def _ranks(view: RunView) -> str:
     if not rows:
         return ""
     kinds = {"computing": "computing", "waiting": "waiting", "between steps": "idle"}
-    parts = [(f"rank {one.rank}", [(label, rows[one.rank][name]) for label, name in kinds.items()]) for one in shown]
+    if any(row.get("disk") for row in rows):
+        kinds["waiting for its disk"] = "disk"
+    parts = [
+        (f"rank {one.rank}", [(label, rows[one.rank].get(name, 0.0)) for label, name in kinds.items()]) for one in shown
+    ]
     words = "".join(
         f'<tr class="{"slow" if one.is_slow else ""}"><td>rank {one.rank}</td>'
         f'<td class="words">{escape(one.words)}</td></tr>'

@@ -61,7 +61,8 @@ def _all(rows: object, is_good: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 
 def _is_rank(row: Mapping[str, Any]) -> bool:
-    return all(_has(row, name, shape) for name, shape in _RANK.items())
+    is_whole = all(_has(row, name, shape) for name, shape in _RANK.items())
+    return is_whole and ("disk" not in row or _has(row, "disk", float))
 
 
 def _is_memory(row: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@ much."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Offloaded:
         updated, on_disk = (share_of_last(trained, share) for share in (offload.optim, offload.optim_disk))
 
         def resting(share: float, beside: frozenset[int], first: frozenset[int] = frozenset()) -> frozenset[int]:
-            movable = [size.all if place in beside else size.all - size.trained for place, size in enumerate(sizes)]
+            movable = _movable(sizes, beside)
             wanted = share * total - sum(movable[place] for place in first)
             left = [0 if place in first else numel for place, numel in enumerate(movable)]
             return first | last_with(left, wanted)
@@ -78,6 +78,12 @@ def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier =
         return there
     held = replace(table.held, tier=params) if table.held.shard == table.param.shard else table.held
     return replace(there, param=replace(table.param, tier=params), held=held)
+
+
+def _movable(sizes: Sequence[UnitNumel], updated: Collection[int]) -> list[int]:
+    """The elements of each unit that may rest off the device, if those units are `updated` there: frozen ones always
+    may."""
+    return [size.all if place in updated else size.all - size.trained for place, size in enumerate(sizes)]
 
 
 def share_of_last(sizes: Sequence[int], share: float) -> frozenset[int]:
@@ -125,25 +131,22 @@ def check_budget(plan: Plan, mesh: Mesh) -> None:
         )
 
 
-def check_offload(plan: Plan, mesh: Mesh) -> None:
-    """Raise `ConfigError` for a share that contradicts another one or the plan's rows."""
+def check_offload(plan: Plan, mesh: Mesh, sizes: Sequence[UnitNumel] | None = None) -> None:
+    """Raise `ConfigError` for a share that contradicts another one, the plan's rows, or a model with units of these
+    `sizes`."""
     asked = plan.offload
-    if asked.param > asked.optim:
-        raise ConfigError(
-            f"offload.param is {asked.param:g} and offload.optim {asked.optim:g}, but parameters rest on the host only "
-            f"where they are updated there. Make offload.optim {asked.param:g} or more."
-        )
     if asked.optim_disk > asked.optim:
         raise ConfigError(
             f"offload.optim_disk is {asked.optim_disk:g} and offload.optim {asked.optim:g}, but states on a disk are "
             f"updated on the host. Make offload.optim {asked.optim_disk:g} or more."
         )
-    if asked.param_disk > min(asked.param, asked.optim_disk):
+    if asked.param_disk > asked.param:
         raise ConfigError(
-            f"offload.param_disk is {asked.param_disk:g}, offload.param {asked.param:g} and offload.optim_disk "
-            f"{asked.optim_disk:g}, but parameters rest on a disk only beside their states. Make both "
-            f"{asked.param_disk:g} or more."
+            f"offload.param_disk is {asked.param_disk:g} and offload.param {asked.param:g}, of which it is a part. "
+            f"Make offload.param {asked.param_disk:g} or more."
         )
+    if sizes is not None:
+        _check_frozen(asked, sizes)
     table = table_for(plan, mesh).on(mesh)
     if asked.param_disk and table.param.shard != table.optim.shard:
         raise ConfigError(
@@ -154,4 +157,29 @@ def check_offload(plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(
             f"offload.optim is {asked.optim:g}, a share of the units, but the plan's rows have the states of all units "
             f"on the {table.optim.tier}. Leave out offload, or take a preset with states on the device."
+        )
+
+
+def _check_frozen(asked: Offload, sizes: Sequence[UnitNumel]) -> None:
+    """Raise `ConfigError` if trained parameters would have to rest where they are not updated. A share of 1 beside a
+    smaller one of states means all frozen parameters."""
+    found, total = Offloaded.of(asked, sizes), sum(size.all for size in sizes)
+    frozen = total - sum(size.trained for size in sizes)
+
+    def is_too_much(share: float, states: float, updated: Collection[int]) -> bool:
+        if share <= states:
+            return False
+        return not frozen or (share < 1 and share * total > sum(_movable(sizes, updated)))
+
+    beside = f"of this model {frozen / max(1, total):.3g} is frozen" if frozen else "nothing in this model is frozen"
+    if is_too_much(asked.param, asked.optim, found.updated):
+        raise ConfigError(
+            f"offload.param is {asked.param:g} and offload.optim {asked.optim:g}, but trained parameters rest on the "
+            f"host only where they are updated there, and {beside}. Make offload.optim {asked.param:g} or more."
+        )
+    if is_too_much(asked.param_disk, asked.optim_disk, found.on_disk):
+        raise ConfigError(
+            f"offload.param_disk is {asked.param_disk:g} and offload.optim_disk {asked.optim_disk:g}, but trained "
+            f"parameters rest on a disk only beside their states, and {beside}. Make offload.optim_disk "
+            f"{asked.param_disk:g} or more."
         )

@@ -37,6 +37,10 @@ class Activations:
     """The most of them that lies on the host, where a plan puts them there; `disk_bytes` likewise. Not part of any
     mark."""
     disk_bytes: int = 0
+    staging_bytes: int = 0
+    """The most host memory through which they go to a disk and come back. `ahead_bytes`: the most of that into which
+    they are read; the rest waits to be written."""
+    ahead_bytes: int = 0
     peak_heap_bytes: int = 0
     """The most that lies in the heap of the process at once; 0 where it has none."""
 

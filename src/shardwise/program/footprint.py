@@ -37,11 +37,14 @@ class HostFootprint:
     buffers: int
     activations: int = 0
     """What forwards save for backwards, if a rehearsal has counted it and the plan puts it there."""
+    staging: int = 0
+    """Memory through which activations go to a disk and come back, if a rehearsal has counted it."""
 
     @property
     def by_kind(self) -> dict[str, int]:
         kinds = {"param": self.param, "optim": self.optim, "buffers": self.buffers}
-        return {**kinds, "activations": self.activations} if self.activations else kinds
+        counted = {"activations": self.activations, "staging": self.staging}
+        return kinds | {kind: num_bytes for kind, num_bytes in counted.items() if num_bytes}
 
     @property
     def total(self) -> int:
@@ -142,8 +145,9 @@ def footprint(
     if activations is not None and activations.disk_bytes:
         disk = replace(disk or DiskFootprint(0, 0), activations=activations.disk_bytes)
     host = _on_host(flats, buffers, states_per_param, coordinate)
-    if activations is not None and activations.host_bytes:
-        host = replace(host or HostFootprint(0, 0, 0), activations=activations.host_bytes)
+    if activations is not None and (activations.host_bytes or activations.staging_bytes):
+        below, staging = activations.host_bytes, activations.staging_bytes
+        host = replace(host or HostFootprint(0, 0, 0), activations=below, staging=staging)
     grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)

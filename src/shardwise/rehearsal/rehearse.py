@@ -17,8 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.activations import Offloading, RehearsedStore, TreatedSites, Treatments
+from shardwise.activations import Offloading, RehearsedDiskStore, RehearsedStore, TreatedSites, Treatments
 from shardwise.errors import ConfigError, ModelError
+from shardwise.micro_batches import MicroBatch
 from shardwise.placement import Dtype
 from shardwise.precision import cast_floating
 from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
@@ -70,12 +71,12 @@ def rehearse(
 ) -> Activations:
     """The activations of one forward and backward of `model` on `batch`. Changes neither; needs no other rank.
 
-    `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Only its
-    shapes, dtypes and integers matter. The backward starts from `loss(output)`; without `loss`, from the output itself
-    if it is a tensor, or its `loss`, or else the sum of its floating-point tensors. As in `loss = model(...)`, the rest
-    of the output is freed before the backward. `units` are those of the model, whose parameters may be on the meta
-    device. `around` is entered with the model's copy while that computes. `treatments`: the units whose activations are
-    recomputed or offloaded.
+    `batch` is what the model is called with: a tensor, a tuple of arguments, a dict of keyword arguments, or a
+    `MicroBatch` with both. Only its shapes, dtypes and integers matter. The backward starts from `loss(output)`;
+    without `loss`, from the output itself if it is a tensor, or its `loss`, or else the sum of its floating-point
+    tensors. As in `loss = model(...)`, the rest of the output is freed before the backward. `units` are those of the
+    model, whose parameters may be on the meta device. `around` is entered with the model's copy while that computes.
+    `treatments`: the units whose activations are recomputed or offloaded.
 
     Raises `ModelError` for a model that reads values of floating-point tensors or fails on the batch, and `ConfigError`
     for a `batch` of another type.
@@ -119,7 +120,8 @@ def rehearse_work(
         twin = Twin(model, units, device)
         stage = _Stage(twin, device)
         work = prepare(twin)
-        elsewhere = {policy: RehearsedStore() for policy in ("offload", "disk")}
+        on_host, on_disk = RehearsedStore(), RehearsedDiskStore()
+        elsewhere = {"offload": on_host, "disk": on_disk}
         if treatments:
             waits, resting = device.type != "cpu", twin.resting
             keepers = {policy: Offloading(store, device, resting, waits=waits) for policy, store in elsewhere.items()}
@@ -129,7 +131,7 @@ def rehearse_work(
         fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
         for _ in range(MAX_PASSES):
             for store in elsewhere.values():
-                store.peak_bytes = store.num_bytes
+                store.begin_peaks()
             try:
                 stage.perform(work, fake, compute)
             except ModelError:
@@ -140,9 +142,16 @@ def rehearse_work(
                 break
     on_cpu = device.type == "cpu"
     process_bytes = PROCESS_BYTES + products.kernel_bytes if on_cpu else 0
-    on_host, on_disk = elsewhere["offload"].peak_bytes, elsewhere["disk"].peak_bytes
-    heap_bytes = stage.peak_heap_bytes if on_cpu else 0
-    return Activations(tuple(stage.marks), process_bytes, on_cpu, on_host, on_disk, heap_bytes)
+    return Activations(
+        tuple(stage.marks),
+        process_bytes,
+        on_cpu,
+        host_bytes=on_host.peak_bytes,
+        disk_bytes=on_disk.peak_bytes,
+        staging_bytes=on_disk.peak_staging_bytes,
+        ahead_bytes=on_disk.peak_ahead_bytes,
+        peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
+    )
 
 
 def loss_in(output: Any) -> torch.Tensor:
@@ -162,6 +171,8 @@ def loss_in(output: Any) -> torch.Tensor:
 
 
 def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, MicroBatch):
+        return batch.args, batch.kwargs
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, tuple):

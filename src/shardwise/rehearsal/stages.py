@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.activations import Treatments
+from shardwise.activations import BEHIND_BYTES, Treatments
 from shardwise.errors import ModelError
 from shardwise.pipeline import Parcel, ParcelLayout, StagedModel, WeightGrads, most_under_way
 from shardwise.placement import Dtype
@@ -101,8 +101,14 @@ class StageRehearsal:
         }
         sent = sum(held.messages for held in self._found.values())
         found = over_schedule(row, stages, {unit.name for unit in halved}, sent)
-        on_host, on_disk = self._beside(lambda one: one.host_bytes), self._beside(lambda one: one.disk_bytes)
-        return replace(found, host_bytes=on_host, disk_bytes=on_disk)
+        ahead = self._beside(lambda one: one.ahead_bytes)
+        return replace(
+            found,
+            host_bytes=self._beside(lambda one: one.host_bytes),
+            disk_bytes=self._beside(lambda one: one.disk_bytes),
+            staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + ahead),
+            ahead_bytes=ahead,
+        )
 
     @property
     def sent_bytes(self) -> int:
@@ -127,6 +133,11 @@ class StageRehearsal:
         held = {stage: there(one) for stage, one in self._counted.items()}
         beside = held_beside(self.staged.layout.schedule, self.staged.place, held, held)
         return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
+
+    def _most_behind(self) -> int:
+        """The most bytes that may wait to be written to a disk, which micro-batches in flight share: what one unit has
+        saved always may."""
+        return max(BEHIND_BYTES, *(one.staging_bytes for one in self._counted.values()))
 
     def _layout_from(
         self, exchange: Exchange, stage: int, handed_over: ParcelLayout | None, error: ModelError | None

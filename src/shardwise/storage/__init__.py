@@ -2,7 +2,7 @@
 
 from shardwise.storage.at_rest import AtRest, is_at_rest
 from shardwise.storage.boxes import part_of, put_part
-from shardwise.storage.disk_folder import open_disk
+from shardwise.storage.disk_folder import open_disk, require_room
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.disk_reads import DiskRead
 from shardwise.storage.dtypes import torch_dtype
@@ -49,6 +49,7 @@ __all__ = [
     "owners_of",
     "part_of",
     "put_part",
+    "require_room",
     "share",
     "tables_for",
     "torch_dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, TierError
 from shardwise.mesh import Mesh
-from shardwise.program import UnitSpec, disk_bytes
+from shardwise.program import UnitSpec, disk_bytes, resting_disk_bytes
 from shardwise.storage.disk_memory import DiskMemory
 from shardwise.tiers import IoQueue, folder_of, job_of_process
 
@@ -30,7 +31,8 @@ def open_disk(
     row.
 
     `known` is that of the previous plan; it is used again if it is in the same folder. Raises `ConfigError` for a plan
-    that names no folder, and `TierError` on all ranks if the folder cannot be opened or has too little room on any.
+    that names no folder, and `TierError` on all ranks if the folder cannot be opened, has too little room on any, or no
+    file can be made there.
     """
     flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
     named = _required_folder(plan)
@@ -38,7 +40,6 @@ def open_disk(
     wanted = sum(disk_bytes(flat, coordinate) for flat in flats)
     mine = {"wanted": wanted, "job": job_of_process()}
     of_ranks = [json.loads(message) for message in world.exchange(json.dumps(mine).encode(), "disk")]
-    num_local = min(world.size, world.local_size or world.size)
     disk = known
 
     def open_with_room() -> None:
@@ -46,20 +47,37 @@ def open_disk(
         if disk is None or not disk.is_in(named):
             own = world.rank_device if device.type == world.rank_device.device.type else None
             folder = folder_of(named)
-            disk = DiskMemory(folder, world.rank, own, _queue_for(folder), job=of_ranks[0]["job"], named=named)
+            job, clock = of_ranks[0]["job"], world.journal.clock
+            disk = DiskMemory(folder, world.rank, own, _queue_for(folder), job=job, named=named, clock=clock)
         disk.has_checksums = plan.disk_checksums
-        most = sorted(each["wanted"] for each in of_ranks)[-num_local:]
-        disk.folder.check_room(sum(most))  # assume the ranks that want most share a host
+        disk.folder.check_room(_on_a_host(world, [each["wanted"] for each in of_ranks]))
 
     try:
         _agree(world, open_with_room)
         assert disk is not None
         _agree(world, disk.folder.tidy_after_others)
+        sizes = [(disk_bytes(flat, coordinate), resting_disk_bytes(flat)) for flat in flats]
+        _agree(world, partial(disk.prepare, sizes))
     except TierError:
-        if disk is not None and disk is not known:
+        if disk is not None and disk is known:
+            disk.drop_prepared()
+        elif disk is not None:
             disk.close()
         raise
     return disk
+
+
+def require_room(disk: DiskMemory, world: World, num_bytes: int) -> None:
+    """Ask for room for `num_bytes` of this rank. All ranks call; all raise `TierError` if the disk of any has too
+    little."""
+    wanted = [int(message) for message in world.exchange(str(num_bytes).encode(), "disk")]
+    _agree(world, lambda: disk.folder.check_room(_on_a_host(world, wanted)))
+
+
+def _on_a_host(world: World, wanted: Sequence[int]) -> int:
+    """The bytes of as many ranks as share a host, assuming that those that want most do."""
+    num_local = min(world.size, world.local_size or world.size)
+    return sum(sorted(wanted)[-num_local:])
 
 
 def _agree(world: World, work: Callable[[], None]) -> None:

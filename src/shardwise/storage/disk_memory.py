@@ -21,7 +21,7 @@ import contextlib
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,17 @@ from shardwise.errors import StateError, TierError
 from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.storage.disk_reads import DiskRead, DiskReads
 from shardwise.storage.host_memory import Copy
-from shardwise.telemetry import ON_THE_WAY, ByteMeter, Timeline
+from shardwise.telemetry import ON_THE_WAY, ByteMeter, StepClock, Timeline
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder, folder_of
 
 Tensor = torch.Tensor
 PIECE_BYTES = 2**23
 """The most that is read or written at once between steps."""
+_TORN = {
+    "step": "some units are updated and others are not",
+    "change of plan": "parts of the model are lost",
+}
+"""What is left if a disk fails in the middle."""
 
 
 class DiskRows:
@@ -182,13 +187,16 @@ class DiskMemory:
         *,
         job: str | None = None,
         named: str | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         """`device` is the rank's, if tensors lie there; `job` as in `TierFolder`; `named` is the folder as the plan
-        names it. Raises `TierError` for a folder that cannot be opened."""
+        names it; `clock` counts how long the rank waits. Raises `TierError` for a folder that cannot be opened."""
         self.folder = TierFolder(folder, rank=rank, job=job)
         self._named = str(folder) if named is None else named
         self._queue = IoQueue() if queue is None else queue
         self._device = device
+        self._clock = StepClock() if clock is None else clock
+        self._queue.note_done = self._clock.note_disk_call
         self._meter = ByteMeter()
         self.timeline = Timeline()
         """Records the reads and writes of a step."""
@@ -196,16 +204,18 @@ class DiskMemory:
         """The rows that an update changes."""
         self._every: list[DiskRows] = []
         self._left: list[DiskRows] = []
-        self._reads = DiskReads(self._pool_for_reads)
+        self._reads = DiskReads(self._pool_for_reads, self.wait_for)
         self._pool: BufferPool | None = None
         self._ahead: _Ahead | None = None
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
         self._buffer_bytes = 0
-        self._is_torn = False
-        """Whether a step or a resume has begun to change the files and not finished."""
+        self._torn_by = ""
+        """The step, the resume or the change of plan that has begun to change the files and not finished."""
         self._fault = ""
         """The first error of this rank's disk in the current step."""
         self._num_made = 0
+        self._prepared: dict[tuple[int, int], list[DiskFile]] = {}
+        """Files for rows, by their bytes and the bytes of resting parameters."""
         self.has_checksums = False
         """Whether files created from here on have checksums, which are compared when they are read."""
 
@@ -216,7 +226,7 @@ class DiskMemory:
         self._reads.forget_all()
         self._left += self._every
         self._meter, self._rows, self._every, self._pool, self._buffer_bytes = meter, [], [], None, 0
-        self._reads = DiskReads(self._pool_for_reads)
+        self._reads = DiskReads(self._pool_for_reads, self.wait_for)
 
     def close_previous(self) -> None:
         """Close the files of previous plans."""
@@ -231,7 +241,9 @@ class DiskMemory:
 
     def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
         """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
-        rows = DiskRows(name, self.file("rows", num_bytes, cut=resting_bytes), resting_bytes)
+        prepared = self._prepared.get((num_bytes, resting_bytes))
+        file = prepared.pop() if prepared else self.file("rows", num_bytes, cut=resting_bytes)
+        rows = DiskRows(name, file, resting_bytes)
         self._every.append(rows)
         if is_updated:
             self._rows.append(rows)
@@ -241,11 +253,34 @@ class DiskMemory:
         self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
         return rows
 
+    def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
+        """Make files for `rows`, given the bytes of each and of its resting parameters, while nothing has been changed
+        yet. Raises `TierError` if there is no room for them, and keeps none."""
+        try:
+            for num_bytes, resting_bytes in sizes:
+                file = self.file("rows", num_bytes, cut=resting_bytes)
+                self._prepared.setdefault((num_bytes, resting_bytes), []).append(file)
+        except TierError:
+            self.drop_prepared()
+            raise
+
+    def drop_prepared(self) -> None:
+        """Close the files that no rows have been made of."""
+        for files in self._prepared.values():
+            for file in files:
+                file.close()
+        self._prepared.clear()
+
     def file(self, name: str, num_bytes: int, *, cut: int = 0) -> DiskFile:
         """A separate file in the folder; the caller counts and closes it. For `cut` see `DiskFile`."""
         self._num_made += 1
         path = f"{name}-{self._num_made - 1}"
         return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums, cut=cut)
+
+    def wait_for(self, pending: Pending) -> None:
+        """Wait for reads or writes of this disk, as this rank's clock counts. Raises `TierError` if one failed."""
+        with self._clock.waiting_for_disk():
+            pending.wait()
 
     # -- a pass -----------------------------------------------------------------------------------------
 
@@ -268,7 +303,7 @@ class DiskMemory:
 
     def expect_step(self) -> None:
         """A step will follow: start to read the rows that it updates first, while the model computes."""
-        if self._ahead is None and self._rows and not self._is_torn:
+        if self._ahead is None and self._rows and not self._torn_by:
             self._ahead = self._start(self._rows[0], self._take())
 
     def fetch(self, rows: DiskRows) -> None:
@@ -301,9 +336,9 @@ class DiskMemory:
         self._follow(f"write {rows.name} states", writing)
         self._writing.append((buffer, writing, release))
 
-    def begin_change(self) -> None:
+    def begin_change(self, by: str = "step") -> None:
         """The files belong to no single step from here until `finish_writes`."""
-        self._is_torn = True
+        self._torn_by = by
 
     def begin_replacing(self) -> None:
         """Everything here is about to be replaced, until `finish_writes`; old checksums no longer count."""
@@ -318,27 +353,33 @@ class DiskMemory:
         self._drop_ahead()
         while self._writing:
             self._finish_write()
-        self._is_torn = bool(self._fault)
+        self._torn_by = "step" if self._fault else ""
 
     def end_step(self, world: World) -> None:
         """Wait until a step is completely on the disks of all ranks. All ranks call; all raise `TierError` if one
         failed."""
         self.finish_writes()
-        faults = [fault.decode() for fault in world.exchange(self._fault.encode(errors="backslashreplace"), "disk")]
-        for rank, fault in enumerate(faults):
-            if fault:
-                self.begin_change()
+        self.agree(world, self._fault, "step")
+
+    def agree(self, world: World, fault: str, during: str) -> None:
+        """Raise `TierError` on all ranks if the disk of any has had a `fault` during a step or a change of plan; what
+        is here belongs to none then. All ranks call."""
+        faults = [told.decode() for told in world.exchange(fault.encode(errors="backslashreplace"), "disk")]
+        for rank, told in enumerate(faults):
+            if told:
+                self.begin_change(during)
                 raise TierError(
-                    f"The disk of rank {rank} failed in a step. {fault} Some units are updated and others are not: go "
-                    f"on from the last checkpoint with engine.resume(), on all ranks."
+                    f"The disk of rank {rank} failed in a {during}. {told} {_TORN[during].capitalize()}: go on from "
+                    f"the last checkpoint with engine.resume(), on all ranks."
                 )
 
     def require_whole(self) -> None:
-        """Raise `StateError` if a step has failed between its first update and its last."""
-        if self._is_torn:
+        """Raise `StateError` if a step has failed between its first update and its last, or a change of plan between
+        its first unit and its last."""
+        if self._torn_by:
             raise StateError(
-                f"A step failed while it changed what is in {self.folder.folder}: some units are of that step, and "
-                f"others are not. Go on from the last checkpoint with engine.resume(), on all ranks."
+                f"A {self._torn_by} failed while it changed what is in {self.folder.folder}: {_TORN[self._torn_by]}. "
+                f"Go on from the last checkpoint with engine.resume(), on all ranks."
             )
 
     def abandon(self) -> None:
@@ -418,7 +459,7 @@ class DiskMemory:
     def _succeeds(self, pending: Pending) -> bool:
         """Wait, and note an error for the end of the step."""
         try:
-            pending.wait()
+            self.wait_for(pending)
         except TierError as error:
             self._fault = self._fault or str(error)
             return False

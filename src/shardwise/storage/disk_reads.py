@@ -29,12 +29,21 @@ Start = Callable[[Tensor], Pending]
 class DiskRead:
     """The parameters of one flat buffer on their way from a disk to the device. Waited for like a copy."""
 
-    def __init__(self, what: str, buffer: Tensor, pending: Pending, copy: Callable[[Tensor], Copy], leave: Leave):
+    def __init__(
+        self,
+        what: str,
+        buffer: Tensor,
+        pending: Pending,
+        copy: Callable[[Tensor], Copy],
+        leave: Leave,
+        wait_for: Callable[[Pending], None],
+    ) -> None:
         """`copy` starts to bring `what` from the buffer to the device; `leave` takes the buffer back once that copy is
-        done."""
+        done; `wait_for` waits for the disk."""
         self._what = what
         self._buffer = buffer
         self._pending = pending
+        self._wait_for = wait_for
         self._copy = copy
         self._leave = leave
         self._copied: Copy = Copied()
@@ -47,7 +56,7 @@ class DiskRead:
             return
         self._has_arrived = True
         try:
-            self._pending.wait()
+            self._wait_for(self._pending)
             self._copied = self._copy(self._buffer)
         except TierError as error:
             self._fault = error
@@ -74,9 +83,10 @@ class DiskReads:
     Keys name the flat buffers, in the order of the model.
     """
 
-    def __init__(self, make_pool: Callable[[], BufferPool]) -> None:
-        """`make_pool` is called for the first read."""
+    def __init__(self, make_pool: Callable[[], BufferPool], wait_for: Callable[[Pending], None] = Pending.wait) -> None:
+        """`make_pool` is called for the first read; `wait_for` waits for the disk."""
         self._make_pool = make_pool
+        self._wait_for = wait_for
         self._pool: BufferPool | None = None
         self._starts: dict[Hashable, Start] = {}
         self._ahead: dict[Hashable, tuple[Tensor, Pending]] = {}
@@ -114,7 +124,7 @@ class DiskReads:
         if found is None:
             buffer = self._take()
             found = buffer, self._starts[key](buffer)
-        read = DiskRead(what, *found, copy, self._leave)
+        read = DiskRead(what, *found, copy, self._leave, self._wait_for)
         self._under_way.append(read)
         self._read_ahead()
         return read

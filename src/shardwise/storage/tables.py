@@ -68,9 +68,10 @@ def _offloaded(
     boxes: Mapping[nn.Parameter, Box],
 ) -> dict[nn.Parameter, LabelledTable]:
     """The tables with the plan's shares of units moved off the device."""
-    check_offload(plan, mesh)
     units = choose_units(model, plan, boxes)
-    offloaded = Offloaded.of(plan.offload, [unit_numel(unit, boxes) for unit in units])
+    sizes = [unit_numel(unit, boxes) for unit in units]
+    check_offload(plan, mesh, sizes)
+    offloaded = Offloaded.of(plan.offload, sizes)
     changed = dict(rows)
     for place in offloaded.updated | offloaded.resting:
         for param in units[place].params.values():

@@ -1,20 +1,23 @@
-"""How a host spends its time: computing, waiting for other ranks, or idle between computations."""
+"""How a host spends its time: computing, waiting for other ranks or for a disk, or idle between computations."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds since the lap before. `waited` is by the axis of the ranks that were waited for."""
+    """Seconds since the lap before. `waited` is by the axis of the ranks that were waited for, `disk` for the disk
+    tier."""
 
     seconds: float
     idle: float
     waited: dict[str, float]
+    disk: float = 0.0
 
     @property
     def waiting(self) -> float:
@@ -23,7 +26,7 @@ class Lap:
     @property
     def computing(self) -> float:
         """The rest: forward, loss, backward and update, and work that overlaps with them."""
-        return max(0.0, self.seconds - self.idle - self.waiting)
+        return max(0.0, self.seconds - self.idle - self.waiting - self.disk)
 
 
 class StepClock:
@@ -38,7 +41,12 @@ class StepClock:
         self._now = now
         self._waited: defaultdict[str, float] = defaultdict(float)
         self._total_waited = 0.0
-        self._idle = 0.0
+        self._disk = self._idle = 0.0
+        self.is_on_disk = False
+        """Whether this rank waits for a disk."""
+        self.num_disk_waits = self.num_disk_calls = 0
+        """How often it has waited for one; and reads and writes that are done, counted by the threads that do them:
+        it grows as long as a disk works."""
         self._lap_began = self._resting_since = now()
         self._waited_at_rest = 0.0
         self._rests = True
@@ -47,6 +55,23 @@ class StepClock:
         """Count `seconds` of waiting for ranks along `axis`."""
         self._waited[axis] += seconds
         self._total_waited += seconds
+
+    @contextmanager
+    def waiting_for_disk(self) -> Iterator[None]:
+        """Count the time inside as waiting for a disk."""
+        started, self.is_on_disk = self._now(), True
+        self.num_disk_waits += 1
+        try:
+            yield
+        finally:
+            seconds = self._now() - started
+            self.is_on_disk = False
+            self._disk += seconds
+            self._total_waited += seconds
+
+    def note_disk_call(self) -> None:
+        """A read or write is done. Called from any thread."""
+        self.num_disk_calls += 1
 
     def work(self) -> None:
         """The model begins to compute."""
@@ -63,8 +88,8 @@ class StepClock:
         """The times since the last call."""
         self._count_rest()
         now = self._now()
-        lap = Lap(now - self._lap_began, self._idle, dict(self._waited))
-        self._lap_began, self._idle = now, 0.0
+        lap = Lap(now - self._lap_began, self._idle, dict(self._waited), self._disk)
+        self._lap_began, self._idle, self._disk = now, 0.0, 0.0
         self._waited.clear()
         return lap
 

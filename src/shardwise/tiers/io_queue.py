@@ -25,10 +25,19 @@ class IoQueue:
             )
         self.depth = depth
         self.block_bytes = block_bytes
+        self.note_done: Callable[[], None] | None = None
+        """Called after each request, by the thread that has done it."""
         self._pool = ThreadPoolExecutor(depth, "shardwise disk")
 
     def start(self, requests: Iterable[Callable[[], None]]) -> Pending:
-        return Pending([self._pool.submit(request) for request in requests])
+        return Pending([self._pool.submit(self._do, request) for request in requests])
+
+    def _do(self, request: Callable[[], None]) -> None:
+        try:
+            request()
+        finally:
+            if self.note_done is not None:
+                self.note_done()
 
     def close(self) -> None:
         """Wait for the requests in flight and end the threads. May be called twice."""
