@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import StateError
+from shardwise.inference_in_stages import inference_in_stages
 from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.pipeline import Aside, Pipeline, backward_of_weights
 from shardwise.program.schedule import Op
@@ -116,6 +117,13 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
         if sharded.pipeline is not None:
             return sharded.pipeline.evaluate(parts, loss_fn, sharded.runner.begin_evaluation_of)
         return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
+
+
+def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
+    """See `Engine.inference`."""
+    if sharded.pipeline is None:
+        return sharded.inference(keep_bytes)
+    return inference_in_stages(sharded, sharded.pipeline, keep_bytes)
 
 
 def _trained(sharded: ShardedModel, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
