@@ -43,7 +43,7 @@ def race(model: nn.Module, plan: Plan, use: Callable[[nn.Module, int], Any]) -> 
     model.eval()
     num_ranks = math.prod(plan["mesh"].values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
-    expected = [use(model, place) for place in range(plan["mesh"].get("dp", 1))]
+    expected = [use(model, place) for place in range(plan["mesh"].get("dp", 1) * plan["mesh"].get("ep", 1))]
 
     def rank(world: sw.World) -> tuple[int, Any]:
         with sw.shard(models[world.rank], plan, world=world) as engine:
@@ -55,8 +55,11 @@ def race(model: nn.Module, plan: Plan, use: Callable[[nn.Module, int], Any]) -> 
         torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)
 
 
-def generate(model: Any, place: int = 0, **changes: Any) -> Tensor:
+def generate(model: Any, place: int = 0, cache: str = "", **changes: Any) -> Tensor:
+    """`cache` is a class whose layers are made when they are first used."""
     prompt = left_padded(2 + place, 4 + place)
+    if cache:
+        changes["past_key_values"] = getattr(library(), cache)()
     found: Tensor = model.generate(**prompt, **{"max_new_tokens": NEW - place, "do_sample": False, **changes})
     return found
 
@@ -254,10 +257,12 @@ def test_parameters_that_would_not_stay_whole_are_refused() -> None:
             {"pp": 2},
             {"pipeline": {"stages": [["transformer.w*", "transformer.h.*", "transformer.ln_f"], ["lm_head"]]}},
         ),
+        ("llama", {"pp": 2, "sp": 2}, {}),
         ("qwen3", {"pp": 2}, {}),
         ("gemma2", {"pp": 3}, {}),
         ("gemma2", {"pp": 2}, {"pipeline": {"schedule": "interleaved"}}),
         ("mixtral", {"pp": 2}, {}),
+        ("mixtral", {"pp": 2, "ep": 2}, {}),
         ("phi3", {"pp": 2}, {}),
         ("opt", {"pp": 2}, {}),
         ("bloom", {"pp": 2}, {}),
@@ -268,7 +273,8 @@ def test_parameters_that_would_not_stay_whole_are_refused() -> None:
 )
 def test_generation_of_families_over_meshes(kind: str, mesh: dict[str, int], changes: Plan) -> None:
     torch.manual_seed(0)
-    race(build(kind), plan_of(mesh, **changes), generate)
+    same = "ep" in mesh  # their ranks call the model equally often
+    race(build(kind), plan_of(mesh, **changes), lambda model, place: generate(model, 0 if same else place))
 
 
 @SLOW
@@ -281,9 +287,10 @@ def test_generation_of_families_over_meshes(kind: str, mesh: dict[str, int], cha
         {"num_beams": 2, "num_return_sequences": 2, "length_penalty": 0.5},
         {"use_cache": False},
         {"cache_implementation": "static"},
+        {"cache": "DynamicCache"},
         {"repetition_penalty": 1.3, "min_new_tokens": 3, "eos_token_id": 5},
     ],
-    ids=["beams", "several", "no cache", "static", "penalty"],
+    ids=["beams", "several", "no cache", "static", "own cache", "penalty"],
 )
 def test_ways_to_generate(kind: str, schedule: str, asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
