@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.errors import StateError
-from shardwise.pipeline import AXIS, Calls, Pipeline
+from shardwise.pipeline import AXIS, Pipeline
+from shardwise.pipeline.calls import Calls
 from shardwise.runtime import bytes_left_out
 from shardwise.sharded_model import ShardedModel
 from shardwise.tensor import AXIS as TENSOR_AXIS

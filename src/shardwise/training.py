@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from shardwise.errors import StateError
-from shardwise.inference_in_stages import inference_in_stages
 from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.pipeline import Aside, Pipeline, backward_of_weights
 from shardwise.program.schedule import Op
@@ -123,6 +122,8 @@ def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextM
     """See `Engine.inference`."""
     if sharded.pipeline is None:
         return sharded.inference(keep_bytes)
+    from shardwise.inference_in_stages import inference_in_stages  # only ranks with a pipeline load it
+
     return inference_in_stages(sharded, sharded.pipeline, keep_bytes)
 
 

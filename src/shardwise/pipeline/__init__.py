@@ -2,7 +2,6 @@
 them."""
 
 from shardwise.pipeline.across import AcrossStages
-from shardwise.pipeline.calls import Calls
 from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, hooks_in_stages, stage_layout
 from shardwise.pipeline.messages import most_under_way
 from shardwise.pipeline.parcels import Layout, Parcel, ParcelLayout
@@ -16,7 +15,6 @@ __all__ = [
     "PLAIN_LOOP",
     "AcrossStages",
     "Aside",
-    "Calls",
     "Layout",
     "Parcel",
     "ParcelLayout",

@@ -268,7 +268,7 @@ class StagedModel:
     def _number(self, place: _Place) -> int:
         return place.absent._number
 
-    def _run(self, original: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = self._running_stage
         if now is None:
             if self.answer is None:
