@@ -278,6 +278,13 @@ def test_generation_of_families_over_meshes(kind: str, mesh: dict[str, int], cha
 
 
 @SLOW
+def test_a_pipeline_may_generate_while_another_has_nothing_to_do() -> None:
+    torch.manual_seed(0)
+    plan = plan_of({"pp": 2, "dp": 2}, "zero3")
+    race(build("gpt2"), plan, lambda model, place: None if place else generate(model))
+
+
+@SLOW
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize(

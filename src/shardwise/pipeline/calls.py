@@ -124,6 +124,7 @@ class Calls:
             if tensor.numel():
                 sent = as_sent(tensor.detach().contiguous().view(-1))
                 self._collectives.broadcast(sent, self._line.ranks[last], self._line.group, "outputs").wait()
+        self._collectives.settle()
         return output if place == last else _rebuilt(told[last], given, tensors)
 
     def _require_possible(self, kwargs: Mapping[str, Any]) -> None:
