@@ -33,6 +33,7 @@ from shardwise.report import MemoryReport
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
 from shardwise.state import State
+from shardwise.training import inference
 from shardwise.units import bytes_of
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
@@ -306,15 +307,15 @@ class Engine(EngineTraining):
         All ranks enter and leave; in between prompts, lengths and the number of calls may differ from rank to rank.
         Parameters are whole inside, in the dtype of the forward, and nothing is sent. With `keep_bytes` (`"2GiB"`, 0)
         only as many units as fit are kept whole; the others are gathered when any rank needs one, which takes as many
-        messages as a forward has such units, and the memory of two of them.
+        messages as a forward has such units, and the memory of two of them. Ranks of one pipeline make the same calls
+        of the model itself, and each gets its output (docs/pipeline.md).
 
         Raises `ConfigError` for `keep_bytes` that is no number of bytes, and `StateError` inside another `inference`,
-        between a forward and its backward, or for a model in pipeline stages.
+        between a forward and its backward, or in a pipeline if `keep_bytes` leaves out parameters.
         """
         self._require_open()
-        self._sharded.refuse_stages("inference()", "engine.eval_step(batch) runs it without gradients.")
         num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
-        return self._sharded.inference(num_bytes)
+        return inference(self._sharded, num_bytes)
 
     # -- as an object -----------------------------------------------------------------------------------
 

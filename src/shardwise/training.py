@@ -122,6 +122,15 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
         return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
 
 
+def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
+    """See `Engine.inference`."""
+    if sharded.pipeline is None:
+        return sharded.inference(keep_bytes)
+    from shardwise.inference_in_stages import inference_in_stages  # only ranks with a pipeline load it
+
+    return inference_in_stages(sharded, sharded.pipeline, keep_bytes)
+
+
 def _trained(sharded: ShardedModel, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
     loss = part.loss(sharded.model(*part.args, **part.kwargs), loss_fn)
     sharded.backward(loss, part.weight)

@@ -179,7 +179,6 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
                     call()
             refused = {
                 "reshard()": lambda: engine.reshard("zero1"),
-                "inference()": lambda: engine.inference(),
                 "gathered()": lambda: engine.gathered(),
                 "optimizer_state_dict()": lambda: engine.optimizer_state_dict(),
                 "optimizer.state_dict()": lambda: optimizer.state_dict(),

@@ -248,7 +248,7 @@ class _RehearsedOnDisk:
         self.has_left, self.is_written = False, False
         store.stage(padded)
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         self.has_left = True
 
     def finish_writing(self) -> None:
@@ -261,7 +261,7 @@ class _RehearsedOnDisk:
             self._store.stage(self.padded, ahead=True)
 
     def fetch(self, out: Tensor) -> Copy:  # noqa: ARG002  # it has no bytes
-        self.settle()
+        self.finish_copy()
         self.look_ahead()
         if self.is_written:
             self._free_pages()

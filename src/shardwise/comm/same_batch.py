@@ -34,12 +34,17 @@ class BatchCheck:
 
     def see(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the next batch. All ranks of the line call; see `require_same_batch`."""
+        word = self.word_of(tensors)
+        if word is not None and not self._line.all_same(word):
+            require_same_batch(tensors, self._line)
+
+    def word_of(self, tensors: Mapping[str, Tensor]) -> bytes | None:
+        """Four bytes that are equal for equal batches, of the next batch; `None` if it is not compared."""
         self._num_seen += 1
         if not self._reads_all and self._num_seen & (self._num_seen - 1):
-            return
+            return None
         digests = json.dumps({name: _digest(tensor) for name, tensor in tensors.items()})
-        if not self._line.all_same(crc32(digests.encode()).to_bytes(4, "little")):
-            require_same_batch(tensors, self._line)
+        return crc32(digests.encode()).to_bytes(4, "little")
 
 
 def require_same_batch(tensors: Mapping[str, Tensor], line: Line) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.comm import Collectives, Group, Work
 from shardwise.errors import ModelError
-from shardwise.pipeline.parcels import Layout, ParcelLayout
+from shardwise.pipeline.parcels import Layout, Parcel, ParcelLayout
 
 Tensor = torch.Tensor
 
@@ -71,10 +71,7 @@ class Channel:
         known = self._layouts.get(kind)
         if known is None:
             self._layouts[kind] = layout
-            message = torch.frombuffer(bytearray(layout.encoded()), dtype=torch.uint8)
-            size = torch.tensor([message.numel()], dtype=torch.int64)
-            for tensor in (size, message):
-                self._keep(_Outgoing(tensor, self._host.send(tensor, self._link, "layout"), micro_batch))
+            self._send_layout(layout, micro_batch)
         elif known != layout:
             raise ModelError(
                 f"A pipeline stage had outputs of {_shown(known)} for micro-batches like this one, and now of "
@@ -85,19 +82,25 @@ class Channel:
     def layout(self, kind: Hashable) -> ParcelLayout:
         """The layout of messages for micro-batches of this `kind`; waits for it if none has arrived yet."""
         if kind not in self._layouts:
-            size = torch.zeros(1, dtype=torch.int64)
-            self._host.receive(size, self._link, "layout").wait()
-            message = torch.zeros(int(size), dtype=torch.uint8)
-            self._host.receive(message, self._link, "layout").wait()
-            self._layouts[kind] = ParcelLayout.of_encoded(message.numpy().tobytes())
+            self._layouts[kind] = self._receive_layout()
         return self._layouts[kind]
 
     def knows(self, kind: Hashable) -> bool:
         return kind in self._layouts
 
+    def send_once(self, tensors: Sequence[Tensor], layout: ParcelLayout) -> None:
+        """Send `tensors`, preceded by their layout, which is not remembered: for shapes that change with each call."""
+        self._send_layout(layout, 0)
+        self.send(tensors, 0)
+
+    def receive_once(self) -> Parcel:
+        """What `send_once` sent."""
+        layout = self._receive_layout()
+        return Parcel(self.receive(layout.tensors, 0), layout)
+
     def send(self, tensors: Sequence[Tensor], micro_batch: int) -> None:
         for tensor in tensors:
-            sent = _as_sent(tensor.detach().contiguous().view(-1))
+            sent = as_sent(tensor.detach().contiguous().view(-1))
             if sent.numel():
                 work = self._collectives.send(sent, self._link, f"{self._kind} {micro_batch}")
                 self._keep(_Outgoing(sent, work, micro_batch))
@@ -107,7 +110,7 @@ class Channel:
         if micro_batch not in self._incoming:
             tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
             works = [
-                self._collectives.receive(_as_sent(tensor.view(-1)), self._link, f"{self._kind} {micro_batch}")
+                self._collectives.receive(as_sent(tensor.view(-1)), self._link, f"{self._kind} {micro_batch}")
                 for tensor in tensors
                 if tensor.numel()
             ]
@@ -135,6 +138,19 @@ class Channel:
         self._in_flight.clear()
         self._incoming.clear()
 
+    def _send_layout(self, layout: ParcelLayout, micro_batch: int) -> None:
+        message = torch.frombuffer(bytearray(layout.encoded()), dtype=torch.uint8)
+        size = torch.tensor([message.numel()], dtype=torch.int64)
+        for tensor in (size, message):
+            self._keep(_Outgoing(tensor, self._host.send(tensor, self._link, "layout"), micro_batch))
+
+    def _receive_layout(self) -> ParcelLayout:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._host.receive(size, self._link, "layout").wait()
+        message = torch.zeros(int(size), dtype=torch.uint8)
+        self._host.receive(message, self._link, "layout").wait()
+        return ParcelLayout.of_encoded(message.numpy().tobytes())
+
     def _keep(self, outgoing: _Outgoing) -> None:
         """Waiting for old messages does not delay this rank, because the receiver is at most a few micro-batches
         behind."""
@@ -143,7 +159,7 @@ class Channel:
             self._in_flight.popleft().work.wait()
 
 
-def _as_sent(flat: Tensor) -> Tensor:
+def as_sent(flat: Tensor) -> Tensor:
     """The bytes of integers and booleans, which not every transport can send as such."""
     return flat if flat.is_floating_point() else flat.view(torch.uint8)
 

@@ -103,8 +103,9 @@ class Pipeline:
         self._last_stage = len(self.layout.stages) - 1
         host = world.collectives(torch.device("cpu"))
         most = most_under_way(self.layout.num_ranks)
-        self._forward_to: dict[int, Channel] = {}
-        self._forward_from: dict[int, Channel] = {}
+        self.forward_to: dict[int, Channel] = {}
+        """By stage of this rank: where it sends its outputs, and whence its inputs come (`forward_from`)."""
+        self.forward_from: dict[int, Channel] = {}
         self._backward_to: dict[int, Channel] = {}
         self._backward_from: dict[int, Channel] = {}
         for stage in range(self._last_stage):
@@ -112,10 +113,10 @@ class Pipeline:
             up = link_between(AXIS, lower, upper, world.rank, f"{stage}>{stage + 1}")
             down = link_between(AXIS, upper, lower, world.rank, f"{stage + 1}>{stage}")
             if world.rank == lower:
-                self._forward_to[stage] = Channel(up, "activation", self._collectives, host, device, most)
+                self.forward_to[stage] = Channel(up, "activation", self._collectives, host, device, most)
                 self._backward_from[stage] = Channel(down, "gradient", self._collectives, host, device, most)
             if world.rank == upper:
-                self._forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
+                self.forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
                 self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -126,6 +127,11 @@ class Pipeline:
     def line(self) -> Line:
         """The ranks of the pipeline, with the collectives between them."""
         return Line(self._collectives, self._line)
+
+    @property
+    def last_place(self) -> int:
+        """The place along the pipeline of the rank with the last stage."""
+        return self.layout.place_of(self._last_stage)
 
     @property
     def row(self) -> tuple[Op, ...]:
@@ -155,7 +161,7 @@ class Pipeline:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
         self._check_same_batch(parts)
         step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, timeline)
-        with self._cleared_on_error():
+        with self.cleared_on_error():
             last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
             for index, op in enumerate(self._row):
                 trainer.begin_op(op, is_last_of_kind=index == last[op.kind, op.stage])
@@ -174,7 +180,7 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
     ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
-        with torch.no_grad(), self._cleared_on_error():
+        with torch.no_grad(), self.cleared_on_error():
             step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, Timeline())
             for op in self._row:
                 if op.kind == "F":
@@ -191,7 +197,7 @@ class Pipeline:
         part, kind = step.parts[batch], step.kinds[batch]
         arrived = None
         if stage:
-            channel = self._forward_from[stage]
+            channel = self.forward_from[stage]
             with self._on_timeline(op, step, "wait "):
                 layout = channel.layout(kind)
                 arrived = Parcel(channel.receive(layout.tensors, batch), layout)
@@ -199,33 +205,55 @@ class Pipeline:
                 tensor.requires_grad_(one.has_grad and torch.is_grad_enabled())
         self._look_ahead(following, step)
         with self._on_timeline(op, step):
-            outputs, sent = self._through(stage, batch, part, arrived, step.loss_fn)
+            outputs, sent = self._trained_through(op, part, arrived, step.loss_fn)
         if sent is None:
             step.losses.append(outputs[0].detach())
         else:
-            self._forward_to[stage].send_with_layout(outputs, sent, kind, batch)
+            self.forward_to[stage].send_with_layout(outputs, sent, kind, batch)
         step.held[stage, batch] = _Held(outputs, () if sent is None else sent.tensors, arrived)
 
-    def _through(
-        self, stage: int, number: int, part: MicroBatch, arrived: Parcel | None, loss_fn: LossFunction | None
+    def _trained_through(
+        self, op: Op, part: MicroBatch, arrived: Parcel | None, loss_fn: LossFunction | None
     ) -> tuple[Sequence[Tensor], ParcelLayout | None]:
-        """The forward of a stage: its outputs and their layout, or the loss. The first one of each kind is watched."""
+        """The forward of a stage: its outputs and their layout, or the loss."""
+
+        def forward() -> Any:
+            output = self.staged.model(*part.args, **part.kwargs)
+            return (part.loss(output, loss_fn),) if op.stage == self._last_stage else output
+
+        return self.through(op.stage, op.micro_batch, part, arrived, forward)
+
+    def through(
+        self,
+        stage: int,
+        number: int,
+        part: MicroBatch,
+        arrived: Parcel | None,
+        forward: Callable[[], Any],
+        *,
+        sends_others: bool = False,
+    ) -> tuple[Any, ParcelLayout | None]:
+        """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
+
+        The first forward of each kind is watched; for `sends_others` see `StagedModel.running`.
+        """
         form = (stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
         is_new, is_last = form not in self._forms, stage == self._last_stage
         is_first_here = stage == self.staged.stages[0]
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
             self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
-            self.staged.running(stage, arrived, is_watched=is_new, sends=self._forms.get(form)),
+            self.staged.running(
+                stage, arrived, is_watched=is_new, sends=self._forms.get(form), sends_others=sends_others
+            ),
         ):
-            output: Any = self.staged.model(*part.args, **part.kwargs)
-            outputs = (part.loss(output, loss_fn),) if is_last else output
+            outputs = forward()
             if is_new:
                 self.staged.require_own(outputs)
             if losses is not None:
                 losses.require_none(outputs)
             sent = None if is_last else self.staged.handed_over
-        self._forms[form] = () if sent is None else sent.arguments
+        self._forms.setdefault(form, () if sent is None else sent.arguments)
         return outputs, sent
 
     def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
@@ -235,7 +263,7 @@ class Pipeline:
         if stage < self._last_stage:
             with self._on_timeline(op, step, "wait "):
                 gradients = self._backward_from[stage].receive(held.awaited, batch)
-            self._forward_to[stage].was_answered(batch)
+            self.forward_to[stage].was_answered(batch)
         self._look_ahead(following, step)
         with (
             self._on_timeline(op, step),
@@ -271,8 +299,8 @@ class Pipeline:
         if op is None:
             return
         kind, batch, stage = op
-        if kind == "F" and stage and self._forward_from[stage].knows(step.kinds[batch]):
-            channel = self._forward_from[stage]
+        if kind == "F" and stage and self.forward_from[stage].knows(step.kinds[batch]):
+            channel = self.forward_from[stage]
             channel.expect(channel.layout(step.kinds[batch]).tensors, batch)
         held = step.held.get((stage, batch))
         if kind in "BI" and stage < self._last_stage and held is not None:
@@ -293,20 +321,25 @@ class Pipeline:
 
     # -- the end of a step ------------------------------------------------------------------------------
 
-    def _finish(self, step: _Step) -> Tensor:
+    def end_forwards(self) -> None:
+        """All micro-batches have passed through the stages of this rank: nothing is on its way any more."""
         for channel in self._channels():
             channel.wait_for_sends()
         self._on_every_stage.compare(self.exchange)
         self._on_every_stage.forget()
+
+    def _finish(self, step: _Step) -> Tensor:
+        self.end_forwards()
         mean = torch.zeros(1, dtype=torch.float32, device=self._device)
-        root = self._line.ranks[self.layout.place_of(self._last_stage)]
+        root = self._line.ranks[self.last_place]
         if step.losses:
             mean[0] = mean_loss(step.losses, step.parts).float()
         self._collectives.broadcast(mean, root, self._line, "loss").wait()
         return mean[0]
 
     @contextmanager
-    def _cleared_on_error(self) -> Iterator[None]:
+    def cleared_on_error(self) -> Iterator[None]:
+        """A context after which, if it raises, messages on their way are dropped."""
         try:
             yield
         except BaseException:
@@ -315,7 +348,7 @@ class Pipeline:
             raise
 
     def _channels(self) -> Iterator[Channel]:
-        for channels in (self._forward_to, self._forward_from, self._backward_to, self._backward_from):
+        for channels in (self.forward_to, self.forward_from, self._backward_to, self._backward_from):
             yield from channels.values()
 
 

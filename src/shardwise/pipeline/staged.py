@@ -10,7 +10,7 @@ stage is not called: its arguments are the stage's output, and the forward ends 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -31,9 +31,11 @@ from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
 
 Tensor = torch.Tensor
+Forward = Callable[..., Any]
 PLAIN_LOOP = (
     "This engine's plan splits the model into pipeline stages, of which each rank has its own, so the model cannot "
-    "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
+    "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch), "
+    "or call it inside engine.inference()."
 )
 
 
@@ -48,6 +50,9 @@ class _Running:
     stand_ins: StandIns
     sends: tuple[int, ...] | None = None
     """The arguments that this stage passes on (see `ParcelLayout`), if a watched forward has found them out."""
+    sends_others: bool = False
+    """Whether a forward that calls the next stage with another number of tensors than the watched one passes on all of
+    them. Otherwise it is refused."""
     is_backward: bool = False
     """Whether modules are called only to recompute what they have saved."""
     is_entered: bool = False
@@ -104,6 +109,8 @@ class StagedModel:
         refuse_states(model)
         self._dtypes = {param.dtype: param for param in model.parameters()}
         """An own parameter by its dtype, which may change."""
+        self.answer: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Answers calls of the model while no stage is running, given its forward; without it they are refused."""
         self._handles: list[RemovableHandle] = []
         self._forward = model.forward
 
@@ -220,13 +227,15 @@ class StagedModel:
         *,
         is_watched: bool = False,
         sends: tuple[int, ...] | None = None,
+        sends_others: bool = False,
         is_backward: bool = False,
     ) -> Iterator[None]:
         """A context in which forwards of the model, and recomputations of them in a backward, run `stage`. If it is
-        watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on."""
+        watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on, and `sends_others`
+        what happens to other tensors (see `_Running`)."""
         first, last = self._firsts[stage], self._lasts[stage]
         stand_ins = StandIns(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
-        now = _Running(stage, first, last, arrived, stand_ins, sends, is_backward)
+        now = _Running(stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
         others = [one for one in self._places if one.own is not None and not first <= self._number(one) <= last]
         for one in others:
             one.holder[one.key] = one.absent
@@ -259,10 +268,12 @@ class StagedModel:
     def _number(self, place: _Place) -> int:
         return place.absent._number
 
-    def _run(self, original: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = self._running_stage
         if now is None:
-            raise StateError(PLAIN_LOOP)
+            if self.answer is None:
+                raise StateError(PLAIN_LOOP)
+            return self.answer(lambda *args, **kwargs: self._run(original, args, kwargs), args, kwargs)
         refuse_sums_over_layers(kwargs, "The batch")
         now.is_in_forward = True
         try:
@@ -313,7 +324,7 @@ class StagedModel:
         """The forward of a module that is not in the running stage."""
         now = self._running_stage
         if now is None:
-            raise StateError(PLAIN_LOOP)
+            raise StateError(PLAIN_LOOP if self.answer is None else _part_of(name, self.model))
         if number < now.first:
             if now.is_entered and now.is_in_forward:  # reentrant checkpointing recomputes in the reverse order
                 self._refuse_order(name, now)
@@ -340,6 +351,13 @@ class StagedModel:
         )
 
 
+def _part_of(name: str, model: nn.Module) -> str:
+    return (
+        f"{name} lies on another pipeline stage, and inside engine.inference() the stages answer only calls of the "
+        f"whole model. Call {type(model).__name__} itself, on all ranks of the pipeline."
+    )
+
+
 def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """The tensors that a stage sends to the next stage, which begins with `name`; sets their layout."""
     tensors = argument_leaves(args, kwargs)
@@ -354,6 +372,8 @@ def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[s
         )
     if now.sends is None:
         sent = [place for place, tensor in enumerate(tensors) if tensor.requires_grad or now.stand_ins.marks(tensor)]
+    elif now.sends_others and len(tensors) != len(now.sends):  # with a mask, say, which each stage has anyway
+        sent = list(range(len(tensors)))
     else:
         sent = [place for place, number in enumerate(now.sends) if number >= 0]
         if len(tensors) != len(now.sends) or not set(with_grads) <= set(sent):

@@ -166,6 +166,17 @@ class Inference:
             self._gathering.free(unit)
 
 
+def bytes_left_out(units: Sequence[Unit], keep_bytes: int | None) -> tuple[int, int]:
+    """What of the parameters `keep_bytes` leaves out (see `_kept`), and what all of them take."""
+    kept = _kept(units, keep_bytes)
+    sizes = {unit.name: _bytes_to_keep(unit) for unit in units}
+    return sum(size for name, size in sizes.items() if name not in kept), sum(sizes.values())
+
+
+def _bytes_to_keep(unit: Unit) -> int:
+    return sum(flat.spec.full_bytes for flat in unit.flats if not flat.spec.resident)
+
+
 def _kept(units: Sequence[Unit], keep_bytes: int | None) -> set[str]:
     """The units that stay whole: in the model's order, as many as fit into `keep_bytes`, and those that always are.
     With `None`, all that do not stream."""
@@ -173,7 +184,7 @@ def _kept(units: Sequence[Unit], keep_bytes: int | None) -> set[str]:
     for unit in units:
         if keep_bytes is None and _streams(unit):
             continue
-        needed = sum(flat.spec.full_bytes for flat in unit.flats if not flat.spec.resident)
+        needed = _bytes_to_keep(unit)
         if left is None or needed <= left:
             kept.add(unit.name)
             left = None if left is None else left - needed

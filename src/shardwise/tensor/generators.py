@@ -37,13 +37,13 @@ class Generators:
         """Draw numbers that differ from those of other ranks of the line from now on."""
         if self._common is None:
             seed = int(torch.randint(2**31, ()))
-            self._common = self._states()
+            self._common = self.states()
             torch.manual_seed(seed * _STRIDE + self._place)
 
     def use_common(self) -> None:
         """Draw the same numbers as all ranks of the line from now on."""
         if self._common is not None:
-            self._restore(self._common)
+            self.restore(self._common)
             self._common = None
 
     def drop_common(self) -> None:
@@ -53,23 +53,24 @@ class Generators:
     def synchronize(self, world: World, group: Group) -> None:
         """Take over the states of the first rank of the line. Collective."""
         collectives = world.collectives(torch.device("cpu"))
-        mine = b"".join(state.numpy().tobytes() for state in self._states())
+        mine = b"".join(state.numpy().tobytes() for state in self.states())
         first = collectives.exchange(mine, group, "generators")[0]
         start = 0
         received = []
-        for state in self._states():
+        for state in self.states():
             received.append(torch.frombuffer(bytearray(first[start : start + len(state)]), dtype=torch.uint8))
             start += len(state)
-        self._restore(received)
+        self.restore(received)
 
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """The present states, for `restore`."""
         states = [torch.get_rng_state()]
         if self._device.accelerator is not None:
             with self._device.here():
                 states.append(self._device.accelerator.rng_state())
         return states
 
-    def _restore(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
         if self._device.accelerator is not None:
             with self._device.here():

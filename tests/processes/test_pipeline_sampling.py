@@ -1,0 +1,50 @@
+"""Ranks of a pipeline sample the same tokens, whatever their own random numbers are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.thorough import thorough_only
+
+SCRIPT = Path(__file__).with_name("sampling_rank.py")
+
+
+@thorough_only("starts processes that import transformers")
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=lambda mesh: " ".join(mesh))
+def test_ranks_of_a_pipeline_sample_the_same_tokens(mesh: dict[str, int], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from sampling_rank import SEED, build, sampled
+
+    twin = build()
+    torch.manual_seed(SEED)
+    expected = [sampled(twin), sampled(twin)]
+    every = told(tmp_path, mesh)
+    assert [every[0]["first"], every[0]["second"]] == expected
+    assert expected[0] != expected[1]
+    for rank, one in enumerate(every):
+        first = next(other for other in every if other["data"] == one["data"])
+        for name in ("first", "second", "with dropout"):
+            assert one[name] == first[name], (rank, name)
+    num_first = math.prod(mesh.values()) // mesh["pp"]  # pp is the outermost axis
+    assert [one["is_restored"] for one in every] == [False] * num_first + [True] * (len(every) - num_first)
+    if "dp" in mesh:
+        assert every[0]["first"] != every[1]["first"]
+
+
+def told(folder: Path, mesh: dict[str, int]) -> list[dict[str, Any]]:
+    num_ranks = math.prod(mesh.values())
+    launch = [sys.executable, "-m", "shardwise", "launch", f"--nproc={num_ranks}"]
+    command = [*launch, str(SCRIPT), str(folder), json.dumps(mesh)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
