@@ -103,7 +103,7 @@ class Calls:
 
     def _shared(self, output: Any, cache: CallCache | None) -> Any:
         """The output of the last stage, on every rank; the caches of all ranks then hold as much."""
-        place, growth = self._line.place, None if cache is None else cache.growth()
+        place, growth = self._line.index, None if cache is None else cache.growth()
         given = None if cache is None else cache.cache
         last = self._pipeline.last_place
         tensors: list[Tensor] = []
