@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any
 
@@ -27,6 +28,18 @@ class MicroBatch:
     has_target: bool = False
     weight: float = 1.0
     """How much it counts beside those of other ranks and the others of its step."""
+
+    @cached_property
+    def branches(self) -> tuple[tuple[str, bool], ...]:
+        """What models of transformers read from the values of a batch to decide how to attend: by name, whether a mask
+        hides nothing, and whether positions start anew within a row, as those of packed documents do."""
+        found = []
+        for name, value in sorted(self.kwargs.items()):
+            if isinstance(value, Tensor) and not value.is_floating_point() and "mask" in name:
+                found.append((name, bool(value.all())))
+            elif isinstance(value, Tensor) and name == "position_ids":
+                found.append((name, bool((value.diff(dim=-1) == 1).all())))
+        return tuple(found)
 
     def loss(self, output: Any, loss_fn: LossFunction | None) -> Tensor:
         """The loss of `output`: what `loss_fn` makes of it, else the output itself, or its `loss`."""

@@ -362,10 +362,12 @@ def _looks_of(part: MicroBatch) -> Hashable:
 
 
 def _form_of(part: MicroBatch) -> Hashable:
-    """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes and numbers."""
+    """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes, and all values but
+    those on which models are known to branch."""
 
     def looks(value: Any) -> Hashable:
         plain = value if isinstance(value, bool | str) or value is None else type(value)
         return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
 
-    return tuple(map(looks, part.args)), tuple((key, looks(value)) for key, value in sorted(part.kwargs.items()))
+    named = tuple((key, looks(value)) for key, value in sorted(part.kwargs.items()))
+    return tuple(map(looks, part.args)), named, part.branches
