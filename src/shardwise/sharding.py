@@ -163,7 +163,8 @@ class Design:
             ]
         on_cpu = world.collectives(device).is_host
         specs = [unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in choices]
-        return open_disk(specs, self.plan, self.mesh, world, device, known)
+        are_final = self.stages is None  # what stages share becomes units of its own later
+        return open_disk(specs, self.plan, self.mesh, world, device, known, makes_files=are_final)
 
     def carry_out(
         self, world: World, device: torch.device, updates: Updates, disk: DiskMemory | None = None

@@ -216,8 +216,8 @@ class RehearsedDiskStore(RehearsedStore):
         super().__init__()
         self.behind = WriteBehind()
         self.staging_bytes = self.peak_staging_bytes = 0
-        self.ahead_bytes = self.peak_ahead_bytes = 0
-        """Those into which something is read."""
+        self.unit_bytes = self.peak_unit_bytes = 0
+        """Those of one unit, from the end of its forward until its storages have left."""
 
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # units are counted together
         padded = _padded(source)
@@ -227,16 +227,19 @@ class RehearsedDiskStore(RehearsedStore):
         self.behind.add(one)
         return one
 
-    def stage(self, num_bytes: int, *, ahead: bool = False) -> None:
+    def stage(self, num_bytes: int) -> None:
         """Count pages that are taken, or given back if `num_bytes` is negative."""
         self.staging_bytes += num_bytes
         self.peak_staging_bytes = max(self.peak_staging_bytes, self.staging_bytes)
-        self.ahead_bytes += num_bytes if ahead else 0
-        self.peak_ahead_bytes = max(self.peak_ahead_bytes, self.ahead_bytes)
+
+    def leave(self, num_bytes: int) -> None:
+        """Count what a unit has saved, or what of it has left if `num_bytes` is negative."""
+        self.unit_bytes += num_bytes
+        self.peak_unit_bytes = max(self.peak_unit_bytes, self.unit_bytes)
 
     def begin_peaks(self) -> None:
         super().begin_peaks()
-        self.peak_staging_bytes, self.peak_ahead_bytes = self.staging_bytes, self.ahead_bytes
+        self.peak_staging_bytes, self.peak_unit_bytes = self.staging_bytes, self.unit_bytes
 
 
 class _RehearsedOnDisk:
@@ -244,12 +247,15 @@ class _RehearsedOnDisk:
 
     def __init__(self, store: RehearsedDiskStore, padded: int) -> None:
         self._store, self.padded = store, padded
-        self._has_pages, self._is_ahead = True, False
+        self._has_pages = True
         self.has_left, self.is_written = False, False
         store.stage(padded)
+        store.leave(padded)
 
     def finish_copy(self) -> None:
-        self.has_left = True
+        if not self.has_left:
+            self.has_left = True
+            self._store.leave(-self.padded)
 
     def finish_writing(self) -> None:
         self.is_written = True
@@ -257,8 +263,8 @@ class _RehearsedOnDisk:
 
     def look_ahead(self) -> None:
         if not self._has_pages:
-            self._has_pages = self._is_ahead = True
-            self._store.stage(self.padded, ahead=True)
+            self._has_pages = True
+            self._store.stage(self.padded)
 
     def fetch(self, out: Tensor) -> Copy:  # noqa: ARG002  # it has no bytes
         self.finish_copy()
@@ -268,14 +274,15 @@ class _RehearsedOnDisk:
         return Copied()
 
     def release(self) -> None:
-        self.has_left = self.is_written = True
+        self.settle()
+        self.is_written = True
         self._free_pages()
         self._store.drop(self.padded)
 
     def _free_pages(self) -> None:
         if self._has_pages:
-            self._store.stage(-self.padded, ahead=self._is_ahead)
-            self._has_pages = self._is_ahead = False
+            self._store.stage(-self.padded)
+            self._has_pages = False
 
 
 def _padded(source: torch.UntypedStorage) -> int:

@@ -38,9 +38,9 @@ class Activations:
     mark."""
     disk_bytes: int = 0
     staging_bytes: int = 0
-    """The most host memory through which they go to a disk and come back. `ahead_bytes`: the most of that into which
-    they are read; the rest waits to be written."""
-    ahead_bytes: int = 0
+    """The most host memory through which they go to a disk and come back. `unit_bytes`: the most that one unit sends
+    there, of which as much may be read ahead."""
+    unit_bytes: int = 0
     peak_heap_bytes: int = 0
     """The most that lies in the heap of the process at once; 0 where it has none."""
 

@@ -149,7 +149,7 @@ def rehearse_work(
         host_bytes=on_host.peak_bytes,
         disk_bytes=on_disk.peak_bytes,
         staging_bytes=on_disk.peak_staging_bytes,
-        ahead_bytes=on_disk.peak_ahead_bytes,
+        unit_bytes=on_disk.peak_unit_bytes,
         peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
     )
 

@@ -101,13 +101,13 @@ class StageRehearsal:
         }
         sent = sum(held.messages for held in self._found.values())
         found = over_schedule(row, stages, {unit.name for unit in halved}, sent)
-        ahead = self._beside(lambda one: one.ahead_bytes)
+        of_units = self._beside(lambda one: one.unit_bytes)
         return replace(
             found,
             host_bytes=self._beside(lambda one: one.host_bytes),
             disk_bytes=self._beside(lambda one: one.disk_bytes),
-            staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + ahead),
-            ahead_bytes=ahead,
+            staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + of_units),
+            unit_bytes=max((one.unit_bytes for one in self._counted.values()), default=0),
         )
 
     @property
@@ -135,9 +135,9 @@ class StageRehearsal:
         return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
 
     def _most_behind(self) -> int:
-        """The most bytes that may wait to be written to a disk, which micro-batches in flight share: what one unit has
-        saved always may."""
-        return max(BEHIND_BYTES, *(one.staging_bytes for one in self._counted.values()))
+        """The most bytes that may wait to be written to a disk, which micro-batches in flight share. Of each of them
+        one unit may be read ahead meanwhile: where one ends, that of another comes next."""
+        return max(BEHIND_BYTES, *(one.unit_bytes for one in self._counted.values()))
 
     def _layout_from(
         self, exchange: Exchange, stage: int, handed_over: ParcelLayout | None, error: ModelError | None

@@ -26,13 +26,16 @@ def open_disk(
     world: World,
     device: torch.device,
     known: DiskMemory | None = None,
+    *,
+    makes_files: bool = True,
 ) -> DiskMemory | None:
     """The disk memory for the rows of this rank's `specs` that are on a disk. All ranks call, if any table has such a
     row.
 
-    `known` is that of the previous plan; it is used again if it is in the same folder. Raises `ConfigError` for a plan
-    that names no folder, and `TierError` on all ranks if the folder cannot be opened, has too little room on any, or no
-    file can be made there.
+    `known` is that of the previous plan; it is used again if it is in the same folder. With `makes_files` the files for
+    `specs` are made at once, while nothing has been changed yet. Raises `ConfigError` for a plan that names no folder,
+    and `TierError` on all ranks if the folder cannot be opened, has too little room on any, or no file can be made
+    there.
     """
     flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
     named = _required_folder(plan)
@@ -56,8 +59,9 @@ def open_disk(
         _agree(world, open_with_room)
         assert disk is not None
         _agree(world, disk.folder.tidy_after_others)
-        sizes = [(disk_bytes(flat, coordinate), resting_disk_bytes(flat)) for flat in flats]
-        _agree(world, partial(disk.prepare, sizes))
+        if makes_files:
+            sizes = [(disk_bytes(flat, coordinate), resting_disk_bytes(flat)) for flat in flats]
+            _agree(world, partial(disk.prepare, sizes))
     except TierError:
         if disk is not None and disk is known:
             disk.drop_prepared()
