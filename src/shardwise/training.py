@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from shardwise.pipeline import Aside, Pipeline, backward_of_weights
 from shardwise.program.schedule import Op
 from shardwise.sharded_model import ShardedModel
 from shardwise.storage import Unit
+from shardwise.tensor import AXIS as TENSOR_AXIS
+from shardwise.tensor import Generators
 
 Tensor = torch.Tensor
 
@@ -125,10 +127,21 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
 def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
     """See `Engine.inference`."""
     if sharded.pipeline is None:
-        return sharded.inference(keep_bytes)
+        splits_layers = TENSOR_AXIS in sharded.mesh.model_axes
+        return _with_common_numbers(sharded, keep_bytes) if splits_layers else sharded.inference(keep_bytes)
     from shardwise.inference_in_stages import inference_in_stages  # only ranks with a pipeline load it
 
     return inference_in_stages(sharded, sharded.pipeline, keep_bytes)
+
+
+@contextmanager
+def _with_common_numbers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
+    """Inference of a model whose layers are split. Its ranks go on with the random numbers of the first, or they would
+    sample different tokens."""
+    with sharded.inference(keep_bytes):
+        group = sharded.world.group(sharded.mesh, TENSOR_AXIS)
+        Generators(sharded.world.rank_device, group.index).synchronize(sharded.world, group)
+        yield
 
 
 def _trained(sharded: ShardedModel, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run by `test_pipeline_sampling.py`: each rank samples tokens in pipeline stages, with random numbers of its own."""
+"""Run by `test_sampling.py`: each rank samples tokens, with random numbers of its own."""
 
 from __future__ import annotations
 

@@ -192,6 +192,37 @@ def race(
             torch.testing.assert_close(own_params[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def hides_nothing_at_times() -> list[dict[str, Tensor]]:
+    """Batches in which the masks of some micro-batches have no padding, and models of transformers drop those masks."""
+    data = padded(4)
+    for number, batch in enumerate(data):
+        for row in range(8) if number in (0, 3) else range(2, 4):
+            batch["attention_mask"][row] = 1
+            batch["input_ids"][row].clamp_(min=1)
+            batch["labels"][row] = batch["input_ids"][row]
+    return data
+
+
+def packed_at_times() -> list[dict[str, Tensor]]:
+    """Batches of which every other one has two documents in a row."""
+    data = []
+    for number, batch in enumerate(padded(4)):
+        positions = torch.arange(12) if number % 2 else torch.arange(12) % 7
+        data.append(
+            {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions.repeat(8, 1)}
+        )
+    return data
+
+
+@pytest.mark.parametrize("make", [hides_nothing_at_times, packed_at_times])
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [("llama", "1f1b"), ("gpt2", "1f1b"), ("qwen3", "interleaved"), ("gemma2", "1f1b")]
+)
+def test_a_stage_is_called_with_a_mask_in_some_micro_batches_only(kind: str, schedule: str, make: Any) -> None:
+    torch.manual_seed(0)
+    race(build(kind), {"preset": "zero1", "mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}, data=make())
+
+
 def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
     models = [build("mixtral", output_router_logits=True) for _ in range(2)]
 

@@ -274,7 +274,7 @@ class _RehearsedOnDisk:
         return Copied()
 
     def release(self) -> None:
-        self.settle()
+        self.finish_copy()
         self.is_written = True
         self._free_pages()
         self._store.drop(self.padded)
