@@ -68,7 +68,13 @@ def read_plainly(engine: sw.Engine) -> dict[str, Tensor]:
 
 
 def lived(
-    name: str, left: int, folder: Path, at_step: int = 2, reads: Reads = read_all, victim: int = 1
+    name: str,
+    left: int,
+    folder: Path,
+    at_step: int = 2,
+    reads: Reads = read_all,
+    victim: int = 1,
+    num_ranks: int | None = None,
 ) -> tuple[list[list[dict[str, Tensor]]], int]:
     """What each surviving rank read after each step from the second on, and how many messages the victim sent from its
     read after `at_step` on."""
@@ -97,7 +103,7 @@ def lived(
         sent[0] = max(sent[0], dies.num_sent)
         return found
 
-    results = run_members(num_ranks_of(name), work, folder, shares_memory=False)
+    results = run_members(num_ranks or num_ranks_of(name), work, folder, shares_memory=False)
     return [results[member] for member in sorted(results)], sent[0]
 
 
@@ -145,6 +151,16 @@ def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: 
 def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:
     """Nothing was read before, so no commit has waited for what is read."""
     check(name, tmp_path, 2, lambda num_sent: range(0, min(num_sent, drawn(8, 40)), drawn(3, 1)), read_plainly)
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero1"])
+def test_the_last_rank_has_plain_parameters_in_the_middle_of_a_read(name: str, tmp_path: Path) -> None:
+    """One operand of the sum has been gathered by then, or none. Once, the sum asked a plain parameter for its home."""
+    params = [params for _, params in alone(NUM_STEPS)]
+    for left in (0, 1, 2, 7, 8):
+        ((read, *_), *others), _ = lived(name, left, tmp_path, 2, read_plainly, num_ranks=2)
+        assert not others
+        assert all((read[key].double() == whole).all() for key, whole in params[1].items() if key in read), left
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])

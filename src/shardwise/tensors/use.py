@@ -81,6 +81,9 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
     differentiates = torch.is_grad_enabled() and any(plainly(uses.GET_REQUIRES_GRAD, [one], {}) for one in handles)
     with ExitStack() as stack:
         opened = _opened(handles, stack)
+        if opened is None:
+            again = tree_unflatten(leaves, form)
+            return use(func, *again)
         seen: dict[int, Tensor] = {}
         for handle in handles:
             if isinstance(handle, Whole):
@@ -108,19 +111,20 @@ def _sources(given: Any) -> set[Source]:
     return {handle.home() if isinstance(handle, Resting) else handle.source for handle in handles}
 
 
-def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor]:
+def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor] | None:
     """The values of all `handles`, each source opened once, in the order in which they appear. They are closed with
-    `stack`, which is empty."""
+    `stack`, which is empty. `None` if ranks were lost and the others go on: the parameters have other homes then, or
+    none, if one rank is left and they are plain again."""
     sources: dict[Source, None] = {}
     for handle in handles:
         sources[handle.home() if isinstance(handle, Resting) else handle.source] = None
-    while True:
-        try:
-            return {source: stack.enter_context(source.opened()) for source in sources}
-        except CommError as error:
-            stack.close()
-            if not next(iter(sources)).recover(error):
-                raise
+    try:
+        return {source: stack.enter_context(source.opened()) for source in sources}
+    except CommError as error:
+        stack.close()
+        if not next(iter(sources)).recover(error):
+            raise
+        return None
 
 
 def _given_back(
