@@ -95,6 +95,7 @@ def test_on_devices_whenever_collectives_act(
     assert devices.num_works == devices.num_waited
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
 @one_in(3)
 def test_on_devices_recomputed_and_accumulated(when: When) -> None:
@@ -371,6 +372,7 @@ def own_loss(called: Any, batch: sequences.Batch) -> Tensor:
 ATTENTION = {**TENSOR, "plan": {name: rule for name, rule in TENSOR["plan"].items() if ".attn." in name}}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @one_in(2)
 @pytest.mark.parametrize(
     ("preset", "mesh"), [("zero1", {"tp": 2, "sp": 2, "ep": 2}), ("zero3", {"ep": 2, "sp": 2, "tp": 2})]
@@ -390,6 +392,7 @@ class CutDecoder(pipelined.Decoder):
         self.blocks.extend(CutBlock(pipelined.WIDTH, 4, balance_loss=0.0) for _ in range(2))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @one_in(2)
 @pytest.mark.parametrize(
     ("preset", "schedule", "mesh"),

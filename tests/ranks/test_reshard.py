@@ -72,6 +72,7 @@ ORDERS = [
 ]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("names", ORDERS, ids=["-".join(order[:2]) for order in ORDERS])
 def test_one_run_through_many_plans(names: list[str]) -> None:
     """Three steps with each plan: every change keeps all tensors bit by bit, and training equals the twin's."""

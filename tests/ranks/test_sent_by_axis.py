@@ -37,7 +37,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "sp, ring": {"preset": "zero3", "mesh": {"sp": 4}, "accumulate": 2, "sequence": {"attention": "ring"}},
     "ep": {"preset": "zero3", "mesh": {"dp": 2, "ep": 2}, "accumulate": 2},
 }
-CORE = ("pp", "sp, ulysses", "ep")
+CORE = ("pp",)
 
 
 def model_of(kind: str) -> nn.Module:

@@ -319,6 +319,7 @@ BUILDS: dict[str, tuple[Build, dict[str, Any]]] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("where", ["hosts", "devices"])
 @pytest.mark.parametrize("name", BUILDS)
 def test_models_of_all_kinds(name: str, where: str) -> None:
@@ -364,6 +365,7 @@ class FewKeyHeads(Attention):
         return out
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_that_share_heads(sequence: bool) -> None:
     """The gradients of shared heads are summed over those ranks at once, without overlap."""
