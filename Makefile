@@ -45,10 +45,10 @@ check: lint types imports ## what takes about a minute: style, types, imports, w
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
 thorough: .venv/.test ## what `make test` leaves out: more cases of tests that have many, and more that is drawn
-	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'from tests.thorough import' tests)
+	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' --exclude-dir=extras 'from tests.thorough import' tests)
 
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
-	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
+	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
 
 test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
