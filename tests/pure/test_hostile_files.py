@@ -308,7 +308,7 @@ DCP_LIES: dict[str, tuple[Callable[[metadata.Metadata], None], str]] = {
     "negative place": (lambda meta: moved(meta, offset=-5), "has an impossible range of bytes"),
     "no number": (lambda meta: moved(meta, length="x"), "has an impossible range of bytes"),
     "no place": (lambda meta: meta.storage_data.clear(), "does not say where model.w is"),
-    "no list of locations": (lambda meta: setattr(meta, "storage_data", [1]), "list of places is a list"),
+    "no list of locations": (lambda meta: setattr(meta, "storage_data", [1]), "list of locations is a list"),
     "no path": (lambda meta: meta.planner_data.update({"step": (1.5,)}), "is not a path"),
 }
 
