@@ -99,7 +99,9 @@ class RehearsedExperts(DispatchedExperts):
         assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
         num_sent = assignment.order.shape[0]
         num_arriving, own = self._num_arriving(top_k_index), self._deals[self._line.index].numel
-        self._line.deal(self._by_place(assignment.counts), [torch.Size([own])] * self._line.num_ranks)
+        self._line.deal(  # what `_counts` sends
+            self._by_place(assignment.counts), [torch.Size([own])] * self._line.num_ranks
+        )
         rows = assignment.rows(hidden_states)
         arrived = swap(rows, *self._shares(num_sent, num_arriving), self._line)
         made = self._made_of(arrived, assignment.order.new_zeros(num_arriving), top_k_weights)

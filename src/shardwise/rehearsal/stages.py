@@ -231,12 +231,8 @@ def _forward_and_backward(
         held.handed_over = None if is_last else staged.handed_over
     del args, kwargs
     held.after_forward = max(0, living.live_bytes - before)
-    held.sent = sum(
-        (
-            0 if held.handed_over is None else held.handed_over.num_bytes,
-            0 if arrived is None else arrived.gradient_bytes,
-        )
-    )
+    held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
+    held.sent += 0 if arrived is None else arrived.gradient_bytes
     held.messages = _message_bytes(staged.layout.schedule, arrived, held.handed_over)
     with_grads = [one for one in outputs if one.requires_grad]
     if with_grads:
