@@ -300,5 +300,7 @@ def _show_engines(race: dict[str, Any], console: Console) -> None:
         if "hidden_in_step" in found:  # not in older results
             in_step = median(found["hidden_in_step"])
             console.print(f"of a whole step's, {in_step:.0%}: forwards and backwards hide it too")
+        if "not_waited_for" in found:
+            console.print(f"the rank did not wait for the disk in {median(found['not_waited_for']):.0%} of its time")
         for line in found["picture"]:
             console.print(line, markup=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from benchmarks.sizes import SIZES, Size
 from benchmarks.turns import Trainer, take_turns
 from benchmarks.worker import warm_up
 from shardwise import Engine, World, shard
+from shardwise.storage.disk_memory import WAIT
 from shardwise.telemetry import ON_THE_WAY, UNITS, hidden_share
 from shardwise.telemetry.timeline import HOST, Event
 
@@ -253,11 +254,14 @@ def _update_from_files(own: list[nn.Parameter], folder: Path) -> Callable[[], No
 
 
 def _disk_of_a_step(engine: Engine, batch: Tensor) -> dict[str, Any]:
-    """Of some steps: the share of the disk's time in which the model computed or something was updated. Of their
-    updates alone: bytes that this rank read and wrote, seconds from the first read to the last write, the share of the
-    disk's time in which something was updated, and the picture of the last."""
+    """Of some steps: the share of the disk's time in which the model computed or something was updated, and that in
+    which this rank did not wait for the disk. Of their updates alone: bytes that this rank read and wrote, seconds from
+    the first read to the last write, the share of the disk's time in which something was updated, and the picture of
+    the last."""
     timeline = engine._sharded.timeline
-    found: dict[str, list[float]] = {"hidden_in_step": [], "seconds": [], "hidden": [], "update_seconds": []}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("hidden_in_step", "not_waited_for", "seconds", "hidden", "update_seconds")
+    }
     for number in range(4):
         dist.barrier()
         timeline.start()
@@ -271,6 +275,8 @@ def _disk_of_a_step(engine: Engine, batch: Tensor) -> dict[str, Any]:
         if number:
             whole = [event for event in step if is_of_disk(event) or is_work(event)]
             found["hidden_in_step"].append(hidden_share([*whole, *computing(step)]))
+            waits = [event for event in step if is_of_disk(event) or is_wait(event)]
+            found["not_waited_for"].append(1 - hidden_share(waits))
             found["seconds"].append((max(times) - min(times)) / 1e6)
             found["hidden"].append(hidden_share(events))
             found["update_seconds"].append(sum(event["dur"] for event in events if is_work(event)) / 1e6)
@@ -309,6 +315,10 @@ def is_of_disk(event: Event) -> bool:
 def is_work(event: Event) -> bool:
     """What the host works out, and not what it waits for."""
     return bool(event["cat"] == HOST and event["name"].split()[0] in ("update", "cast"))
+
+
+def is_wait(event: Event) -> bool:
+    return bool(event["cat"] == HOST and event["name"] == WAIT)
 
 
 def picture(events: list[Event], width: int = 100) -> list[str]:

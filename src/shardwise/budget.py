@@ -39,7 +39,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.program.schedule import Op
-from shardwise.storage import UnitChoice, choose_units, unit_numel, unit_spec
+from shardwise.storage import UnitChoice, choose_units, unit_numel, unit_specs
 from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
 
@@ -362,10 +362,7 @@ class _Search:
         """The units of each place along the pipeline."""
         rows = rows_for(self._model, self._plan.with_offload(offload), self._mesh, self._experts)
         on_cpu = self._ranks.on_cpu
-        every = (
-            [unit_spec(choice, rows, self._mesh, self._updates, on_cpu=on_cpu) for choice in choices]
-            for choices in self._places
-        )
+        every = (unit_specs(choices, rows, self._mesh, self._updates, on_cpu=on_cpu) for choices in self._places)
         return [tuple(spec for spec in specs if spec.flats) for specs in every]
 
     def _of_host(self, by_place: Sequence[int]) -> int:

@@ -48,7 +48,7 @@ from shardwise.storage import (
     make_unit,
     open_disk,
     share,
-    unit_spec,
+    unit_specs,
 )
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, ModelSplit, Verifier, ViewCheck
@@ -162,7 +162,7 @@ class Design:
                 for choice in choices
             ]
         on_cpu = world.collectives(device).is_host
-        specs = [unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in choices]
+        specs = unit_specs(choices, self.rows, self.mesh, updates, on_cpu=on_cpu)
         are_final = self.stages is None  # what stages share becomes units of its own later
         return open_disk(specs, self.plan, self.mesh, world, device, known, makes_files=are_final)
 
@@ -179,12 +179,14 @@ class Design:
         def overlaps(axis: str) -> bool:
             return collectives.overlaps_compute(world.group(self.mesh, axis))
 
-        every = []
-        for choice in (replace(choice, boxes=self.boxes) for choice in self.choices):
-            spec = unit_spec(
-                choice, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
-            )
-            every.append(make_unit(choice, spec, self.rows, coordinate, meter, device))
+        choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
+        specs = unit_specs(
+            choices, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
+        )
+        every = [
+            make_unit(choice, spec, self.rows, coordinate, meter, device)
+            for choice, spec in zip(choices, specs, strict=True)
+        ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)

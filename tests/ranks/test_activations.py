@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
-from shardwise.storage import Copied, Copy, choose_units, make_unit, tables_for, unit_spec
+from shardwise.storage import Copied, Copy, choose_units, make_unit, tables_for, unit_specs
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
@@ -155,7 +155,7 @@ def rehearsed(model: nn.Module, batch: object, plan: sw.Plan) -> Activations:
     mesh = mesh_for(plan, 2)
     rows, coordinate = tables_for(model, plan, mesh), dict.fromkeys(mesh.axes, 0)
     choices, cpu = choose_units(model, plan), torch.device("cpu")
-    specs = [unit_spec(each, rows, mesh, on_cpu=True) for each in choices]
+    specs = unit_specs(choices, rows, mesh, on_cpu=True)
     units = [
         make_unit(each, spec, rows, coordinate, ByteMeter(), cpu) for each, spec in zip(choices, specs, strict=True)
     ]

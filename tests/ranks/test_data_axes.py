@@ -22,7 +22,7 @@ from shardwise.mesh import MODEL_AXES, Mesh
 from shardwise.placement import PRESETS, Slot
 from shardwise.state import content
 from shardwise.storage import choose_units, tables_for
-from shardwise.storage.unit import unit_spec
+from shardwise.storage.unit import unit_specs
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -129,7 +129,7 @@ def test_buffers_are_padded_for_the_ranks_that_share_them_and_each_element_is_wr
     model = nn.Linear(5, 5)
     plan = sw.Plan(preset="zero1")
     [choice] = choose_units(model, plan)
-    spec = unit_spec(choice, tables_for(model, plan, MESH), MESH)
+    (spec,) = unit_specs([choice], tables_for(model, plan, MESH), MESH)
     [flat] = spec.flats
     assert flat.numel == 64  # 25 and 5 elements, each aligned to 16: 48 would do for one rank, 32 divides for two
     assert flat.table.axes == ("dp",)

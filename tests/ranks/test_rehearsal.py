@@ -25,7 +25,7 @@ from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
 from shardwise.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
 from shardwise.rehearsal.rehearse import PROCESS_BYTES
-from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_spec
+from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_specs
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
@@ -112,7 +112,8 @@ def rehearsed(model: nn.Module, batch: object, precision: str = "fp32", loss: Lo
     mesh = mesh_for(plan, 2)
     rows, coordinate = tables_for(model, plan, mesh), dict.fromkeys(mesh.axes, 0)
     choices = choose_units(model, plan)
-    units = [make_unit(each, unit_spec(each, rows, mesh), rows, coordinate, ByteMeter(), CPU) for each in choices]
+    specs = unit_specs(choices, rows, mesh)
+    units = [make_unit(*each, rows, coordinate, ByteMeter(), CPU) for each in zip(choices, specs, strict=True)]
     return rehearse(model, units, batch, device=CPU, compute=table_for(plan, mesh).compute, loss=loss)
 
 

@@ -35,7 +35,7 @@ from shardwise.placement import WIDTH, Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import Around, StageRehearsal, nothing_around, rehearse
 from shardwise.sequence import rehearsed_by
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_spec
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -47,8 +47,8 @@ def units_of(
     choices, rows = _choices(model, plan, mesh), _rows(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
-    specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
-    kept = [(choice, spec) for choice, spec in specs if spec.flats]
+    specs = unit_specs(choices, rows, mesh, updates, on_cpu=on_cpu)
+    kept = [(choice, spec) for choice, spec in zip(choices, specs, strict=True) if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
     treatments = treatments_for(model, choose_units(model, plan), plan)
@@ -79,7 +79,8 @@ def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tupl
     place = _largest(model, layout)
     own = {stage: layout.params_of(model, stage) for stage in layout.at(place)}
     rows = _rows(model, plan, mesh)
-    choices = [choice for choice in _choices(model, plan, mesh) if unit_spec(choice, rows, mesh).flats]
+    every = _choices(model, plan, mesh)
+    choices = [choice for choice, spec in zip(every, unit_specs(every, rows, mesh), strict=True) if spec.flats]
     return place, tuple(
         tuple(stage for stage, params in own.items() if any(param in params for param in choice.params.values()))
         for choice in choices
@@ -196,7 +197,7 @@ class _Parts:
         choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
         choices = choices if params is None else of_params(choices, params)
         on_cpu = self.device.type == "cpu"
-        specs = [unit_spec(choice, rows, mesh, on_cpu=on_cpu) for choice in choices]
+        specs = unit_specs(choices, rows, mesh, on_cpu=on_cpu)
         units = [
             make_unit(choice, spec, rows, first, ByteMeter(), self.device)
             for choice, spec in zip(choices, specs, strict=True)

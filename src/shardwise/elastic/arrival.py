@@ -27,7 +27,7 @@ from shardwise.placement import table_for
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import Sharding, Updates, check_device
 from shardwise.state import Former
-from shardwise.storage import Unit, choose_units, make_unit, unit_spec
+from shardwise.storage import Unit, choose_units, make_unit, unit_specs
 from shardwise.telemetry import ByteMeter
 
 
@@ -96,9 +96,11 @@ def arrive(
 def _units(model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device) -> list[Unit]:
     """The units and flat buffers the others had before, computed from the model; they allocate no memory."""
     rows = rows_for(model, plan, mesh, None)
+    choices = choose_units(model, plan)
+    specs = unit_specs(choices, rows, mesh, updates)
     units = [
-        make_unit(choice, unit_spec(choice, rows, mesh, updates), rows, mesh.coordinate(0), ByteMeter(), device)
-        for choice in choose_units(model, plan)
+        make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device)
+        for choice, spec in zip(choices, specs, strict=True)
     ]
     return [unit for unit in units if unit.flats]
 

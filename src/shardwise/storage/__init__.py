@@ -15,7 +15,7 @@ from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 from shardwise.storage.shared import share
 from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for, unit_numel
-from shardwise.storage.unit import Unit, make_unit, unit_spec
+from shardwise.storage.unit import Unit, make_unit, unit_specs
 
 __all__ = [
     "ABSENT",
@@ -54,6 +54,6 @@ __all__ = [
     "tables_for",
     "torch_dtype",
     "unit_numel",
-    "unit_spec",
+    "unit_specs",
     "whole_numel",
 ]

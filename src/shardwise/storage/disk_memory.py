@@ -38,6 +38,8 @@ from shardwise.telemetry import ON_THE_WAY, ByteMeter, StepClock, Timeline
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder, folder_of
 
 Tensor = torch.Tensor
+WAIT = "wait for the disk"
+"""The name of such a wait in a timeline."""
 PIECE_BYTES = 2**23
 """The most that is read or written at once between steps."""
 _TORN = {
@@ -279,7 +281,8 @@ class DiskMemory:
 
     def wait_for(self, pending: Pending) -> None:
         """Wait for reads or writes of this disk, as this rank's clock counts. Raises `TierError` if one failed."""
-        with self._clock.waiting_for_disk():
+        span = self.timeline.span(WAIT) if self.timeline.is_on else nullcontext()
+        with self._clock.waiting_for_disk(), span:
             pending.wait()
 
     # -- a pass -----------------------------------------------------------------------------------------

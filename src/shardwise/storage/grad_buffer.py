@@ -2,10 +2,11 @@
 
 [Note: gradient buffers] On a CPU, allocating fresh pages costs more than summing gradients into them. Where parameters
 stay whole, so does the memory of their gradients, and sums are made in it. Where parameters come and go, memory is
-short: gradients' pages are freed after the step, and the next forward uses them for activations. So it is where
-gradients are sent in a narrower dtype than the one they wait in, or wait in a narrower one than the update reads: kept
-memory of the wider one would be the largest part of the peak, which is at the loss (for 34 M parameters in bf16 under
-`ddp`, 128 MiB of 746).
+short: gradients' pages are freed after the step, and the next forward uses them for activations. The same holds where
+gradients wait in a narrower dtype than the update reads. Where they wait in a wider dtype than they are sent in, only
+so many buffers are kept (`unit_specs`) as gradients in the dtype of messages would fill, which is what DDP keeps: half
+of them in bf16. All of them would be the largest part of the peak, which then is at the loss, while this half takes its
+place beside activations that the end of the backward, where the other peak is, no longer has.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.mesh import Mesh
-from shardwise.placement import Slot, padded_numel
+from shardwise.placement import WIDTH, Slot, padded_numel
 from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update
 from shardwise.storage.flat import Flat
 from shardwise.storage.gradients import FlatGradients
@@ -96,22 +96,34 @@ class _FlatKind:
         return f"{unit}:{'-'.join(labels)}" if labels else unit
 
 
-def unit_spec(
-    choice: UnitChoice,
+def unit_specs(
+    choices: Iterable[UnitChoice],
     rows: Mapping[nn.Parameter, LabelledTable],
     mesh: Mesh,
     updates: Mapping[nn.Parameter, Update] | None = None,
     *,
     on_cpu: bool = True,
     overlaps_compute: OverlapsCompute | None = None,
-) -> UnitSpec:
-    """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device.
+) -> list[UnitSpec]:
+    """What the program needs to know of the units of one rank. Needs no memory: parameters may be on the meta device.
 
     `updates` says how an optimizer updates each parameter, if one is known. `on_cpu`: whether ranks compute on the CPU
     (`Collectives.is_host`). `overlaps_compute(axis)`: whether collectives along `axis` overlap with computation
     (`Collectives.overlaps_compute`); default: on devices they do.
     """
-    overlaps_compute = overlaps_compute or (lambda _: not on_cpu)
+    overlaps = overlaps_compute or (lambda _: not on_cpu)
+    return _keep_some([_unit_spec(choice, rows, mesh, updates, on_cpu, overlaps) for choice in choices])
+
+
+def _unit_spec(
+    choice: UnitChoice,
+    rows: Mapping[nn.Parameter, LabelledTable],
+    mesh: Mesh,
+    updates: Mapping[nn.Parameter, Update] | None,
+    on_cpu: bool,
+    overlaps_compute: OverlapsCompute,
+) -> UnitSpec:
+    """One of them; it keeps each gradient buffer that may be kept."""
     flats = []
     for kind, named in _by_kind(choice, rows).items():
         slots = choice.slots(named)
@@ -120,13 +132,30 @@ def unit_spec(
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)
         waits_here = table.grad.tier == "device"
-        has_one_dtype = table.wire == table.grad.dtype == table.optim.dtype
-        keeps_grad_buffer = on_cpu and kind.trainable and stays_whole and waits_here and has_one_dtype
+        is_widest = WIDTH[table.wire] <= WIDTH[table.grad.dtype] == WIDTH[table.optim.dtype]
+        may_keep = on_cpu and kind.trainable and stays_whole and waits_here and is_widest
         overlaps = all(map(overlaps_compute, table.optim.shard))
-        flats.append(
-            FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, keeps_grad_buffer, overlaps)
-        )
+        flats.append(FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps))
     return UnitSpec(choice.name, tuple(flats))
+
+
+def _keep_some(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """`specs`, of which those keep gradient buffers that together need no more bytes than gradients as they are sent;
+    see [Note: gradient buffers] in `grad_buffer.py`."""
+    spare_bytes = 0
+    chosen = []
+    for spec in specs:
+        flats = []
+        for flat in spec.flats:
+            if flat.keeps_grad_buffer:
+                spare_bytes += flat.grad_bytes * WIDTH[flat.table.wire] // WIDTH[flat.table.grad.dtype]
+                keeps = flat.grad_bytes <= spare_bytes
+                spare_bytes -= flat.grad_bytes if keeps else 0
+                flats.append(flat if keeps else replace(flat, keeps_grad_buffer=False))
+            else:
+                flats.append(flat)
+        chosen.append(replace(spec, flats=tuple(flats)))
+    return chosen
 
 
 def _placed(
@@ -147,7 +176,7 @@ def make_unit(
     meter: ByteMeter,
     device: torch.device,
 ) -> Unit:
-    """The unit of `choice`, whose `spec` is `unit_spec` of the same `rows`, with flat buffers that are still empty;
+    """The unit of `choice`, whose `spec` is of the same `rows` (`unit_specs`), with flat buffers that are still empty;
     `init` fills them."""
     flats = []
     for flat_spec, named in zip(spec.flats, _by_kind(choice, rows).values(), strict=True):
