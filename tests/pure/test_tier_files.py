@@ -504,3 +504,27 @@ def test_a_failure_waits_for_what_is_under_way(at: str) -> None:
     assert Step("work", 0, 0) in list(steps(1))
     with pytest.raises(ConfigError, match="at least 1"):
         list(steps(3, 0))
+
+
+def test_each_request_is_noted_whichever_thread_does_it(tmp_path: Path, queue: IoQueue) -> None:
+    """By these notes a rank whose disk is slow is told from one that hangs."""
+    folder, done = TierFolder(tmp_path), list[int]()
+    queue.note_done = lambda: done.append(threading.get_ident())
+    file = folder.create("rows", 3 * queue.block_bytes, queue)
+    file.put(0, bytes_of(1, PAGE))
+    assert torch.equal(file.get(0, PAGE), bytes_of(1, PAGE))
+    assert done == [threading.get_ident()] * 2
+    file.get(0, file.num_bytes)
+    assert len(done) == 5 and threading.get_ident() not in done[2:]
+    folder.close()
+
+
+def test_a_folder_does_not_keep_files_that_are_closed_and_forgotten(tmp_path: Path, queue: IoQueue) -> None:
+    folder = TierFolder(tmp_path)
+    for _ in range(3):
+        folder.create("activations", PAGE, queue).close()
+    kept = folder.create("rows", PAGE, queue)
+    assert list(folder._files) == [kept]
+    folder.close()
+    with pytest.raises(StateError, match="rows is closed"):
+        kept.descriptor()

@@ -158,7 +158,7 @@ class DiskFile:
     def _now(self, work: Callable[[int, memoryview], None], start: int, buffer: torch.Tensor) -> None:
         """Do it and wait; this thread does a single block itself."""
         if len(self._parts(start, start + buffer.numel())) == 1:
-            work(start, memoryview(buffer.numpy().data))
+            self.queue.do_here(partial(work, start, memoryview(buffer.numpy().data)))
         else:
             self._start(work, start, buffer).wait()
 

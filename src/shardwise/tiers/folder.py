@@ -103,7 +103,7 @@ class TierFolder:
         self._job = job_of_process() if job is None else job
         self._calls = calls
         self._prefix = f"shardwise-rank-{rank}"
-        self._files: list[DiskFile] = []
+        self._files: weakref.WeakSet[DiskFile] = weakref.WeakSet()
         self._lock, self._is_cached = threading.Lock(), False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class TierFolder:
         file = DiskFile(
             path, num_bytes, queue, checksums=checksums, cut=cut, calls=self._calls, when_cached=self._warn_cached
         )
-        self._files.append(file)
+        self._files.add(file)
         return file
 
     def tidy_after_others(self) -> None:
@@ -185,7 +185,7 @@ class TierFolder:
         """Close the files and release the folder. May be called twice."""
         for file in self._files:
             file.close()
-        self._files = []
+        self._files.clear()
         self._release()
 
     def _warn_cached(self) -> None:

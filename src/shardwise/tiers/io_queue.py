@@ -30,9 +30,10 @@ class IoQueue:
         self._pool = ThreadPoolExecutor(depth, "shardwise disk")
 
     def start(self, requests: Iterable[Callable[[], None]]) -> Pending:
-        return Pending([self._pool.submit(self._do, request) for request in requests])
+        return Pending([self._pool.submit(self.do_here, request) for request in requests])
 
-    def _do(self, request: Callable[[], None]) -> None:
+    def do_here(self, request: Callable[[], None]) -> None:
+        """Do one in the calling thread, and return when it is done."""
         try:
             request()
         finally:
