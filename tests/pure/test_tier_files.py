@@ -515,7 +515,8 @@ def test_each_request_is_noted_whichever_thread_does_it(tmp_path: Path, queue: I
     assert torch.equal(file.get(0, PAGE), bytes_of(1, PAGE))
     assert done == [threading.get_ident()] * 2
     file.get(0, file.num_bytes)
-    assert len(done) == 5 and threading.get_ident() not in done[2:]
+    assert len(done) == 5
+    assert threading.get_ident() not in done[2:]
     folder.close()
 
 
