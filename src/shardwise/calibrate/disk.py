@@ -96,44 +96,44 @@ def measure_disk(folder: Path, grid: Grid, tell: Callable[[DiskRow], None] = lam
 
 def _measured_in(folder: Path, grid: Grid, tell: Callable[[DiskRow], None]) -> list[DiskRow]:
     rows: list[DiskRow] = []
-    place = TierFolder(folder)
+    tier_folder = TierFolder(folder)
     try:
-        place.tidy_after_others()
-        file_bytes = _sized(place, grid)
+        tier_folder.tidy_after_others()
+        file_bytes = _sized(tier_folder, grid)
         data, into = _memory(file_bytes), pages(min(WINDOW_BYTES, file_bytes))
         for block_bytes in grid.blocks:
             for depth in grid.depths:
-                rows.append(_measured(place, (file_bytes, block_bytes, depth, grid.seconds), data, into))
+                rows.append(_measured(tier_folder, (file_bytes, block_bytes, depth, grid.seconds), data, into))
                 tell(rows[-1])
     finally:
-        place.close()
+        tier_folder.close()
     best = best_of(rows)
-    place = TierFolder(folder, calls=Cached())
+    tier_folder = TierFolder(folder, calls=Cached())
     try:
         setting = (file_bytes, best.block_bytes, best.depth, grid.seconds)
-        rows.append(_measured(place, setting, data, into, is_direct=False))
+        rows.append(_measured(tier_folder, setting, data, into, is_direct=False))
         tell(rows[-1])
     finally:
-        place.close()
+        tier_folder.close()
     return rows
 
 
-def _sized(place: TierFolder, grid: Grid) -> int:
+def _sized(tier_folder: TierFolder, grid: Grid) -> int:
     """The bytes of the file, with the room there is. Raises `TierError` if that is too little."""
-    free = SystemCalls().free_bytes(place.folder)
+    free = SystemCalls().free_bytes(tier_folder.folder)
     file_bytes = bounded(grid.file_bytes, free)
     if file_bytes < grid.least_bytes:
         quick = max(QUICK_BLOCKS) * max(QUICK_DEPTHS)
         less = f", or measure with --quick, which needs {format_bytes(MAX_SHARE * quick)} free"
         raise TierError(
-            f"{place.folder} has {format_bytes(free)} free. Measuring needs a file of "
+            f"{tier_folder.folder} has {format_bytes(free)} free. Measuring needs a file of "
             f"{format_bytes(grid.least_bytes)}, and takes at most a quarter of the free space: make room until "
             f"{format_bytes(MAX_SHARE * grid.least_bytes)} are free{less if grid.least_bytes > quick else ''}."
         )
     if file_bytes < grid.file_bytes // PAGE * PAGE:
         logging.getLogger("shardwise").warning(
             "%s has %s free, so a file of %s is measured instead of %s.",
-            place.folder,
+            tier_folder.folder,
             format_bytes(free),
             format_bytes(file_bytes),
             format_bytes(grid.file_bytes),
@@ -155,7 +155,7 @@ def best_of(rows: Sequence[DiskRow]) -> DiskRow:
 
 
 def _measured(
-    place: TierFolder,
+    tier_folder: TierFolder,
     setting: tuple[int, int, int, float],
     data: torch.Tensor,
     into: torch.Tensor,
@@ -164,7 +164,7 @@ def _measured(
 ) -> DiskRow:
     file_bytes, block_bytes, depth, seconds = setting
     queue = IoQueue(depth, block_bytes)
-    file = place.create("bench", file_bytes, queue)
+    file = tier_folder.create("bench", file_bytes, queue)
     try:
         list(_windows(file, file.write, data))  # the first write of a block also allocates it
         write = _rate(file, file.write, data, seconds)

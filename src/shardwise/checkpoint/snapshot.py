@@ -40,19 +40,19 @@ def stage_bytes(image: Image) -> int:
 
 
 def _windows_at(image: Image) -> int:
-    return -(-sum(place.numel for place in _places(image) if place is not None) // PAGE) * PAGE
+    return -(-sum(span.numel for span in _spans(image) if span is not None) // PAGE) * PAGE
 
 
-def _places(image: Image) -> list[Span | None]:
-    """The place of each part in the stage; `None` for parts on a disk."""
+def _spans(image: Image) -> list[Span | None]:
+    """The span of each part in the stage; `None` for parts on a disk."""
     if not image.has_rows:
         return [part.in_file for part in image.parts]
-    places: list[Span | None] = []
+    spans: list[Span | None] = []
     start = 0
     for part, rows in zip(image.parts, image.rows, strict=True):
-        places.append(Span(start, start + part.num_bytes) if rows is None else None)
+        spans.append(Span(start, start + part.num_bytes) if rows is None else None)
         start += part.num_bytes if rows is None else 0
-    return places
+    return spans
 
 
 class Snapshot:
@@ -63,7 +63,7 @@ class Snapshot:
         self._image: Image | None = image
         self._device = device
         self._stage = stage
-        self._places = _places(image)
+        self._spans = _spans(image)
         self._late = [
             number for number, part in enumerate(image.parts) if part.is_hidden and image.rows[number] is None
         ]
@@ -108,8 +108,8 @@ class Snapshot:
         if self._on_disk is None:
             return staged(self._stage)
         sources = tuple(
-            source if place is None else self._stage[place.start : place.stop]
-            for source, place in zip(image.sources, self._places, strict=True)
+            source if span is None else self._stage[span.start : span.stop]
+            for source, span in zip(image.sources, self._spans, strict=True)
         )
         return self._on_disk.windows(replace(image, sources=sources), self._stage[_windows_at(image) :])
 
@@ -131,10 +131,10 @@ class Snapshot:
     def _copy(self, image: Image, numbers: Iterable[int]) -> None:
         """Copies from a GPU may still be under way on return."""
         for number in numbers:
-            place = self._places[number]
-            if place is not None:
+            span = self._spans[number]
+            if span is not None:
                 source = image.sources[number].reshape(-1).view(torch.uint8)
-                self._stage[place.start : place.stop].copy_(source, non_blocking=True)
+                self._stage[span.start : span.stop].copy_(source, non_blocking=True)
 
 
 class _OnDisk:

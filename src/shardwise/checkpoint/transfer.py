@@ -54,7 +54,7 @@ class Read:
     """Elements `span` of a chunk (counted from its start), to be copied to the tensor being filled, from element
     `target` on.
 
-    With `runs` only some of them are wanted, in several places: `(start in the span, start in the tensor, number)`.
+    With `runs` only some of them are wanted, in several parts: `(start in the span, start in the tensor, number)`.
     """
 
     chunk: Chunk
@@ -283,18 +283,18 @@ def _each(stretches: Iterable[_Stretch], work: Callable[[_Stretch], None], num_t
 
 def _read(stretch: _Stretch, views: list[memoryview]) -> None:
     """Fill the views with the bytes of the stretch, in order."""
-    place = stretch.start
-    while place < stretch.stop:
+    offset = stretch.start
+    while offset < stretch.stop:
         try:
-            count = os.preadv(stretch.file.handle, views, place)
+            count = os.preadv(stretch.file.handle, views, offset)
         except OSError as error:
             raise CheckpointError(
-                f"{stretch.file.path} cannot be read at {_describe(stretch, place)}: {error}"
+                f"{stretch.file.path} cannot be read at {_describe(stretch, offset)}: {error}"
             ) from error
         if count == 0:
-            raise CheckpointError(f"{stretch.file.path} ends within {_describe(stretch, place)}; it was truncated.")
-        place += count
-        if place < stretch.stop:
+            raise CheckpointError(f"{stretch.file.path} ends within {_describe(stretch, offset)}; it was truncated.")
+        offset += count
+        if offset < stretch.stop:
             views = _after(views, count)
 
 
@@ -319,9 +319,9 @@ def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     return left
 
 
-def _describe(stretch: _Stretch, place: int) -> str:
-    """The tensor that has byte `place` of the file."""
-    of = next(portion.chunk for portion in reversed(stretch.portions) if portion.offset <= place)
+def _describe(stretch: _Stretch, offset: int) -> str:
+    """The tensor that has byte `offset` of the file."""
+    of = next(portion.chunk for portion in reversed(stretch.portions) if portion.offset <= offset)
     return f"{of.kind} {of.name}"
 
 

@@ -97,17 +97,17 @@ class BetweenHosts(Pairwise):
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)
         self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
-        self.ledger.crossed("all_to_all", group.axis, sum(sent[place].nbytes for place in on.far))
+        self.ledger.crossed("all_to_all", group.axis, sum(sent[index].nbytes for index in on.far))
         far = [self._receive(arrived[i], group.ranks[i], entry.tag) for i in on.far if arrived[i].numel()]
         far += [self._send(sent[i], group.ranks[i], entry.tag) for i in on.far if sent[i].numel()]
-        for place in on.neighbours:
-            if sent[place].numel():
-                neighbours.offer(self.lent(sent[place])[0], entry.tag, [group.ranks[place]], to_one=True)
+        for index in on.neighbours:
+            if sent[index].numel():
+                neighbours.offer(self.lent(sent[index])[0], entry.tag, [group.ranks[index]], to_one=True)
 
         def fetch() -> None:
-            for place in on.neighbours:
-                if arrived[place].numel():
-                    neighbours.take(group.ranks[place], entry.tag, _copy_into(arrived[place]))
+            for index in on.neighbours:
+                if arrived[index].numel():
+                    neighbours.take(group.ranks[index], entry.tag, _copy_into(arrived[index]))
 
         return Awaited(self.journal, entry, Pending(far, fetch))
 
@@ -180,7 +180,7 @@ class BetweenHosts(Pairwise):
         """Let all neighbours of the group read `tensor`, which is in shared memory. Returns the offer's number."""
         if self._neighbours is None or not on.neighbours:
             return None
-        return self._neighbours.offer(tensor, tag, [group.ranks[place] for place in on.neighbours])
+        return self._neighbours.offer(tensor, tag, [group.ranks[index] for index in on.neighbours])
 
     def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
         assert self._neighbours is not None
@@ -211,7 +211,7 @@ class BetweenHosts(Pairwise):
             return
         messages = []
         if source == on.own:
-            messages = [self.post(tensor, group.ranks[place], tag) for place in on.partners]
+            messages = [self.post(tensor, group.ranks[index], tag) for index in on.partners]
         else:
             self.expect(tensor, group.ranks[source], tag).wait()
         if on.neighbours:
@@ -246,47 +246,47 @@ class _Gather:
     on: OnHosts
     group: Group
     chunks: Sequence[Tensor]
-    """By place; this rank's own is filled."""
+    """By index in the group; this rank's own is filled."""
     tag: int
 
     def run(self) -> None:
         own, ranks = self.chunks[self.on.own], self.group.ranks
         if not own.numel():
             return
-        landing = {place: self._landing(place) for place in self.on.carried}
-        arriving = [(place, self.comm.expect(landing[place], ranks[place], self.tag)) for place in self.on.carried]
-        leaving = [self.comm.post(own, ranks[place], self.tag) for place in self.on.partners]
+        landing = {index: self._landing(index) for index in self.on.carried}
+        arriving = [(index, self.comm.expect(landing[index], ranks[index], self.tag)) for index in self.on.carried]
+        leaving = [self.comm.post(own, ranks[index], self.tag) for index in self.on.partners]
         offered = [self._offer(self.on.own, own, self.tag)]
-        for place in self.on.neighbours:
-            self.comm.take(ranks[place], self.tag, _copy_into(self.chunks[place]))
-        for place, message in arriving:
+        for index in self.on.neighbours:
+            self.comm.take(ranks[index], self.tag, _copy_into(self.chunks[index]))
+        for index, message in arriving:
             message.wait()
-            offered.append(self._offer(place, landing[place], _passed_on(self.tag, place)))
-            if landing[place] is not self.chunks[place]:
-                self.chunks[place].copy_(landing[place])
-        for place in self.on.far:
-            carrier = self.on.carrier(place)
+            offered.append(self._offer(index, landing[index], _passed_on(self.tag, index)))
+            if landing[index] is not self.chunks[index]:
+                self.chunks[index].copy_(landing[index])
+        for index in self.on.far:
+            carrier = self.on.carrier(index)
             if carrier != self.on.own:
-                self.comm.take(ranks[carrier], _passed_on(self.tag, place), _copy_into(self.chunks[place]))
+                self.comm.take(ranks[carrier], _passed_on(self.tag, index), _copy_into(self.chunks[index]))
         for message in leaving:
             message.wait()
         for number in offered:  # the caller may overwrite its memory next
             self.comm.await_readers(number)
 
-    def _landing(self, place: int) -> Tensor:
+    def _landing(self, index: int) -> Tensor:
         """Memory for what comes from another host, where neighbours can read it."""
-        chunk = self.chunks[place]
+        chunk = self.chunks[index]
         if not self.on.neighbours or self.comm.is_shared(chunk):
             return chunk
         return self.comm.shared_memory(chunk.numel(), chunk.dtype)
 
-    def _offer(self, place: int, tensor: Tensor, tag: int) -> int | None:
+    def _offer(self, index: int, tensor: Tensor, tag: int) -> int | None:
         """The offer's number, if `tensor` is the caller's own memory."""
         if not self.on.neighbours:
             return None
         lent, is_itself = self.comm.lent(tensor)
         number = self.comm.offer(lent, tag, self.group, self.on)
-        return number if is_itself and tensor is self.chunks[place] else None
+        return number if is_itself and tensor is self.chunks[index] else None
 
 
 @dataclass
@@ -308,7 +308,7 @@ class _Sums:
             return
         arrived = [torch.empty(self.out.numel(), dtype=self.wire) for _ in on.partners]
         arriving = [
-            self.comm.expect(tensor, ranks[place], self.tag) for tensor, place in zip(arrived, on.partners, strict=True)
+            self.comm.expect(tensor, ranks[index], self.tag) for tensor, index in zip(arrived, on.partners, strict=True)
         ]
         if on.neighbours:
             is_narrow = self.source.dtype != self.wire
@@ -318,8 +318,8 @@ class _Sums:
             self.comm.offer(given, self.tag, self.group, on)
         sums = self._sums_of_host([*on.carried, on.own], chunks)
         leaving = [
-            self.comm.post(total.to(self.wire), ranks[place], self.tag)
-            for place, total in zip(on.carried, sums, strict=False)
+            self.comm.post(total.to(self.wire), ranks[index], self.tag)
+            for index, total in zip(on.carried, sums, strict=False)
         ]
         for message in arriving:
             message.wait()
@@ -334,27 +334,27 @@ class _Sums:
         for message in leaving:
             message.wait()
 
-    def _sums_of_host(self, places: Sequence[int], chunks: Sequence[Tensor]) -> list[Tensor]:
-        """This host's sums of the chunks at `places`, in the order of the group."""
+    def _sums_of_host(self, indices: Sequence[int], chunks: Sequence[Tensor]) -> list[Tensor]:
+        """This host's sums of the chunks at `indices`, in the order of the group."""
         if not self.on.neighbours:
-            return [chunks[place] for place in places]
+            return [chunks[index] for index in indices]
         dtype = torch.promote_types(self.out.dtype, self.wire)
-        sums = [torch.empty(self.out.numel(), dtype=dtype) for _ in places]
+        sums = [torch.empty(self.out.numel(), dtype=dtype) for _ in indices]
         is_begun = False
 
         def add(summands: Sequence[Tensor]) -> None:
-            for total, place in zip(sums, places, strict=True):
+            for total, index in zip(sums, indices, strict=True):
                 if is_begun:
-                    total.add_(summands[place])
+                    total.add_(summands[index])
                 else:
-                    total.copy_(summands[place])
+                    total.copy_(summands[index])
 
-        for place in self.on.near:
-            if place == self.on.own:
+        for index in self.on.near:
+            if index == self.on.own:
                 add(chunks)
             else:
                 self.comm.take(
-                    self.group.ranks[place],
+                    self.group.ranks[index],
                     self.tag,
                     lambda given: add(given.view(self.wire).chunk(len(self.group.ranks))),
                 )
@@ -382,9 +382,9 @@ def _beside(work: Work, background: Background, group: Group) -> Work:
     return work.beside(lambda steps: background.start(group.name, steps))
 
 
-def _passed_on(tag: int, place: int) -> int:
-    """The tag under which neighbours find the chunk that came from the far `place`."""
-    return tag ^ (place + 1) << 1
+def _passed_on(tag: int, index: int) -> int:
+    """The tag under which neighbours find the chunk that came from `index`, on another host."""
+    return tag ^ (index + 1) << 1
 
 
 def _copy_into(tensor: Tensor) -> Callable[[Tensor], None]:

@@ -1,10 +1,10 @@
 """How the ranks of a group are spread over hosts, and which of them carries what between hosts. Pure.
 
 [Note: one copy between hosts] What all ranks of a host need is sent to it once, and what they have summed leaves it
-once. Rank `p` of a group has one partner on every other host, the one at the same place there (places wrap around if a
-host has fewer ranks): chunk `p` goes to the partner, which gives it to its neighbours, and the partner sends its host's
-sum of chunk `p`. So all ranks of a host share the work and the link evenly, no rank leads, and of a whole of N bytes,
-over H hosts with the same number of ranks each,
+once. Rank `p` of a group has one partner on every other host, the one with the same number there (numbers wrap around
+if a host has fewer ranks): chunk `p` goes to the partner, which gives it to its neighbours, and the partner sends its
+host's sum of chunk `p`. So all ranks of a host share the work and the link evenly, no rank leads, and of a whole of N
+bytes, over H hosts with the same number of ranks each,
 
     all_gather       N / H x (H - 1)    leaves each host and arrives at it
     reduce_scatter   N / H x (H - 1)
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shardwise.program import lines_on_hosts
 
-Places = tuple[int, ...]
+Indices = tuple[int, ...]
 
 
 class Hosts(NamedTuple):
@@ -39,55 +39,55 @@ class Hosts(NamedTuple):
 
 
 class OnHosts:
-    """The places of one group by host, as seen from the rank at `own`."""
+    """The indices of one group's ranks by host, as seen from the rank at index `own`."""
 
     def __init__(self, ranks: Sequence[int], own: int, host_of: Sequence[int]) -> None:
         """`host_of` is the number of each rank's host, by rank of the world."""
         self.own = own
-        self.hosts: tuple[Places, ...] = lines_on_hosts([host_of[rank] for rank in ranks])
+        self.hosts: tuple[Indices, ...] = lines_on_hosts([host_of[rank] for rank in ranks])
         """In the order in which they appear in the group."""
-        self.number = next(number for number, places in enumerate(self.hosts) if own in places)
-        self.near: Places = self.hosts[self.number]
-        """The places on this host, including this rank's own."""
-        self._index = {place: index for places in self.hosts for index, place in enumerate(places)}
+        self.number = next(number for number, indices in enumerate(self.hosts) if own in indices)
+        self.near: Indices = self.hosts[self.number]
+        """Those of this host, including this rank's own."""
+        self._among_neighbours = {index: number for indices in self.hosts for number, index in enumerate(indices)}
 
     @property
     def is_crowded(self) -> bool:
         """Whether there are several hosts, and several ranks on one of them."""
-        return 1 < len(self.hosts) < len(self._index)
+        return 1 < len(self.hosts) < len(self._among_neighbours)
 
     @property
     def num_hosts(self) -> int:
         return len(self.hosts)
 
-    def partner(self, place: int, host: int) -> int:
-        """The place on `host` that carries what `place` sends and receives there."""
-        places = self.hosts[host]
-        return places[self._index[place] % len(places)]
+    def partner(self, index: int, host: int) -> int:
+        """The one on `host` that carries what `index` sends and receives there."""
+        indices = self.hosts[host]
+        return indices[self._among_neighbours[index] % len(indices)]
 
     @cached_property
-    def neighbours(self) -> Places:
-        """The other places on this host."""
-        return tuple(place for place in self.near if place != self.own)
+    def neighbours(self) -> Indices:
+        """The other ranks of this host."""
+        return tuple(index for index in self.near if index != self.own)
 
     @cached_property
-    def far(self) -> Places:
-        """All places on other hosts."""
-        return tuple(place for number, places in enumerate(self.hosts) if number != self.number for place in places)
+    def far(self) -> Indices:
+        """All ranks of other hosts."""
+        return tuple(index for number, indices in enumerate(self.hosts) if number != self.number for index in indices)
 
     @cached_property
-    def partners(self) -> Places:
+    def partners(self) -> Indices:
         """This rank's partners on every other host, in the order of hosts."""
         return tuple(self.partner(self.own, host) for host in range(self.num_hosts) if host != self.number)
 
     @cached_property
-    def carried(self) -> Places:
-        """The far places whose partner on this host is this rank."""
-        return tuple(place for place in self.far if self.carrier(place) == self.own)
+    def carried(self) -> Indices:
+        """Those on other hosts whose partner on this host is this rank."""
+        return tuple(index for index in self.far if self.carrier(index) == self.own)
 
-    def carrier(self, place: int) -> int:
-        """The place on this host that is the partner of a far one."""
-        return self.partner(place, self.number)
+    def carrier(self, index: int) -> int:
+        """The one on this host that is the partner of one elsewhere."""
+        return self.partner(index, self.number)
 
 
 def even_local_size(hosts: Sequence[str]) -> int:

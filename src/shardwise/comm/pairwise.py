@@ -223,7 +223,7 @@ class Pairwise:
             return Done()
         sent = chunks
         if own.dtype != wire:
-            sent = [chunk.to(wire) if place != group.index else chunk for place, chunk in enumerate(chunks)]
+            sent = [chunk.to(wire) if index != group.index else chunk for index, chunk in enumerate(chunks)]
         staging = self._staging.take(len(chunks) - 1, own.numel(), wire)
         arrived = list(staging.chunks)
         arrived.insert(group.index, own)
@@ -254,8 +254,8 @@ class Pairwise:
         """
         transport = self._transport
         try:
-            works = [transport.receive(arrived[place], rank, tag) for place, rank in group.others]
-            works += [transport.send(sent[place], rank, tag) for place, rank in group.others]
+            works = [transport.receive(arrived[index], rank, tag) for index, rank in group.others]
+            works += [transport.send(sent[index], rank, tag) for index, rank in group.others]
         except LinkError as error:
             raise self.journal.failure(error) from error
         return works

@@ -40,16 +40,16 @@ class StartupBarrier:
         self._store = SealedStore(f"shardwise/attempt-{attempt}/startup", store, seal or Seal())
 
     def wait(
-        self, rank: int, size: int, place: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
+        self, rank: int, size: int, where: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
     ) -> int:
         """Return once all `size` ranks are here; log which are missing after `patience_seconds`. All ranks call.
 
-        The result counts how often they have been here together, the same on all. `place` names the store. With
+        The result counts how often they have been here together, the same on all. `where` names the store. With
         `is_host` the store ends with this process. Raises `FaultError`.
         """
         try:
             self._introduce(rank, size)
-            return self._gather(rank, size, place, timeout_seconds, patience_seconds)
+            return self._gather(rank, size, where, timeout_seconds, patience_seconds)
         except FaultError:
             if is_host:
                 time.sleep(3 * _PAUSES[1])  # let the others read it too
@@ -86,7 +86,7 @@ class StartupBarrier:
                 f"Start all ranks with the same.",
             )
 
-    def _gather(self, rank: int, size: int, place: str, timeout_seconds: float, patience_seconds: float) -> int:
+    def _gather(self, rank: int, size: int, where: str, timeout_seconds: float, patience_seconds: float) -> int:
         number = self._store.add(f"begun/{rank}", 1)
         here = [f"here/{number}/{other}" for other in range(size)]
         self._store.set(here[rank], "here")
@@ -98,10 +98,10 @@ class StartupBarrier:
             if waited > min(warn_after, timeout_seconds):
                 missing = [other for other in range(size) if not self._store.check([here[other]])]
                 if waited > timeout_seconds:
-                    raise _overdue(missing, size, place, timeout_seconds).error()
+                    raise _overdue(missing, size, where, timeout_seconds).error()
                 warn_after *= 2
                 if rank == min(set(range(size)).difference(missing)):
-                    _log.warning("%s of %d did not come to %s yet, for %.0f s.", _named(missing), size, place, waited)
+                    _log.warning("%s of %d did not come to %s yet, for %.0f s.", _named(missing), size, where, waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSES[1])
         self._store.set(f"met/{rank}", str(number))
@@ -124,11 +124,11 @@ def _began() -> float:
     return psutil.Process().create_time()
 
 
-def _overdue(missing: list[int], size: int, place: str, timeout_seconds: float) -> Fault:
+def _overdue(missing: list[int], size: int, where: str, timeout_seconds: float) -> Fault:
     return Fault(
         "timeout",
         tuple(missing),
-        f"{_named(missing)} of {size} never came to {place}, where the others have waited for {timeout_seconds:g} s. "
+        f"{_named(missing)} of {size} never came to {where}, where the others have waited for {timeout_seconds:g} s. "
         f"Have all ranks been started, with the same MASTER_ADDR and MASTER_PORT?",
     )
 

@@ -42,7 +42,7 @@ class RankPeers:
         self._matrix_exchanges = matrix_exchanges([flat.spec for flat in flats])
         self._norms_axes = norms_axes([flat.spec for flat in flats])
         self._by_param: dict[nn.Parameter, Piece] = {}
-        self._by_place: dict[tuple[str, int], Piece] = {}
+        self._by_parameter: dict[tuple[str, int], Piece] = {}
         self._norms: Tensor | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
         """The result of `_rows_of` for the optimizer's parameters."""
@@ -54,7 +54,7 @@ class RankPeers:
     def meet(self, pieces: Sequence[Piece]) -> None:
         """Learn which piece of which parameter each of the optimizer's entries is."""
         self._by_param = {piece.tensor: piece for piece in pieces}
-        self._by_place = {(piece.flat.name, piece.index): piece for piece in pieces}
+        self._by_parameter = {(piece.flat.name, piece.index): piece for piece in pieces}
         self._rows = None
 
     @contextmanager
@@ -132,17 +132,17 @@ class RankPeers:
     def _transfer(self, flat: Flat) -> _MatrixTransfer:
         assert self._calls is not None
         over = self._matrix_exchanges[flat.name]
-        pieces = {matrix.index: self._by_place[flat.name, matrix.index] for matrix in over.matrices}
+        pieces = {matrix.index: self._by_parameter[flat.name, matrix.index] for matrix in over.matrices}
         group = self._line(over, flat.spec.table.optim.shard)
         return _MatrixTransfer(over, flat, pieces, group, self._collectives, self._calls)
 
     def _line(self, over: MatrixExchange, axes: Axes) -> Group:
-        """The ranks that share this rank's states, by place."""
+        """The ranks that share this rank's states, by range."""
         here = self._mesh.coordinate(self._rank)
         every = itertools.product(*(range(self._mesh.size(axis)) for axis in axes))
-        coordinates = [{**here, **dict(zip(axes, places, strict=True))} for places in every]
-        ranks = {over.place(coordinate): self._mesh.rank(coordinate) for coordinate in coordinates}
-        return Group("+".join(axes), tuple(ranks[place] for place in sorted(ranks)), over.place(here))
+        coordinates = [{**here, **dict(zip(axes, indices, strict=True))} for indices in every]
+        ranks = {over.range_of(coordinate): self._mesh.rank(coordinate) for coordinate in coordinates}
+        return Group("+".join(axes), tuple(ranks[number] for number in sorted(ranks)), over.range_of(here))
 
     def _place_on(self, axis: str) -> int:
         return self._mesh.coordinate(self._rank)[axis]
@@ -162,8 +162,8 @@ class RankPeers:
 class _MatrixTransfer:
     """The matrices of one flat buffer in one step, from pieces to their owners and back.
 
-    `given` are this rank's pieces of matrices that others own, by place; `whole` the collected matrices that it owns,
-    by index; `staging` the others' pieces of those, by place, as they are sent.
+    `given` are this rank's pieces of matrices that others own, by range; `whole` the collected matrices that it owns,
+    by index; `staging` the others' pieces of those, by range, as they are sent.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class _MatrixTransfer:
                 own = self._over.held(matrix, self._group.index)
                 if own.numel:
                     self._whole[matrix.index][own.start : own.stop] = self._made(matrix)
-        self._given = [self._new(self._numel(self._for(place), self._group.index)) for place in self._places()]
-        for place, message in enumerate(self._given):
-            for matrix, part in self._parts(message, self._for(place), self._group.index):
+        self._given = [self._new(self._numel(self._for(number), self._group.index)) for number in self._ranges()]
+        for number, message in enumerate(self._given):
+            for matrix, part in self._parts(message, self._for(number), self._group.index):
                 part.copy_(self._made(matrix))
         self._open_staging()
         self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group, self._flat.name)
@@ -216,14 +216,14 @@ class _MatrixTransfer:
         self._arriving.wait()
         self._arriving = None
         if not self._is_computed:
-            for place, message in enumerate(self._staging):
-                for matrix, part in self._parts(message, self._owned(), place):
-                    held = self._over.held(matrix, place)
+            for number, message in enumerate(self._staging):
+                for matrix, part in self._parts(message, self._owned(), number):
+                    held = self._over.held(matrix, number)
                     self._whole[matrix.index][held.start : held.stop] = part
             self._close(self._staging)
             return
-        for place, message in enumerate(self._given):
-            for matrix, part in self._parts(message, self._for(place), self._group.index):
+        for number, message in enumerate(self._given):
+            for matrix, part in self._parts(message, self._for(number), self._group.index):
                 self._applied(matrix, part)
         self._close(self._staging)
         self._close(self._given)
@@ -245,9 +245,9 @@ class _MatrixTransfer:
 
     def hand_back(self) -> None:
         self._open_staging()
-        for place, message in enumerate(self._staging):
-            for matrix, part in self._parts(message, self._owned(), place):
-                held = self._over.held(matrix, place)
+        for number, message in enumerate(self._staging):
+            for matrix, part in self._parts(message, self._owned(), number):
+                held = self._over.held(matrix, number)
                 part.copy_(self._whole[matrix.index][held.start : held.stop])
         for matrix in self._owned():
             own = self._over.held(matrix, self._group.index)
@@ -271,27 +271,27 @@ class _MatrixTransfer:
     def _owned(self) -> list[Matrix]:
         return self._for(self._group.index)
 
-    def _for(self, place: int) -> list[Matrix]:
-        return [matrix for matrix in self._matrices if matrix.owner == place]
+    def _for(self, number: int) -> list[Matrix]:
+        return [matrix for matrix in self._matrices if matrix.owner == number]
 
-    def _places(self) -> range:
+    def _ranges(self) -> range:
         return range(len(self._group.ranks))
 
-    def _numel(self, matrices: Sequence[Matrix], place: int) -> int:
-        """Elements of the message about `matrices` exchanged with the rank at `place`: those that it holds."""
-        is_message = not matrices or matrices[0].owner != place
-        return sum(self._over.held(matrix, place).numel for matrix in matrices) if is_message else 0
+    def _numel(self, matrices: Sequence[Matrix], number: int) -> int:
+        """Elements of the message about `matrices` exchanged with the rank of range `number`: those that it holds."""
+        is_message = not matrices or matrices[0].owner != number
+        return sum(self._over.held(matrix, number).numel for matrix in matrices) if is_message else 0
 
-    def _parts(self, message: Tensor, matrices: Sequence[Matrix], place: int) -> list[tuple[Matrix, Tensor]]:
+    def _parts(self, message: Tensor, matrices: Sequence[Matrix], number: int) -> list[tuple[Matrix, Tensor]]:
         """The part of `message` for each matrix; nothing for a message to oneself."""
         if not message.numel():
             return []
-        held = [(matrix, self._over.held(matrix, place).numel) for matrix in matrices]
+        held = [(matrix, self._over.held(matrix, number).numel) for matrix in matrices]
         some = [(matrix, numel) for matrix, numel in held if numel]
         return list(zip((one for one, _ in some), torch.split(message, [numel for _, numel in some]), strict=True))
 
     def _open_staging(self) -> None:
-        self._staging = [self._new(self._numel(self._owned(), place)) for place in self._places()]
+        self._staging = [self._new(self._numel(self._owned(), number)) for number in self._ranges()]
 
     def _new(self, numel: int) -> Tensor:
         tensor = torch.empty(numel, dtype=self._dtype, device=self._flat.device)

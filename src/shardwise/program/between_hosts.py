@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 from shardwise.mesh import Mesh
 from shardwise.program.action import Action
 
-Places = tuple[int, ...]
+Indices = tuple[int, ...]
 _ONCE, _TWICE = ("gather", "reduce_scatter"), ("all_reduce", "agree")
 
 
-def lines_on_hosts(hosts: Sequence[int]) -> tuple[Places, ...]:
-    """The places of a line, grouped by host in the order in which the hosts appear. `hosts` has the host of each
-    place."""
+def lines_on_hosts(hosts: Sequence[int]) -> tuple[Indices, ...]:
+    """The indices of a line's ranks, grouped by host in the order in which the hosts appear. `hosts` has the host of
+    each rank."""
     by_host: dict[int, list[int]] = {}
-    for place, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(place)
-    return tuple(tuple(places) for places in by_host.values())
+    for index, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(index)
+    return tuple(tuple(indices) for indices in by_host.values())
 
 
 def crossing_bytes(verb: str, chunk_bytes: int, num_near: int, num_ranks: int, num_hosts: int) -> int:
@@ -49,7 +49,7 @@ def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> lis
         chunk_bytes = action.sent_bytes // (rounds * (mesh.size(action.over) - 1))
         for ranks in {mesh.group(rank, action.over) for rank in range(num_ranks)}:
             hosts = lines_on_hosts([rank // local_size for rank in ranks])
-            for places in hosts:
-                left = crossing_bytes(action.verb, chunk_bytes, len(places), len(ranks), len(hosts))
-                sent[ranks[places[0]] // local_size] += left
+            for indices in hosts:
+                left = crossing_bytes(action.verb, chunk_bytes, len(indices), len(ranks), len(hosts))
+                sent[ranks[indices[0]] // local_size] += left
     return sent

@@ -25,18 +25,18 @@ def buddies(hosts: Sequence[Hashable]) -> tuple[int, ...]:
     all keep one copy. Where one host has more ranks than all others together, those share in its copies.
     """
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    places = lines_on_hosts([numbers[host] for host in hosts])
-    if len(places) < 2:
+    by_host = lines_on_hosts([numbers[host] for host in hosts])
+    if len(by_host) < 2:
         raise ValueError("there is no other host")
-    largest = max(places, key=len)
-    order = [rank for ranks in places for rank in ranks]
+    largest = max(by_host, key=len)
+    order = [rank for ranks in by_host for rank in ranks]
     found = dict.fromkeys(order, 0)
     if 2 * len(largest) <= len(order):
-        for place, rank in enumerate(order):
-            found[rank] = order[(place + len(largest)) % len(order)]
+        for index, rank in enumerate(order):
+            found[rank] = order[(index + len(largest)) % len(order)]
     else:
         others = [rank for rank in order if rank not in largest]
-        found.update({rank: others[place % len(others)] for place, rank in enumerate(largest)})
+        found.update({rank: others[index % len(others)] for index, rank in enumerate(largest)})
         found.update(dict(zip(others, largest, strict=False)))
     return tuple(found[rank] for rank in range(len(hosts)))
 

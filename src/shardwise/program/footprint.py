@@ -268,8 +268,8 @@ def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
     kept: dict[int, int] = {}
     for placed in flat.updates if flat.numel else ():
         first, last = placed.span.start // mine.numel, max(0, placed.span.stop - 1) // mine.numel
-        for place in range(first, last + 1) if coordinate is None else (mine.start // mine.numel,):
-            here = Span(place * mine.numel, (place + 1) * mine.numel)
+        for number in range(first, last + 1) if coordinate is None else (mine.start // mine.numel,):
+            here = Span(number * mine.numel, (number + 1) * mine.numel)
             span = placed.span.overlap(here).within(placed.span)
-            kept[place] = kept.get(place, 0) + placed.update.states.num_bytes(span, flat.table.optim.dtype)
+            kept[number] = kept.get(number, 0) + placed.update.states.num_bytes(span, flat.table.optim.dtype)
     return max(kept.values(), default=0)

@@ -25,7 +25,7 @@ SLACK = 1.25
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix at `span` of a flat buffer, which is its parameter `index`, and the place of the rank that owns it."""
+    """The matrix at `span` of a flat buffer, which is its parameter `index`. The rank of range `owner` collects it."""
 
     index: int
     span: Span
@@ -49,7 +49,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """The matrices of one flat buffer. A *place* is the number of a range of its states: place 0 has the first."""
+    """The matrices of one flat buffer. States are cut into ranges, one per rank; range 0 is the first."""
 
     flat: FlatSpec
     matrices: tuple[Matrix, ...]
@@ -63,13 +63,13 @@ class MatrixExchange:
     def range_numel(self) -> int:
         return self.flat.layout.span(self.flat.table.optim.shard, dict.fromkeys(self.flat.layout.order, 0)).numel
 
-    def place(self, coordinate: Mapping[str, int]) -> int:
-        """The place of the rank at `coordinate` of the mesh among those that share the states."""
+    def range_of(self, coordinate: Mapping[str, int]) -> int:
+        """The range of the rank at `coordinate` of the mesh, among those that share the states."""
         return self.flat.layout.span(self.flat.table.optim.shard, coordinate).start // self.range_numel
 
-    def held(self, matrix: Matrix, place: int) -> Span:
-        """The elements of `matrix` that the rank at `place` holds, counted from its first."""
-        mine = Span(place * self.range_numel, (place + 1) * self.range_numel)
+    def held(self, matrix: Matrix, number: int) -> Span:
+        """The elements of `matrix` that are in range `number`, counted from its first."""
+        mine = Span(number * self.range_numel, (number + 1) * self.range_numel)
         return matrix.span.overlap(mine).within(matrix.span)
 
     def travels(self, matrix: Matrix) -> bool:
@@ -82,32 +82,32 @@ class MatrixExchange:
 
     @cached_property
     def given_bytes(self) -> Counter[int]:
-        """By place: bytes of pieces held there of matrices owned elsewhere."""
+        """By range: bytes of its pieces of matrices owned elsewhere."""
         given: Counter[int] = Counter()
-        for matrix, place, numel in self._pieces():
-            given[place] += numel * WIDTH[matrix.dtype] if place != matrix.owner else 0
+        for matrix, number, numel in self._pieces():
+            given[number] += numel * WIDTH[matrix.dtype] if number != matrix.owner else 0
         return given
 
     @cached_property
     def taken_bytes(self) -> Counter[int]:
-        """By place: bytes of pieces held elsewhere of matrices owned there."""
+        """By range: bytes of pieces elsewhere of matrices that it owns."""
         taken: Counter[int] = Counter()
-        for matrix, place, numel in self._pieces():
-            taken[matrix.owner] += numel * WIDTH[matrix.dtype] if place != matrix.owner else 0
+        for matrix, number, numel in self._pieces():
+            taken[matrix.owner] += numel * WIDTH[matrix.dtype] if number != matrix.owner else 0
         return taken
 
     @cached_property
     def whole_bytes(self) -> Counter[int]:
-        """By place: bytes of owned matrices of which pieces have to be collected."""
+        """By range: bytes of owned matrices of which pieces have to be collected."""
         whole: Counter[int] = Counter()
         for matrix in filter(self.travels, self.matrices):
             whole[matrix.owner] += matrix.span.numel * WIDTH[matrix.dtype]
         return whole
 
-    def work_bytes(self, place: int | None) -> int:
-        """The most memory for one matrix at `place`, or at any place; includes the matrix itself if all of it is held
+    def work_bytes(self, number: int | None) -> int:
+        """The most memory for one matrix of range `number`, or of any; includes the matrix itself if all of it is held
         there."""
-        own = [matrix for matrix in self.matrices if place is None or matrix.owner == place]
+        own = [matrix for matrix in self.matrices if number is None or matrix.owner == number]
         return max(
             (one.work_bytes + (0 if self.travels(one) else one.span.numel * WIDTH[one.dtype]) for one in own),
             default=0,
@@ -115,12 +115,12 @@ class MatrixExchange:
 
     def _pieces(self) -> Iterator[tuple[Matrix, int, int]]:
         for matrix in self.matrices:
-            yield from ((matrix, place, numel) for place, numel in _holders(matrix, self.range_numel))
+            yield from ((matrix, number, numel) for number, numel in _holders(matrix, self.range_numel))
 
 
-def at(by_place: Counter[int], place: int | None) -> int:
-    """The bytes at `place`; without one the most at any."""
-    return max(by_place.values(), default=0) if place is None else by_place[place]
+def at(by_range: Counter[int], number: int | None) -> int:
+    """The bytes of range `number`; without one the most of any."""
+    return max(by_range.values(), default=0) if number is None else by_range[number]
 
 
 def matrix_exchanges(flats: Sequence[FlatSpec]) -> dict[str, MatrixExchange]:
@@ -142,14 +142,14 @@ def _matrices(flat: FlatSpec) -> Iterator[Matrix]:
 def _assigned(alike: Sequence[MatrixExchange]) -> Iterator[MatrixExchange]:
     """Owners for the matrices of flat buffers that are sharded alike, assigned from the costliest matrix down."""
     jobs = [(one, matrix) for one in alike for matrix in one.matrices]
-    num_places = alike[0].flat.numel // alike[0].range_numel
-    loads = [0] * num_places
+    num_ranges = alike[0].flat.numel // alike[0].range_numel
+    loads = [0] * num_ranges
     total = sum(matrix.cost for _, matrix in jobs)
-    limit = max(SLACK * total / num_places, *(matrix.cost for _, matrix in jobs))
+    limit = max(SLACK * total / num_ranges, *(matrix.cost for _, matrix in jobs))
     owners: dict[tuple[str, int], int] = {}
     for one, matrix in sorted(jobs, key=lambda job: -job[1].cost):
         by_share = sorted(_holders(matrix, one.range_numel), key=lambda holder: -holder[1])
-        free = (place for place, _ in by_share if loads[place] + matrix.cost <= limit)
+        free = (number for number, _ in by_share if loads[number] + matrix.cost <= limit)
         owner = next(free, None)
         owner = loads.index(min(loads)) if owner is None else owner
         loads[owner] += matrix.cost
@@ -164,7 +164,7 @@ def _owned_by(matrix: Matrix, owner: int) -> Matrix:
 
 
 def _holders(matrix: Matrix, range_numel: int) -> list[tuple[int, int]]:
-    """The places that hold some of `matrix`, and how many elements each."""
+    """The ranges that have some of `matrix`, and how many elements each."""
     first, last = matrix.span.start // range_numel, (matrix.span.stop - 1) // range_numel
-    ranges = [(place, Span(place * range_numel, (place + 1) * range_numel)) for place in range(first, last + 1)]
-    return [(place, matrix.span.overlap(one).numel) for place, one in ranges]
+    ranges = [(number, Span(number * range_numel, (number + 1) * range_numel)) for number in range(first, last + 1)]
+    return [(number, matrix.span.overlap(one).numel) for number, one in ranges]

@@ -95,8 +95,8 @@ class StepProgram:
         if coordinate is None or action.verb not in ("collect", "hand_back"):
             return action.sent_bytes
         over = self.matrix_exchanges[action.flat]
-        by_place = over.given_bytes if action.verb == "collect" else over.taken_bytes
-        return by_place[over.place(coordinate)]
+        by_range = over.given_bytes if action.verb == "collect" else over.taken_bytes
+        return by_range[over.range_of(coordinate)]
 
 
 def plan_step(

@@ -125,16 +125,16 @@ class Walk:
             case "outgoing":
                 return flat.num_bytes(flat.table.optim.shard, flat.table.param.dtype)
         over = self._matrix_exchanges[flat.name]
-        place = None if self._coordinate is None else over.place(self._coordinate)
+        number = None if self._coordinate is None else over.range_of(self._coordinate)
         match buffer:
             case "given":
-                return at(over.given_bytes, place)
+                return at(over.given_bytes, number)
             case "matrix":
-                return at(over.whole_bytes, place)
+                return at(over.whole_bytes, number)
             case "staging":
-                return at(over.taken_bytes, place)
+                return at(over.taken_bytes, number)
             case "work":
-                return over.work_bytes(place)
+                return over.work_bytes(number)
         raise ProgramError(f"{flat.name}: the size of its {buffer} depends on what makes it.")
 
     def _reduce(self, flat: FlatSpec, action: Action) -> None:

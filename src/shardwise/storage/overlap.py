@@ -1,6 +1,6 @@
 """Tensors some of whose elements share memory: expanded ones, windows over a row.
 
-torch refuses to copy into them. Here each place is written once per element that lies there, so the values have to
+torch refuses to copy into them. Here each address is written once per element that lies there, so the values have to
 agree.
 """
 
@@ -28,21 +28,21 @@ def copy_into(tensor: Tensor, values: Tensor) -> None:
     if not may_overlap(tensor):
         tensor.copy_(values.view(tensor.shape))
         return
-    memory, places = _memory_of(tensor)
-    memory[places] = values.reshape(-1).to(tensor.device, tensor.dtype)
+    memory, offsets = _memory_of(tensor)
+    memory[offsets] = values.reshape(-1).to(tensor.device, tensor.dtype)
 
 
 def agrees(tensor: Tensor, values: Tensor) -> bool:
-    """Whether `tensor` could hold exactly `values`: elements that share a place are equal to the bit."""
-    memory, places = _memory_of(tensor)
+    """Whether `tensor` could hold exactly `values`: elements that share an address are equal to the bit."""
+    memory, offsets = _memory_of(tensor)
     wanted = values.reshape(-1).to(tensor.device, tensor.dtype)
     tried = torch.empty_like(memory)
-    tried[places] = wanted
-    return torch.equal(tried[places].view(torch.uint8), wanted.view(torch.uint8))
+    tried[offsets] = wanted
+    return torch.equal(tried[offsets].view(torch.uint8), wanted.view(torch.uint8))
 
 
 def _memory_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The memory that a tensor spans, flat, and the position in it of each of its elements."""
     reach = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    places = torch.arange(reach, device=tensor.device).as_strided(tensor.shape, tensor.stride())
-    return tensor.as_strided((reach,), (1,), tensor.storage_offset()), places.reshape(-1)
+    offsets = torch.arange(reach, device=tensor.device).as_strided(tensor.shape, tensor.stride())
+    return tensor.as_strided((reach,), (1,), tensor.storage_offset()), offsets.reshape(-1)

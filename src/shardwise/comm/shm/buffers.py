@@ -100,13 +100,13 @@ class MappedBuffers:
         self._neighbours.notify()
 
     def wait_until(self, counts: np.ndarray, count: int) -> None:
-        for place, rank in enumerate(self._group.ranks):
-            if place != self._group.index:
-                self._neighbours.wait_for(rank, partial(_has_come, counts, place, count))
+        for index, rank in enumerate(self._group.ranks):
+            if index != self._group.index:
+                self._neighbours.wait_for(rank, partial(_has_come, counts, index, count))
 
 
-def _has_come(counts: np.ndarray, place: int, count: int) -> bool | None:
-    return bool(counts[place] >= count) or None
+def _has_come(counts: np.ndarray, index: int, count: int) -> bool | None:
+    return bool(counts[index] >= count) or None
 
 
 class _All:

@@ -79,15 +79,15 @@ class Shared:
             return self._pairs.all_to_all(arrived, sent, group, subject)
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # lengths differ per pair
-        for place, rank in group.others:
-            if sent[place].numel():
-                self._count("all_to_all", group, sent[place].nbytes)
-                self._neighbours.offer(self._copied(sent[place]), entry.tag, [rank], to_one=True)
+        for index, rank in group.others:
+            if sent[index].numel():
+                self._count("all_to_all", group, sent[index].nbytes)
+                self._neighbours.offer(self._copied(sent[index]), entry.tag, [rank], to_one=True)
 
         def fetch() -> None:
-            for place, rank in group.others:
-                if arrived[place].numel():
-                    self._neighbours.take(rank, entry.tag, _copy_into(arrived[place], arrived[place].dtype))
+            for index, rank in group.others:
+                if arrived[index].numel():
+                    self._neighbours.take(rank, entry.tag, _copy_into(arrived[index], arrived[index].dtype))
 
         return self._work(entry, fetch)
 
@@ -207,8 +207,8 @@ class Shared:
         return self._work(entry, fetch)
 
     def _fetch(self, chunks: Sequence[Tensor], group: Group, tag: int, wire: torch.dtype) -> None:
-        for place, rank in group.others:
-            self._neighbours.take(rank, tag, _copy_into(chunks[place], wire))
+        for index, rank in group.others:
+            self._neighbours.take(rank, tag, _copy_into(chunks[index], wire))
 
     def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         """Offer `source` to the others, as `wire`."""
@@ -230,8 +230,8 @@ class Shared:
         if out.data_ptr() == own.data_ptr() and group.index > 1:
             own = own.clone()  # our summand must not be overwritten before its turn
         total = _Sum(out, own, group.index)
-        for place, rank in enumerate(group.ranks):
-            if place == group.index:
+        for index, rank in enumerate(group.ranks):
+            if index == group.index:
                 total.add_own()
             else:
                 self._neighbours.take(rank, tag, lambda given: total.add(_chunk(given, wire, group)))
@@ -285,10 +285,10 @@ class _Sum:
     the others.
     """
 
-    def __init__(self, out: Tensor, own: Tensor, place: int) -> None:
+    def __init__(self, out: Tensor, own: Tensor, index: int) -> None:
         self._out = out
         self._own = own
-        self._own_waits = place < 2
+        self._own_waits = index < 2
         self._is_begun = False
 
     def add_own(self) -> None:

@@ -42,7 +42,7 @@ class _Lent:
 
     number: int
     slot: int
-    places: list[int]
+    indices: list[int]
     block: Block
     is_read: bool = False
 
@@ -57,7 +57,7 @@ class Neighbours:
     def __init__(self, rank: int, ranks: Sequence[int], files: dict[int, SharedFile], pids: dict[int, int]) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
-        self._places = {other: place for place, other in enumerate(self.ranks)}
+        self._index_of = {other: index for index, other in enumerate(self.ranks)}
         num_bytes = offer_table_bytes(len(self.ranks))
         self._offer_tables = {
             other: OfferTable(files[other].map(0, num_bytes), len(self.ranks), is_own=other == rank)
@@ -109,7 +109,7 @@ class Neighbours:
 
     def has(self, ranks: Sequence[int]) -> bool:
         """Whether all of `ranks` are on this host."""
-        return all(rank in self._places for rank in ranks)
+        return all(rank in self._index_of for rank in ranks)
 
     # -- to give ----------------------------------------------------------------------------------------
 
@@ -146,8 +146,8 @@ class Neighbours:
         The memory must not be written until all have read it. The block is kept until then; the tensor itself need not
         be.
         """
-        places = [self._places[reader] for reader in readers]
-        to = places[0] if to_one else TO_ALL
+        indices = [self._index_of[reader] for reader in readers]
+        to = indices[0] if to_one else TO_ALL
         while True:
             with self._lock:
                 if self._own.is_full:
@@ -159,7 +159,7 @@ class Neighbours:
                     slot = self._own.put(tag, to, block.offset, block.num_bytes, start, tensor.nbytes)
                     block.pins += 1
                     self._num_offers += 1
-                    self._lent.append(_Lent(self._num_offers, slot, places, block))
+                    self._lent.append(_Lent(self._num_offers, slot, indices, block))
                     return self._num_offers
                 oldest = self._lent[0]
             self._await(oldest)
@@ -180,14 +180,14 @@ class Neighbours:
                 return
 
     def _await(self, lent: _Lent) -> None:
-        for place in lent.places:
-            self.wait_for(self.ranks[place], partial(self._has_read, lent, place))
+        for index in lent.indices:
+            self.wait_for(self.ranks[index], partial(self._has_read, lent, index))
 
     # -- to take ----------------------------------------------------------------------------------------
 
     def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
         """Wait for what `rank` offers under `tag`, and let `use` read it in place (uint8, flat)."""
-        offer_table, me = self._offer_tables[rank], self._places[self.rank]
+        offer_table, me = self._offer_tables[rank], self._index_of[self.rank]
         offer = self.wait_for(rank, lambda: offer_table.find(tag, me))
         view = self._view(rank, offer.offset, offer.block_bytes)
         use(view[offer.start : offer.start + offer.num_bytes])
@@ -235,7 +235,7 @@ class Neighbours:
         with self._lock:
             still = []
             for lent in self._lent:
-                if self._own.is_read(lent.slot, lent.places):
+                if self._own.is_read(lent.slot, lent.indices):
                     lent.is_read = True
                     self._own.clear(lent.slot)
                     lent.block.pins -= 1
@@ -248,17 +248,17 @@ class Neighbours:
         rank first."""
         until = time.monotonic() + _PATIENCE_SECONDS
         for lent in [lent for lent in self._lent if lent.block is block]:
-            for place in lent.places:
-                changes = self._offer_tables[self.ranks[place]].changes
+            for index in lent.indices:
+                changes = self._offer_tables[self.ranks[index]].changes
                 seen = changes.value
-                while not self._has_read(lent, place) and (left := until - time.monotonic()) > 0:
+                while not self._has_read(lent, index) and (left := until - time.monotonic()) > 0:
                     changes.wait_while(seen, left)
                     seen = changes.value
         self._tidy()
 
-    def _has_read(self, lent: _Lent, place: int) -> bool | None:
+    def _has_read(self, lent: _Lent, index: int) -> bool | None:
         with self._lock:  # once this offer is tidied up its slot may hold another
-            return lent.is_read or self._own.is_read(lent.slot, [place]) or None
+            return lent.is_read or self._own.is_read(lent.slot, [index]) or None
 
     def _view(self, rank: int, offset: int, num_bytes: int) -> Tensor:
         """A neighbour's block, mapped once."""

@@ -37,7 +37,7 @@ def offer_table_bytes(num_ranks: int) -> int:
 
 
 class OfferTable:
-    """The offers of one rank, seen by their owner or a neighbour. Readers are identified by their place among the
+    """The offers of one rank, seen by their owner or a neighbour. Readers are identified by their index among the
     neighbours."""
 
     def __init__(self, mapped: Mapping, num_ranks: int, *, is_own: bool) -> None:
@@ -59,7 +59,7 @@ class OfferTable:
         return not self._unused
 
     def put(self, tag: int, to: int, offset: int, block_bytes: int, start: int, num_bytes: int) -> int:
-        """Write an offer. `to` is the place of its reader, or `TO_ALL`."""
+        """Write an offer. `to` is the index of its reader, or `TO_ALL`."""
         slot = self._unused.pop()
         self._marks[slot] = 0
         self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
