@@ -24,7 +24,7 @@ from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
 from shardwise.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
-from shardwise.rehearsal.rehearse import PROCESS_BYTES
+from shardwise.rehearsal.rehearse import process_bytes_for
 from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_specs
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
@@ -203,7 +203,7 @@ def test_counts_mixtures_of_experts(precision: str) -> None:
     assert peak_of(activations) == pytest.approx(expected, abs=numbers)
     has_kernels = precision == "bf16" and torch.backends.mkldnn.is_available()
     kernels = num_kept_kernels() * bytes_of_a_kernel(torch.bfloat16) if has_kernels else 0
-    assert activations.process_bytes == PROCESS_BYTES + kernels
+    assert activations.process_bytes == process_bytes_for("bf16" if precision == "bf16" else "fp32") + kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.activations import Offloading, RehearsedDiskStore, RehearsedStore, TreatedSites, Treatments
 from shardwise.errors import ConfigError, ModelError
 from shardwise.micro_batches import MicroBatch
-from shardwise.placement import Dtype
+from shardwise.placement import WIDTH, Dtype
 from shardwise.precision import cast_floating
 from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
 from shardwise.rehearsal.grouped import GroupedProducts
@@ -40,13 +40,15 @@ Around = Callable[[nn.Module], AbstractContextManager[None]]
 Work = Callable[[Take, LivingBytes], None]
 """Runs a forward and backward on some arguments while bytes are counted."""
 PROCESS_BYTES = 2**25
+HALF_PROCESS_BYTES = 12 * 2**20
 """[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
 then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), heap gaps between live blocks, and the engine's
 own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which
 plain PyTorch takes 12 and 24; 28 and 40 for a GPT of 34 M parameters; 31 for a small Whisper, 9 of which are oneDNN's
-convolutions. It hardly grows with the model, so a constant is used, plus [Note: cached kernels] in `grouped.py`. Python
-modules that are imported late are not included: 16 MiB by the first `shard`, and some 80 by the first optimizer of
-torch, with or without shardwise. On a GPU the allocator's peak contains none of this.
+convolutions. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is added for products in bf16
+and fp16. So are [Note: cached kernels] in `grouped.py`. Python modules that are imported late are not included: 16 MiB
+by the first `shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's
+peak contains none of this.
 
 What freed activations leave in the heap is counted by moment on top of that ([Note: the heap does not shrink] in
 `living.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return memory
@@ -141,7 +143,7 @@ def rehearse_work(
             if not stage.is_wiser:
                 break
     on_cpu = device.type == "cpu"
-    process_bytes = PROCESS_BYTES + products.kernel_bytes if on_cpu else 0
+    process_bytes = process_bytes_for(compute) + products.kernel_bytes if on_cpu else 0
     return Activations(
         tuple(stage.marks),
         process_bytes,
@@ -152,6 +154,11 @@ def rehearse_work(
         unit_bytes=on_disk.peak_unit_bytes,
         peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
     )
+
+
+def process_bytes_for(compute: Dtype) -> int:
+    """The allowance of [Note: process memory] for a model that computes in `compute`."""
+    return PROCESS_BYTES + (HALF_PROCESS_BYTES if WIDTH[compute] == 2 else 0)
 
 
 def loss_in(output: Any) -> torch.Tensor:
