@@ -1,5 +1,5 @@
-"""LoRA by peft on a frozen Llama or Mixtral, over every split and products of them: losses, gradient norms, gradients of
-all adapters in every step, and parameters are those of the unsplit model."""
+"""LoRA by peft on a frozen Llama or Mixtral, over every split and products of them: losses, norms, the gradients of all
+adapters in every step, and parameters are those of the unsplit model."""
 
 from __future__ import annotations
 
