@@ -81,11 +81,19 @@ def test_an_own_model_over_split_sequences_is_given_parts() -> None:
 
 
 def test_two_accelerators_in_one_process() -> None:
-    """Each trains its own model, in either order of their ends; a model of one is refused by the other."""
+    """Each trains its own model, in either order of their ends; one refuses a model with the other's optimizer."""
     found = on_ranks(2, jobs.two_accelerators, "zero3")[0]
     assert found["losses"][0] == found["losses"][1] > found["losses"][2]
-    assert len(found["refusals"]) == 2
-    assert all("prepared before, by another Accelerator" in text for text in found["refusals"])
+    assert len(found["refusals"]) == 1
+    assert "prepared before, by another Accelerator" in found["refusals"][0]
+    assert "Give this one a new optimizer" in found["refusals"][0]
+
+
+def test_a_split_model_is_not_taken_over_by_another_accelerator() -> None:
+    whole = on_ranks(2, jobs.taken_over, "zero3")[0]
+    assert whole["losses"][0] > whole["losses"][1]
+    found = on_ranks(2, jobs.taken_over, {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}})[0]
+    assert "split over ranks (tp, ep)" in found["refusal"]
 
 
 def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:

@@ -47,6 +47,23 @@ def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
         assert_same(run, plain)
 
 
+@pytest.mark.parametrize("plans", [["zero3", "zero3", "zero3"], ["zero2", "zero1", "ddp"]])
+def test_a_model_is_passed_from_one_trainer_to_the_next(plans: list[str]) -> None:
+    """With another plan, and another learning rate; then to one that only evaluates."""
+    settings = {"max_grad_norm": 0.7, "lr_scheduler_type": "cosine"}
+    plain = begin(2, jobs.one_after_another, [None, None, None], "gpt2", **settings)
+    ours, expected = on_ranks(2, jobs.one_after_another, plans, "gpt2", **settings), plain()[0]
+    assert len(expected["losses"]) == 7
+    for run in ours:
+        assert_same(run, expected)
+
+
+def test_a_model_in_bf16_is_passed_on_in_bf16() -> None:
+    found = on_ranks(2, jobs.passed_on_in_bf16, "zero3")[0]
+    assert found["dtypes"] == ["torch.bfloat16"]
+    assert found["losses"][0] > found["losses"][-1]
+
+
 SPLITS: list[tuple[str, int, int, dict[str, Any]]] = [
     # model, ranks, ranks of Trainer's own DDP, plan
     ("llama", 4, 2, {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}}),

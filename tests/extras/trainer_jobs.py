@@ -378,3 +378,30 @@ def unfrozen(plan: Any, **settings: Any) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None))
+
+
+def one_after_another(plans: list[Any], model: str, **settings: Any) -> dict[str, Any]:
+    """A Trainer trains a model, a second one trains it on with another learning rate, and a third one evaluates it."""
+    first = make(plans[0], model, max_steps=4, **settings)
+    first.train()
+    second = make(plans[1], first.model, max_steps=3, learning_rate=1e-3, **settings)
+    second.train()
+    third = make(plans[2], first.model, **settings)
+    evaluated = third.evaluate()["eval_loss"]
+    run = told(third, getattr(third, "engine", None))
+    for trainer in (first, second):
+        for name, known in (("losses", "loss"), ("norms", "grad_norm"), ("rates", "learning_rate")):
+            run[name] += [log[known] for log in trainer.state.log_history if known in log]
+    return run | {"evaluations": [evaluated]}
+
+
+def passed_on_in_bf16(plan: Any) -> dict[str, Any]:
+    """A model that was built in bf16, after one Trainer and before the next, which has made it plain again."""
+    first = make(plan, gpt2().bfloat16(), max_steps=6, bf16=True, learning_rate=1e-2)
+    first.train()
+    second = make(plan, first.model, max_steps=1, bf16=True)
+    first.accelerator.hand_over(first.model)
+    dtypes = sorted({str(param.dtype) for param in first.model.parameters()})
+    second.train()
+    logs = [*first.state.log_history, *second.state.log_history]
+    return {"dtypes": dtypes, "losses": [log["loss"] for log in logs if "loss" in log]}

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,12 +26,15 @@ from shardwise.integrations.accelerate_coordination import Coordination
 from shardwise.integrations.accelerate_logging import LoggingAccelerator
 from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.model_patches import (
+    can_be_whole,
     is_prepared,
+    make_whole,
     param_ids,
     patch_zero_grad,
     refuse_no_sync,
     refuse_other_engines,
     synchronize_generation,
+    take_over,
     unpatch_zero_grad,
 )
 from shardwise.integrations.plans import (
@@ -85,6 +89,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         self._compiler = self._take_compiler()
         self._engines: dict[nn.Module, sw.Engine] = {}
         self._dtypes: dict[nn.Module, str | None] = {}
+        self._param_dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
         self._coordination = Coordination(self._engines)
         self._pending: list[nn.Module] = []
         self._own_world: sw.World | None = None
@@ -132,6 +137,8 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         """See accelerate. Shards each trained model, together with the optimizers of its parameters."""
         models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        for model in models:
+            self._take_over(model, optimizers)
         self._shard(models, [one for one in optimizers if not isinstance(one, AcceleratedOptimizer)])
         return super().prepare(*args, device_placement=device_placement)
 
@@ -139,11 +146,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """See accelerate. A trained model is sharded when its optimizer is prepared."""
-        if model not in self._engines and is_prepared(model):
-            raise ConfigError(
-                f"{type(model).__name__} was prepared before, by another Accelerator of this process, and is sharded. "
-                f"Create one Accelerator and prepare the model once, or call free_memory() of the other one before."
-            )
+        self._take_over(model)
         is_trained = not evaluation_mode and any(param.requires_grad for param in model.parameters())
         if is_trained and model not in self._engines and model not in self._pending:
             self._pending.append(model)
@@ -154,6 +157,28 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         # evaluation_mode: autocast, and no wrapper
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
+
+    def _take_over(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """If another Accelerator has sharded `model`, let it make that a plain one again."""
+        if model in self._engines or not is_prepared(model):
+            return
+        own = {id(param) for param in model.parameters()}
+        has_foreign = any(isinstance(one, AcceleratedOptimizer) and own & param_ids(one) for one in optimizers)
+        if has_foreign or not take_over(model):
+            raise ConfigError(
+                f"{type(model).__name__} was prepared before, by another Accelerator of this process, and is sharded. "
+                f"Give this one a new optimizer, not the prepared one; with layers or experts that are split over "
+                f"ranks (tp, ep), create one Accelerator and prepare the model once."
+            )
+
+    def hand_over(self, model: nn.Module) -> None:
+        """Close the engine of `model`, and leave plain parameters, whole on every rank, in their dtypes of before. All
+        ranks call. See [Note: one Trainer after another] in `model_patches.py`."""
+        dtypes = self._param_dtypes.pop(model)
+        make_whole(self._engines[model])
+        self._release(model)
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtypes.get(name, param.dtype))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """See accelerate. Optimizer states stay where the plan places them."""
@@ -192,6 +217,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
                         f"one optimizer per model, or put the modules into one before prepare()."
                     )
             self._dtypes[model] = dtype_of(model)
+            self._param_dtypes[model] = {name: param.dtype for name, param in model.named_parameters()}
             plan = resolved_plan(self._plan_of(model), model, self.mixed_precision, self._compiler, "Accelerate")
             if plan.precision == "fp16" and self._engines:
                 raise ConfigError(
@@ -202,7 +228,8 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
             self._coordination.release()
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             self._engines[model].give_whole_outputs()
-            patch_zero_grad(model, self._engines[model])
+            may_be_whole = can_be_whole(self._engines[model])
+            patch_zero_grad(model, self._engines[model], partial(self.hand_over, model) if may_be_whole else None)
             refuse_no_sync(model)
             records = plan.run is not None and not self.keeps_engines
             self._coordination.register(model, main_process_reads_alone=self.main_process_reads_alone, records=records)
@@ -278,10 +305,13 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         if not self.keeps_engines:
             self._coordination.synchronize()
         for model in [model for model in self._engines if model not in keep]:
-            unpatch_zero_grad(model)
-            self._coordination.unregister(model)
-            self._engines.pop(model).close()
-            self._dtypes.pop(model, None)
+            self._release(model)
+
+    def _release(self, model: nn.Module) -> None:
+        unpatch_zero_grad(model)
+        self._coordination.unregister(model)
+        self._engines.pop(model).close()
+        self._dtypes.pop(model, None)
 
     def free_memory(self, *objects: Any) -> Any:
         """See accelerate. Closes engines; call `get_state_dict` before if you need the weights."""
