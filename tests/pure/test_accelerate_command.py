@@ -112,7 +112,7 @@ def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -
         ("--num_machines 2 --machine_rank 1 --num_processes 4", "Also set main_process_ip, the address of machine 0"),
         ("--num_machines 2 --machine_rank 1 --main_process_ip a", "num_processes is missing"),
         ("--num_machines 2 --machine_rank 1 --main_process_ip a --num_processes 3", "num_processes is 3"),
-        (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind cores are not supported with num_machines above 1"),
+        (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind are not supported with num_machines above 1"),
         ("--tpu", "--tpu is not supported"),
         ("--use_megatron_lm", "Pipeline stages (pp) need a loop that calls engine.train_step(batch)."),
         ("--use_parallelism_config", "use the mesh of a plan"),
