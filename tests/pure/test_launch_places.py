@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.cli.between_hosts import Probe, Remote, probe
+from shardwise.cli.between_hosts import Probe, probe
 from shardwise.cli.launch import add_arguments
 from shardwise.cli.main import main
+from shardwise.cli.remote import Remote
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.cores import bindings
 from shardwise.launch.hosts.problems import connection_problem, contradictions, joined

@@ -73,14 +73,7 @@ def _answer(other: int) -> None:
 
 def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Callable[[str], None]) -> None:
     timeout = timedelta(seconds=seconds)
-    if rank == 0:
-        listener = listen_at(address, port)
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()  # TCPStore itself would listen on all interfaces
-        store = TCPStore(address, port, num, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
-        say(f"PORT {port}")
-    else:
-        store = TCPStore(address, port, num, False, timeout, wait_for_workers=False)
+    store = open_store(rank, num, address, port, timeout, say)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num, timeout=timeout)
     store.set(f"rows {rank}", json.dumps(measure(rank, num)))
     dist.barrier()
@@ -89,6 +82,20 @@ def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Ca
         say(f"RESULT {json.dumps(rows)}")
     dist.barrier()  # rank 0 hosts the store
     dist.destroy_process_group()
+
+
+def open_store(
+    rank: int, num: int, address: str, port: int, timeout: timedelta, say: Callable[[str], None]
+) -> TCPStore:
+    """The store at rank 0, which says its port."""
+    if rank > 0:
+        return TCPStore(address, port, num, False, timeout, wait_for_workers=False)
+    listener = listen_at(address, port)
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()  # TCPStore itself would listen on all interfaces
+    store = TCPStore(address, port, num, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    say(f"PORT {port}")
+    return store
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def check_library(place: Place, version: str) -> None:
     if not families or place.size == 1 or any(name in version for name in families):
         return
     assert launcher is not None
-    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {_short(version)}. {_CURE}")
+    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {_short(version)}. {CURE}")
 
 
 def check_size(place: Place, rank: int, size: int, version: str) -> None:
@@ -137,11 +137,11 @@ def check_size(place: Place, rank: int, size: int, version: str) -> None:
     if place.launcher is None or place.size is None or (place.rank, place.size) == (rank, size):
         return
     raise ConfigError(
-        f"{_contradiction(place, place.launcher)} MPI itself ({_short(version)}) says rank {rank} of {size}. {_CURE}"
+        f"{_contradiction(place, place.launcher)} MPI itself ({_short(version)}) says rank {rank} of {size}. {CURE}"
     )
 
 
-_CURE = (
+CURE = (
     "Use the mpirun or mpiexec of the MPI that mpi4py finds (of one from PyPI it is beside this environment's python), "
     "or let mpi4py find the other one: MPI4PY_LIBMPI=/path/to/libmpi.so."
 )
