@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.cli.between_rank import open_store
+from shardwise.cli.between_rank import choose_interface, open_store
 from shardwise.cli.nccl_facts import VARIABLE, obstacle
 from shardwise.cli.torch_facts import nccl_version
 from shardwise.launch.hosts.facts import interfaces
@@ -81,6 +81,7 @@ def attend(
 ) -> None:
     rank, num, address, port = place
     timeout = timedelta(seconds=seconds)
+    choose_interface(rank, address)
     store = open_store(rank, num, address, port, timeout, say)
     store.set(f"facts {rank}", json.dumps(own_facts(backend)))
     facts = [json.loads(store.get(f"facts {other}")) for other in range(num)]
