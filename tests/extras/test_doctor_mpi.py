@@ -60,7 +60,7 @@ def check(mpirun: str, library: str, *hosts: str, without: tuple[str, ...] = ())
     ("which", "told"),
     [
         ("openmpi", r"mpirun \(Open MPI\) 5\.[\d.]+ and mpi4py 4\S+ with Open MPI v5\S+"),
-        ("mpich", r"MPICH \(Hydra\) 5\.[\d.]+ and mpi4py 4\S+ with MPICH Version: 5\S+.*"),
+        ("mpich", r"MPICH \(Hydra\) 5\.[\d.]+ and mpi4py 4\S+ with MPICH Version: 5\S+"),
     ],
 )
 def test_two_ranks_exchange(which: str, told: str) -> None:

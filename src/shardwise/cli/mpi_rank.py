@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.cli.mpi import RESULT, TROUBLE
-from shardwise.comm.mpi.session import CURE, check_library, check_size, library
+from shardwise.comm.mpi.session import CURE, check_library, check_size, library, short_version
 from shardwise.errors import ShardwiseError
 from shardwise.places import place_of
 
@@ -71,12 +71,12 @@ def main() -> int:
         print(f"{TROUBLE}{' '.join(str(error).split())}", flush=True)
         return 1
     if comm.size == 1:
-        print(f"{TROUBLE}{version.partition(',')[0]} counts one rank, so mpirun is of another MPI. {CURE}", flush=True)
+        print(f"{TROUBLE}{short_version(version)} counts one rank, so mpirun is of another MPI. {CURE}", flush=True)
     else:
         rows = comm.gather(measure(comm))
         if comm.rank == 0:
             told = {
-                "library": " ".join(version.partition(",")[0].split()),
+                "library": short_version(version),
                 "rows": [row for own in rows for row in own],
             }
             print(f"{RESULT}{json.dumps(told)}", flush=True)

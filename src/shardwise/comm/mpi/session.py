@@ -129,7 +129,7 @@ def check_library(place: Place, version: str) -> None:
     if not families or place.size == 1 or any(name in version for name in families):
         return
     assert launcher is not None
-    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {_short(version)}. {CURE}")
+    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {short_version(version)}. {CURE}")
 
 
 def check_size(place: Place, rank: int, size: int, version: str) -> None:
@@ -137,7 +137,8 @@ def check_size(place: Place, rank: int, size: int, version: str) -> None:
     if place.launcher is None or place.size is None or (place.rank, place.size) == (rank, size):
         return
     raise ConfigError(
-        f"{_contradiction(place, place.launcher)} MPI itself ({_short(version)}) says rank {rank} of {size}. {CURE}"
+        f"{_contradiction(place, place.launcher)} MPI itself ({short_version(version)}) says rank {rank} of {size}. "
+        f"{CURE}"
     )
 
 
@@ -151,7 +152,7 @@ def _contradiction(place: Place, launcher: Launcher) -> str:
     return f"{launcher.starter} of {launcher.name} started this process ({place.in_words()}), but"
 
 
-def _short(version: str) -> str:
+def short_version(version: str) -> str:
     """The first words of a library's version: `MPICH Version: 5.0.2`."""
     return " ".join(version.partition("\n")[0].split(",")[0].split()).rstrip("\0")
 
