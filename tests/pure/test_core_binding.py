@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch.cores import CORES, Seat, bindings, seats, share_cores
 from shardwise.launch.job import Elastic, Job, describe
 from shardwise.launch.places.k8s import PodRequest, plan_k8s
+from shardwise.launch.places.slurm import SlurmRequest, plan_srun
 from shardwise.launch.topology import Gpu, Topology, format_cores, parse_cores, read_topology, this_host, visible_gpus
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -45,6 +46,11 @@ def make_host(
     for node, own in enumerate(nodes):
         write(root / f"sys/devices/system/node/node{node}/cpulist", format_cores(own))
         for core in own:
+            cache = root / f"sys/devices/system/cpu/cpu{core}/cache"
+            for index, (level, kind, shared) in enumerate([(1, "Instruction", [core]), (3, "Unified", _of(own, core))]):
+                write(cache / f"index{index}/level", str(level))
+                write(cache / f"index{index}/type", kind)
+                write(cache / f"index{index}/shared_cpu_list", format_cores(shared))
             folder, step = root / f"sys/devices/system/cpu/cpu{core}/topology", len(cores) // num_threads
             write(folder / "physical_package_id", str(sockets[node] if sockets else node))
             write(folder / "thread_siblings_list", ",".join(str(core % step + n * step) for n in range(num_threads)))
@@ -52,6 +58,12 @@ def make_host(
         write(root / f"sys/bus/pci/devices/{address}/numa_node", str(node))
         told = f"Model: \t\t {model}\nIRQ:   \t\t 16\nGPU UUID: \t {uuid}\nBus Location: \t {address}"
         write(root / f"proc/driver/nvidia/gpus/{address}/information", told)
+
+
+def _of(node: Sequence[int], core: int) -> list[int]:
+    """The cores that share a last-level cache: each four of a node."""
+    place = list(node).index(core) // 4 * 4
+    return list(node)[place : place + 4]
 
 
 def host(tmp_path: Path, nodes: Sequence[Sequence[int]] = (range(8), range(8, 16)), **more: object) -> Topology:
@@ -78,6 +90,20 @@ class TestNearGpus:
         assert cores_of(seats(topology, "socket", 1, {}, "cuda")) == ["8-15"]
         assert cores_of(seats(topology, "node", 1, {}, "cuda")) == ["12-15"]
         assert seats(topology, "socket", 1, {}, "cuda")[0].node is None
+
+    def test_ranks_of_a_node_take_turns_at_its_core_complexes(self, tmp_path: Path) -> None:
+        gpus = {f"0000:0{n}:00.0": (int(n > 2), f"GPU-{n}", H100) for n in range(1, 7)}
+        topology = host(tmp_path, [range(6), range(6, 18)], gpus=gpus)
+        assert cores_of(seats(topology, "core-complex", 6, {}, "cuda")) == [
+            "0-3",
+            "4-5",
+            "6-9",
+            "10-13",
+            "14-17",
+            "6-9",
+        ]
+        narrow = read_topology(tmp_path, {1, 4, 5, *range(6, 18)})
+        assert cores_of(seats(narrow, "core-complex", 2, {}, "cuda")) == ["4-5", "1"]  # those with most usable cores
 
     def test_no_two_ranks_share_a_physical_core(self, tmp_path: Path) -> None:
         """Core 3 and core 19 are one; consecutive numbers would give rank 3 what rank 1 has."""
@@ -132,7 +158,7 @@ class TestNearGpus:
             seats(topology, "cores", 4, {}, "cuda")
 
     def test_a_kernel_that_tells_nothing(self, tmp_path: Path) -> None:
-        assert read_topology(tmp_path, {2, 3}) == Topology({0: (2, 3)}, {2: 0, 3: 0}, {2: 2, 3: 3})
+        assert read_topology(tmp_path, {2, 3}) == Topology({0: (2, 3)}, {2: 0, 3: 0}, {2: 2, 3: 3}, {2: 2, 3: 3})
 
 
 class TestInOrder:
@@ -173,7 +199,9 @@ class TestVariables:
         assert "rank 0 is bound to cores 8-10,12 of NUMA node 1, the node of GPU 0000:1b:00.0" in told
         assert "  SHARDWISE_CORES=8-10,12" in told
 
-    @pytest.mark.parametrize("option", ["--bind=cores", "--bind=node", "--numa-binding=exclusive", "--bind=socket"])
+    @pytest.mark.parametrize(
+        "option", ["--bind=cores", "--bind=node", "--numa-binding=exclusive", "--bind=socket", "--bind=core-complex"]
+    )
     def test_the_launcher_s_own_dry_run(self, option: str, capsys: pytest.CaptureFixture[str]) -> None:
         (seat,) = seats(this_host(), {"exclusive": "cores"}.get(word := option.partition("=")[2], word), 1, {}, None)
         assert main(["launch", "--nproc", "1", option, "--dry-run", __file__]) == 0
@@ -185,6 +213,12 @@ class TestVariables:
         elastic = Job((__file__,), 2, bind="node", elastic=Elastic(2, 4))
         assert "'--bind', 'node'" in str(plan_k8s(elastic, PodRequest("image"), {}).manifests)
 
+    def test_places_that_bind_themselves(self) -> None:
+        with pytest.raises(ConfigError, match=r"srun has no such binding\. Give one of cores, node, socket"):
+            plan_srun(Job((__file__,), 1), SlurmRequest(bind="core-complex"), {}, {"SLURM_JOB_NODELIST": "n[1-2]"})
+        step = plan_srun(Job((__file__,), 1), SlurmRequest(bind="node"), {}, {"SLURM_JOB_NODELIST": "n[1-2]"})
+        assert "--cpu-bind=ldoms" in step.text()
+
     def test_an_unknown_binding_from_another_version_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="--bind is 'core-complex'; give one of none, cores, node, socket"):
-            Job((__file__,), 1, bind="core-complex").check_numbers()
+        with pytest.raises(ConfigError, match="--bind is 'gpu'; give one of none, cores, node, socket"):
+            Job((__file__,), 1, bind="gpu").check_numbers()

@@ -59,7 +59,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=lambda name: {"exclusive": "cores"}.get(name, name),
         choices=BINDINGS,
         default="none",
-        help="bind each rank to cores of its own, or to all of a NUMA node or socket, near its GPU (default: none)",
+        help="bind each rank to cores of its own, or to all of a NUMA node, socket or core complex, near its GPU "
+        "(default: none)",
     )
     option("--devices", choices=("all", "one"), default="all", help="GPUs that each rank sees (default: all)")
     option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr to files in DIR")

@@ -12,8 +12,8 @@ from shardwise.launch.topology import Gpu, Topology, format_cores, visible_gpus
 
 CORES = "SHARDWISE_CORES"
 """The variable with the cores to which a rank binds itself at its start."""
-BINDINGS = ("none", "cores", "node", "socket")
-"""Values of `--bind`: to cores of its own, or to all cores of a NUMA node or of a socket."""
+BINDINGS = ("none", "cores", "node", "socket", "core-complex")
+"""Values of `--bind`: to cores of its own, or to all of a NUMA node, of a socket, or of a last-level cache."""
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -47,11 +47,8 @@ def seats(topology: Topology, bind: str, num_ranks: int, inherited: Mapping[str,
     if bind == "cores":
         cores = share_cores(topology, num_ranks) if near is None else _share_near(topology, near)
     else:
-        ordered = list(topology.nodes)
-        nodes = [
-            ordered[rank * len(ordered) // num_ranks] if near is None else near[rank].node for rank in range(num_ranks)
-        ]
-        cores = [tuple(topology.nodes[node]) if bind == "node" else topology.cores_of_socket(node) for node in nodes]
+        nodes = _in_order(topology, num_ranks) if near is None else [gpu.node for gpu in near]
+        cores = _shared_cores(topology, nodes, bind)
     return [Seat(own, _node_of(topology, own), None if near is None else near[rank]) for rank, own in enumerate(cores)]
 
 
@@ -115,6 +112,24 @@ def bindings(
         for rank, settings in enumerate(result):
             settings |= show_one_device(kind, rank, inherited)
     return result
+
+
+def _in_order(topology: Topology, num_ranks: int) -> list[int]:
+    """The node of each rank: consecutive ranks on consecutive nodes."""
+    nodes = list(topology.nodes)
+    return [nodes[rank * len(nodes) // num_ranks] for rank in range(num_ranks)]
+
+
+def _shared_cores(topology: Topology, nodes: Sequence[int], bind: str) -> list[tuple[int, ...]]:
+    """The cores of each rank, given its node, for values of `--bind` by which ranks may share cores. Ranks of a node
+    take turns at its last-level caches."""
+    if bind == "node":
+        return [topology.nodes[node] for node in nodes]
+    if bind == "socket":
+        return [topology.cores_of_socket(node) for node in nodes]
+    complexes = {node: topology.core_complexes(node) for node in nodes}
+    turns = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    return [complexes[node][turn % len(complexes[node])] for node, turn in zip(nodes, turns, strict=True)]
 
 
 def _gpus_of_ranks(topology: Topology, num_ranks: int, inherited: Mapping[str, str]) -> list[Gpu] | None:

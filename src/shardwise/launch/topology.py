@@ -32,8 +32,17 @@ class Topology:
     """The socket of each core; cores that are not listed are on one socket."""
     siblings: Mapping[int, int] = field(default_factory=dict)
     """For each core, the first hardware thread of its physical core; a core that is not listed is one of its own."""
+    caches: Mapping[int, int] = field(default_factory=dict)
+    """For each core, the first core that shares its last-level cache; a core that is not listed shares none."""
     gpus: tuple[Gpu, ...] = ()
     """By PCI address, the order of `CUDA_DEVICE_ORDER=PCI_BUS_ID`."""
+
+    def core_complexes(self, node: int) -> list[tuple[int, ...]]:
+        """The cores of a node by last-level cache, those with most usable cores first."""
+        found: dict[int, list[int]] = {}
+        for core in self.nodes[node]:
+            found.setdefault(self.caches.get(core, core), []).append(core)
+        return sorted(map(tuple, found.values()), key=lambda cores: (-len(cores), cores))
 
     def cores_of_socket(self, node: int) -> tuple[int, ...]:
         """The cores of all nodes on the socket of `node`."""
@@ -62,6 +71,7 @@ def read_topology(root: Path, usable: Collection[int]) -> Topology:
         {node: cores for node, cores in nodes.items() if cores},
         sockets,
         {core: min(threads, default=core) for core, threads in siblings.items()},
+        {core: min(_sharing_last_cache(root, core), default=core) for core in usable},
         _gpus(root),
     )
 
@@ -119,6 +129,17 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
         node = _number(_text(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node"), -1)
         found.append(Gpu(folder.name.lower(), told.get("GPU UUID", ""), told.get("Model", ""), node))
     return tuple(found)
+
+
+def _sharing_last_cache(root: Path, core: int) -> list[int]:
+    """The cores that share the last-level cache of one; empty if the kernel does not tell."""
+    folders = [
+        folder
+        for folder in root.glob(f"sys/devices/system/cpu/cpu{core}/cache/index[0-9]*")
+        if _text(folder / "type") in ("Unified", "Data")
+    ]
+    last = max(folders, key=lambda folder: _number(_text(folder / "level"), 0), default=None)
+    return [] if last is None else parse_cores(_text(last / "shared_cpu_list"))
 
 
 def _usable(text: str, usable: Collection[int]) -> tuple[int, ...]:

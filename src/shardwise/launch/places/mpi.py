@@ -20,7 +20,7 @@ from shardwise.launch.places.hosts import Share
 from shardwise.launch.signals import STOPS_BY_USR1, SignalLog
 
 FAMILIES = ("openmpi", "mpich", "intel")
-_BIND_TO = {"none": "none", "cores": "core", "node": "numa", "socket": "socket"}
+_BIND_TO = {"none": "none", "cores": "core", "node": "numa", "socket": "socket", "core-complex": "l3cache"}
 """The names of Open MPI, Hydra and Intel MPI for values of `--bind`."""
 
 
@@ -89,7 +89,9 @@ def _hydra(shares: Sequence[Share], environment: Mapping[str, str], bind: str, f
         )
     hosts = ",".join(share.host.name for share in shares)
     pin = ["-genv", "I_MPI_PIN", "0" if bind == "none" else "1"]
-    pin += [] if bind in ("none", "cores") else ["-genv", "I_MPI_PIN_DOMAIN", _BIND_TO[bind]]
+    pin += (
+        [] if bind in ("none", "cores") else ["-genv", "I_MPI_PIN_DOMAIN", _BIND_TO[bind].replace("l3cache", "cache3")]
+    )
     return ["-hosts", hosts, "-ppn", str(counts.pop()), *pin, *names]
 
 

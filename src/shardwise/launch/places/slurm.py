@@ -202,6 +202,8 @@ def seconds_of(time: str) -> float:
 
 
 def _step_options(job: Job, request: SlurmRequest) -> list[str]:
+    if request.bind not in ("none", *_CPU_BIND):
+        raise ConfigError(f"--bind {request.bind}: srun has no such binding. Give one of {', '.join(_CPU_BIND)}.")
     bind = [f"--cpu-bind={_CPU_BIND[request.bind]}"] if request.bind in _CPU_BIND else []  # else as the cluster has it
     return ["--kill-on-bad-exit=1", *bind, *([f"--cpus-per-task={job.threads}"] if job.threads else [])]
 
