@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.launch.cores import seats
+from shardwise.launch.topology import this_host
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -95,6 +97,13 @@ def test_the_default_config_file_is_read_and_reported(folder: Path, capsys: pyte
     assert "no --config_file: " in said.err
     assert dry("--cpu --num_processes 2") == 0
     assert capsys.readouterr().out.startswith("2 ranks run: ")
+
+
+def test_cpu_affinity_is_that_of_a_numa_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry("--num_processes 2 --enable_cpu_affinity") == 0
+    said = capsys.readouterr().out
+    for rank, seat in enumerate(seats(this_host(), "node", 2, {}, None)):
+        assert f"rank {rank} is bound to {seat}" in said
 
 
 def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
