@@ -36,6 +36,8 @@ class TorchFacts:
     backends: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     gpu_trouble: str = ""
+    nccl: str = ""
+    """The version of NCCL, if it is built in."""
 
 
 @dataclass(frozen=True)

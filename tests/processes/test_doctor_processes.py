@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -11,12 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 import warm
-from shardwise.cli.between_hosts import Remote, check_links, examine_hosts, measure_links
+from shardwise.cli.between_hosts import check_links, examine_hosts, measure_links
 from shardwise.cli.checks import check_loopback
 from shardwise.cli.loopback import run_loopback
 from shardwise.cli.main import main
+from shardwise.cli.nccl import examine_gpus, examine_nccl
+from shardwise.cli.remote import Remote
 from tests.thorough import thorough_only
 
 
@@ -62,6 +66,30 @@ def test_two_hosts_are_asked_and_what_lies_between_them_is_measured(remote: Remo
     assert f"torch {torch.__version__.partition('+')[0]}" in found["same versions"].found
     assert "127.0.0.1 to localhost" in found["between hosts"].found
     assert found["clock skew"].status == "ok"  # they have one clock
+
+
+def test_ranks_of_the_check_of_nccl_sum_and_measure(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that tries NCCL, with gloo: one rank on each of two hosts, and what they may say against it."""
+    names, have_gpus = ["127.0.0.1", "localhost"], {"127.0.0.1": True, "localhost": True}
+    (check,) = examine_nccl(names, have_gpus, remote, 0, backend="gloo")
+    assert check.status in ("ok", "warn"), check.found  # a machine may be slow
+    assert re.fullmatch(r"NCCL gloo, all-reduce of each pair: 127.0.0.1 to localhost [\d.]+ .iB/s, \d+ us", check.found)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=nowhere0")
+    (check,) = examine_nccl(names, have_gpus, remote, 0, backend="gloo")
+    assert (check.status, check.found) == ("fail", "NCCL_SOCKET_IFNAME==nowhere0 names no interface of 127.0.0.1")
+
+
+@thorough_only("three processes that import torch")
+def test_every_pair_of_devices_is_measured() -> None:
+    (check,) = examine_gpus(3, 60.0, backend="gloo")
+    assert check.status in ("ok", "warn"), check.found
+    assert [f"GPU {one} to GPU {two} " in check.found for one, two in ((0, 1), (0, 2), (1, 2))] == [True] * 3
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_is_told_by_its_rank(remote: Remote) -> None:
+    (check,) = examine_nccl(["127.0.0.1", "localhost"], {"127.0.0.1": True, "localhost": True}, remote, 0)
+    assert (check.status, check.found) == ("warn", "torch has no NCCL on 127.0.0.1, localhost")
 
 
 def test_hosts_that_do_not_answer_are_named_at_once(remote: Remote, tmp_path: Path) -> None:

@@ -154,6 +154,17 @@ class TestSuccess:
             assert rank["path"] == str(bench.path / "code")
             assert (rank["name"], rank["file"], rank["torch"]) == ("__main__", "code/show.py", False)
 
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks with cores of their own need two cores")
+    def test_ranks_are_bound_to_cores_of_their_own(self, bench: Bench) -> None:
+        bench.write("show.py", "import os; print(sorted(os.sched_getaffinity(0)), 'SHARDWISE_CORES' in os.environ)")
+        result = bench.run("--nproc", "2", "--bind", "cores", "show.py")
+        assert (result.returncode, result.stderr) == (0, "")
+        lines = [line.rpartition(" ") for line in result.stdout.splitlines()]
+        bound = [json.loads(cores) for cores, _, _ in lines]
+        assert sorted(bound[0] + bound[1]) == sorted(os.sched_getaffinity(0))
+        assert all(bound)
+        assert {is_left for _, _, is_left in lines} == {"False"}
+
     def test_module(self, bench: Bench) -> None:
         bench.write("pack/__init__.py", "")
         bench.write("pack/train.py", "import sys; print(sys.argv, __name__, __spec__.name, sys.path[0])")

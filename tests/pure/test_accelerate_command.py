@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.launch.cores import seats
+from shardwise.launch.topology import this_host
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -97,6 +99,13 @@ def test_the_default_config_file_is_read_and_reported(folder: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("2 ranks run: ")
 
 
+def test_cpu_affinity_is_that_of_a_numa_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry("--num_processes 2 --enable_cpu_affinity") == 0
+    said = capsys.readouterr().out
+    for rank, seat in enumerate(seats(this_host(), "node", 2, {}, None)):
+        assert f"rank {rank} is bound to {seat}" in said
+
+
 def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert dry("--num_processes 2 --role worker --fsdp_sharding_strategy 1 --dynamo_mode default --tee 3") == 0
     said = capsys.readouterr().err
@@ -112,7 +121,7 @@ def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -
         ("--num_machines 2 --machine_rank 1 --num_processes 4", "Also set main_process_ip, the address of machine 0"),
         ("--num_machines 2 --machine_rank 1 --main_process_ip a", "num_processes is missing"),
         ("--num_machines 2 --machine_rank 1 --main_process_ip a --num_processes 3", "num_processes is 3"),
-        (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind cores are not supported with num_machines above 1"),
+        (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind are not supported with num_machines above 1"),
         ("--tpu", "--tpu is not supported"),
         ("--use_megatron_lm", "Pipeline stages (pp) need a loop that calls engine.train_step(batch)."),
         ("--use_parallelism_config", "use the mesh of a plan"),

@@ -130,7 +130,10 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
         (["launch", "--npoc", "2", "train.py"], "Did you mean '--nproc'?"),
         (["explain", "zero3", "zero2"], "unrecognized arguments: zero2\n"),
         (["launch", "--where", "slurn", "train.py"], "argument --where: there is no 'slurn'. Did you mean 'slurm'?"),
-        (["launch", "--bind", "core", "train.py"], "argument --bind: there is no 'core'. Did you mean 'cores'?"),
+        (
+            ["launch", "--bind", "core", "train.py"],
+            "argument --bind/--numa-binding: there is no 'core'. Did you mean 'cores'?",
+        ),
         (["launch", "--kind", "x", "train.py"], "there is no 'x'. Known: job, jobset, trainjob."),
         (["launch", "--profile", "12:10", "train.py"], "--profile 12:10: give the first and the last step"),
     ],

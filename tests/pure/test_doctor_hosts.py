@@ -12,7 +12,6 @@ import pytest
 from shardwise.cli import host_checks, host_facts
 from shardwise.cli.between_hosts import (
     Probe,
-    Remote,
     check_folders,
     check_links,
     check_reachable,
@@ -25,6 +24,7 @@ from shardwise.cli.checks import Check
 from shardwise.cli.host_facts import DiskRates, Leftovers
 from shardwise.cli.main import main
 from shardwise.cli.plan_lint import lint
+from shardwise.cli.remote import Remote
 from shardwise.launch.hosts.facts import Interface, interface_of, interfaces, versions
 from shardwise.machine import Gpu, TorchFacts
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shardwise.cli.between_hosts import Probe, Remote, probe
+from shardwise.cli.between_hosts import Probe, probe
 from shardwise.cli.launch import add_arguments
 from shardwise.cli.main import main
+from shardwise.cli.remote import Remote
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch.cores import bindings, parse_cores, share_cores
+from shardwise.launch.cores import bindings
 from shardwise.launch.hosts.problems import connection_problem, contradictions, joined
 from shardwise.launch.hosts.wire import Inbox, outcome_as_message, outcome_from, packed
 from shardwise.launch.job import Elastic, Job
@@ -146,6 +145,10 @@ class TestMpi:
             "-x SHARDWISE_STOPS_BY_USR1 /opt/python train.py --lr 1"
         )
         assert opened.environment == {"HF_TOKEN": "secret", "OMP_NUM_THREADS": "1", "SHARDWISE_STOPS_BY_USR1": "1"}
+        assert "--bind-to numa" in shlex.join(plan_mpi(JOB, split, "openmpi", {}, bind="node").command)
+        assert "-bind-to socket" in shlex.join(plan_mpi(JOB, split, "mpich", {}, bind="socket").command)
+        pinned = shlex.join(plan_mpi(JOB, split, "intel", {}, bind="node").command)
+        assert "-genv I_MPI_PIN 1 -genv I_MPI_PIN_DOMAIN numa" in pinned
         hydra = plan_mpi(JOB, split, "mpich", {}, directory="/run", arguments=["-l"])
         assert shlex.join(hydra.command) == (
             "mpirun -np 4 -hosts a:2,b:2 -bind-to none -genvlist OMP_NUM_THREADS -wdir /run -l "
@@ -296,27 +299,10 @@ class TestKubernetes:
             plan_k8s(JOB, PodRequest(**{"image": "i"} | fields), {})
 
 
-class TestBinding:
-    @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), num_ranks=st.integers(1, 12))
-    def test_every_core_is_one_ranks(self, sizes: list[int], num_ranks: int) -> None:
-        numbers = iter(range(sum(sizes)))
-        nodes = [[next(numbers) for _ in range(size)] for size in sizes]
-        if num_ranks > sum(sizes):
-            with pytest.raises(ConfigError, match="ranks cannot share"):
-                share_cores(nodes, num_ranks)
-            return
-        parts = share_cores(nodes, num_ranks)
-        assert len(parts) == num_ranks
-        assert all(parts)
-        assert [core for part in parts for core in part] == list(range(sum(sizes)))
-        if len(set(sizes)) == 1 and num_ranks % len(sizes) == 0:
-            assert all(any(set(part) <= set(node) for node in nodes) for part in parts)
-
+class TestDevices:
     def test_one_device_each(self) -> None:
-        assert parse_cores("0-2,8\n") == [0, 1, 2, 8]
         assert bindings(2, {}, kind="cuda") == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-        shown = bindings(2, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, kind="cuda", nodes=[[0, 1]])
-        assert shown[1] == {"CUDA_VISIBLE_DEVICES": "GPU-7", "SHARDWISE_CORES": "1"}
+        assert bindings(2, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, kind="cuda")[1] == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
         with pytest.raises(ConfigError, match="shows 1 devices, fewer than ranks"):
             bindings(2, {"CUDA_VISIBLE_DEVICES": "5"}, kind="cuda")
         with pytest.raises(ConfigError, match="no variable is known"):

@@ -6,47 +6,21 @@ Commands run there by ssh, or by any program that takes a host and a command (`-
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shardwise.cli.checks import Check
+from shardwise.cli.nccl import examine_nccl
+from shardwise.cli.remote import Remote, format_links, run_ranks
 from shardwise.launch.hosts.problems import Options, connection_problem
-from shardwise.units import format_bytes, format_seconds
+from shardwise.units import format_seconds
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 SLOW_LINK = 100 * 2**20
 MUCH_SKEW_SECONDS = 1.0
 _SSH_OPTIONS = Options(port="--ssh 'ssh -p PORT'", key="--ssh 'ssh -i FILE'")
-
-
-@dataclass(frozen=True)
-class Remote:
-    """How to run a command on a host: `shell` takes the host and the command, `python` is the interpreter there."""
-
-    shell: tuple[str, ...]
-    python: str = field(default_factory=lambda: sys.executable)
-    timeout_seconds: float = 30.0
-
-    def start(self, host: str, *words: str) -> subprocess.Popen[str]:
-        """Run a module of this package there, with this process's import path."""
-        here = str(Path(__file__).resolve().parents[2])
-        paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        settings = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", "OMP_NUM_THREADS=1"]
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            settings.append(f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}")
-        command = shlex.join([*settings, self.python, "-m", *words])
-        call, pipe = [*self.shell, host, command], subprocess.PIPE
-        # a login script may print anything
-        return subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
 
 
 @dataclass(frozen=True)
@@ -74,6 +48,8 @@ def examine_hosts(hosts: Sequence[str], remote: Remote, folders: Sequence[str], 
         yield check_links(hosts, rows)
         if not isinstance(rows, str):
             yield check_skew(hosts, rows)
+        have_gpus = {one.host: bool(one.facts.get("gpus")) for one in answered}
+        yield from examine_nccl(hosts, have_gpus, remote, port)
 
 
 def probe(host: str, remote: Remote, folders: Sequence[str]) -> Probe:
@@ -134,66 +110,21 @@ def check_folders(probes: Sequence[Probe]) -> Check:
 
 def measure_links(hosts: Sequence[str], remote: Remote, port: int) -> list[dict[str, float]] | str:
     """The results of `between_rank` for every pair of hosts; or an error text."""
-    address, num = hosts[0].rpartition("@")[2], str(len(hosts))
-    started = time.monotonic()
-    arguments = (num, address, str(port), str(remote.timeout_seconds))
-    processes = [remote.start(hosts[0], "shardwise.cli.between_rank", "0", *arguments)]
-    watch = threading.Timer(remote.timeout_seconds, _kill, (processes,))
-    watch.start()
-    try:
-        port_text = _line_after("PORT ", processes[0])
-        if not port_text.isdigit():
-            return f"{hosts[0]}: {_last_line(processes[0])}"
-        for rank, host in enumerate(hosts[1:], start=1):
-            here = (str(rank), num, address, port_text, str(remote.timeout_seconds))
-            processes.append(remote.start(host, "shardwise.cli.between_rank", *here))
-        result = _line_after("RESULT ", processes[0])
-        if result:
-            rows: list[dict[str, float]] = json.loads(result)
-            return rows
-        if time.monotonic() - started >= remote.timeout_seconds:
-            return f"no connection to {address}:{port_text} within {remote.timeout_seconds:.0f} s"
-        ended = [(host, one) for host, one in zip(hosts, processes, strict=True) if one.wait()]
-        return "; ".join(f"{host}: {_last_line(one)}" for host, one in ended)
-    finally:
-        watch.cancel()
-        _kill(processes)
-        for one in processes:
-            one.communicate()
-
-
-def _line_after(prefix: str, process: subprocess.Popen[str]) -> str:
-    """The rest of the next line of output that begins with `prefix`; empty if the output ends without one."""
-    assert process.stdout is not None
-    lines = (line.removeprefix(prefix).strip() for line in process.stdout if line.startswith(prefix))
-    return next(lines, "")
-
-
-def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-
-
-def _last_line(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    lines = process.stderr.read().strip().splitlines()
-    return lines[-1] if lines else f"it ended with status {process.wait()}"
+    found = run_ranks(hosts, remote, hosts[0].rpartition("@")[2], port, "shardwise.cli.between_rank")
+    if isinstance(found, str):
+        return found
+    rows: list[dict[str, float]] = found
+    return rows
 
 
 def check_links(hosts: Sequence[str], rows: list[dict[str, float]] | str) -> Check:
     if isinstance(rows, str):
         cure = "A firewall may block ports between the hosts: name an open one with --port, or set GLOO_SOCKET_IFNAME."
         return Check("between hosts", "fail", rows, cure)
-    links = [
-        f"{hosts[int(row['from'])]} to {hosts[int(row['to'])]} {format_bytes(row['rate'])}/s, "
-        f"{row['latency'] * 1e6:.0f} us"
-        for row in sorted(rows, key=lambda row: row["rate"])
-    ]
-    slowest = min(row["rate"] for row in rows)
-    if slowest < SLOW_LINK:
+    if min(row["rate"] for row in rows) < SLOW_LINK:
         cure = "Slow for sharding across hosts. hsdp and hpz gather within a host."
-        return Check("between hosts", "warn", "; ".join(links[:8]), cure)
-    return Check("between hosts", "ok", "; ".join(links[:8]))
+        return Check("between hosts", "warn", format_links(hosts, rows), cure)
+    return Check("between hosts", "ok", format_links(hosts, rows))
 
 
 def check_skew(hosts: Sequence[str], rows: Sequence[dict[str, float]]) -> Check:

@@ -8,7 +8,10 @@ hosts in turn exchanges small messages, then large ones.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import statistics
 import sys
 import time
@@ -20,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from shardwise.listening import listen_at
+from shardwise.launch.hosts.facts import interface_of
+from shardwise.listening import address_towards, listen_at
 
 SMALL_TIMES, LARGE_TIMES, LARGE_BYTES = 20, 4, 8 * 2**20
 
@@ -73,14 +77,8 @@ def _answer(other: int) -> None:
 
 def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Callable[[str], None]) -> None:
     timeout = timedelta(seconds=seconds)
-    if rank == 0:
-        listener = listen_at(address, port)
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()  # TCPStore itself would listen on all interfaces
-        store = TCPStore(address, port, num, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
-        say(f"PORT {port}")
-    else:
-        store = TCPStore(address, port, num, False, timeout, wait_for_workers=False)
+    choose_interface(rank, address)
+    store = open_store(rank, num, address, port, timeout, say)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num, timeout=timeout)
     store.set(f"rows {rank}", json.dumps(measure(rank, num)))
     dist.barrier()
@@ -89,6 +87,32 @@ def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Ca
         say(f"RESULT {json.dumps(rows)}")
     dist.barrier()  # rank 0 hosts the store
     dist.destroy_process_group()
+
+
+def choose_interface(rank: int, address: str) -> None:
+    """Let gloo listen where the others reach this host: on the way to rank 0's `address`, as `shardwise launch` does.
+
+    Otherwise it listens at this host's own name, which is often an address that only this host has.
+    """
+    own = address if rank == 0 else address_towards(address)
+    with contextlib.suppress(OSError):
+        interface = interface_of(socket.gethostbyname(own)) if own else ""
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def open_store(
+    rank: int, num: int, address: str, port: int, timeout: timedelta, say: Callable[[str], None]
+) -> TCPStore:
+    """The store at rank 0, which says its port."""
+    if rank > 0:
+        return TCPStore(address, port, num, False, timeout, wait_for_workers=False)
+    listener = listen_at(address, port)
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()  # TCPStore itself would listen on all interfaces
+    store = TCPStore(address, port, num, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    say(f"PORT {port}")
+    return store
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     with launch.listen(job.port) as listener:
         bound = job.bindings(launch.device_kind())
         if args.dry_run:
-            print(describe(job, on_cpu=num_devices == 0, bound=bound))
+            seats = job.seats(launch.device_kind(), os.environ)
+            print(describe(job, on_cpu=num_devices == 0, bound=bound, seats=seats))
             return 0
         return launch.supervise(job, listener, on_cpu=num_devices == 0, bound=bound)
 
@@ -50,7 +51,7 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
         port=args.master_port,
         log_dir=None if args.enable_each_rank_log == "None" else Path(args.enable_each_rank_log),
         run_by=(_RUN_BY,) if args.no_local_rank else (_RUN_BY, "--local-rank"),
-        binds_cores=args.bind_cores_to_rank,
+        bind="cores" if args.bind_cores_to_rank else "none",
     )
 
 

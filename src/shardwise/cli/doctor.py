@@ -21,12 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli import checks, host_checks, host_facts
-from shardwise.cli.between_hosts import SSH, Remote, examine_hosts
+from shardwise.cli.between_hosts import examine_hosts
 from shardwise.cli.checks import Check
 from shardwise.cli.console import console_for_output
 from shardwise.cli.loopback import run_loopback
 from shardwise.cli.memory_sharing import obstacle_to_sharing
+from shardwise.cli.mpi import examine_mpi, mpi_facts
+from shardwise.cli.nccl import check_nccl, examine_gpus
 from shardwise.cli.plan_lint import lint
+from shardwise.cli.remote import SSH, Remote
 from shardwise.errors import ConfigError
 from shardwise.launch.hosts.facts import interfaces
 from shardwise.machine import Cgroups, TorchFacts, host_memory, num_cores
@@ -84,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if hosts:
         remote = Remote(shell, args.python, args.timeout)
         answers += examine_hosts(hosts, remote, args.folder, args.port)
+        if len(hosts) > 1 and Check("hosts", "ok", f"reached {', '.join(hosts)}") in answers:
+            answers += examine_mpi(mpi_facts(), args.timeout, hosts)
     healthy = all(answer.status != "fail" for answer in answers)
     if args.json:
         print(json.dumps({"healthy": healthy, "checks": [asdict(answer) for answer in answers]}, indent=2))
@@ -121,17 +126,20 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
         yield checks.check_gpus(facts)
         if "gloo" in facts.backends:
             yield checks.check_loopback(run_loopback(timeout_seconds))
+        if facts.gpus and "nccl" in facts.backends:
+            yield check_nccl(facts, interfaces(), os.environ)
+            yield from examine_gpus(len(facts.gpus), timeout_seconds)
         yield host_checks.check_driver(host_facts.driver_version(), facts)
     yield _ask_temp()
-    yield from _of_host()
+    yield from _of_host(timeout_seconds)
 
 
-def _of_host() -> Iterator[Check]:
+def _of_host(timeout_seconds: float) -> Iterator[Check]:
     has_rdma = Path("/sys/class/infiniband").is_dir()
     yield host_checks.check_limits(host_facts.limits(), has_rdma=has_rdma)
     networks = [one for one in interfaces() if one.is_ipv4]
     yield host_checks.check_network(networks, host_facts.address_of_own_name(), os.environ)
-    yield host_checks.check_mpi(host_facts.mpi_version())
+    yield from examine_mpi(mpi_facts(), timeout_seconds)
     yield host_checks.check_clock(host_facts.clock_is_synchronized())
     yield host_checks.check_versions(host_facts.conflicts(_requirements()))
     yield host_checks.check_leftovers(host_facts.leftovers(Path(tempfile.gettempdir())))

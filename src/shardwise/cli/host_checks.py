@@ -66,11 +66,6 @@ def check_driver(version: str, facts: TorchFacts) -> Check:
     return Check("driver", "ok", found)
 
 
-def check_mpi(version: str) -> Check:
-    found = version or "no mpirun"
-    return Check("mpi", "ok", found, "" if version else "Only jobs started by mpirun need it.")
-
-
 def check_clock(is_synchronized: bool | None) -> Check:
     if is_synchronized is None:
         return Check("clock", "ok", "whether it is synchronized is unknown")

@@ -7,9 +7,7 @@ import fcntl
 import os
 import re
 import resource
-import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -90,18 +88,6 @@ def driver_version(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
     except OSError:
         return ""
     return found[1] if found else "unknown"
-
-
-def mpi_version() -> str:
-    """The first line of `mpirun --version`; empty without one."""
-    found = shutil.which("mpirun")
-    if found is None:
-        return ""
-    try:
-        run = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return next(iter((run.stdout or run.stderr).strip().splitlines()), "")
 
 
 def conflicts(requirements: Iterable[str]) -> list[str]:

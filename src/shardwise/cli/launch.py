@@ -16,6 +16,7 @@ from shardwise.cli.one_machine import run_on_one
 from shardwise.config import load_plan
 from shardwise.errors import LaunchError
 from shardwise.integrations.accelerate_config import AccelerateConfig, read_accelerate_config
+from shardwise.launch.cores import BINDINGS
 from shardwise.launch.job import Elastic, Job, describe
 
 EXAMPLES = """examples:
@@ -52,7 +53,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (default: 0)"
     )
     option("--threads", type=int, metavar="N", help="CPU threads per rank (default: cores / ranks)")
-    option("--bind", choices=("cores", "none"), default="none", help="cores: each rank has its own (default: none)")
+    option(
+        "--bind",
+        "--numa-binding",
+        type=lambda name: {"exclusive": "cores"}.get(name, name),
+        choices=BINDINGS,
+        default="none",
+        help="bind each rank to cores of its own, or to all of a NUMA node, socket or core complex, near its GPU "
+        "(default: none)",
+    )
     option("--devices", choices=("all", "one"), default="all", help="GPUs that each rank sees (default: all)")
     option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr to files in DIR")
     option(
@@ -128,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
             job = _job(args, nproc=_nproc(args, max(1, num_gpus), is_here=True))
         bound = job.bindings(launch.device_kind())
         if args.dry_run:
-            print(describe(job, on_cpu=num_gpus == 0, bound=bound))
+            print(describe(job, on_cpu=num_gpus == 0, bound=bound, seats=job.seats(launch.device_kind(), os.environ)))
             return 0
         if job.elastic is not None:
             return launch.supervise_elastic(job, listener, on_cpu=num_gpus == 0, bound=bound)
@@ -185,7 +194,7 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
         log_dir=args.log_dir,
         grace_seconds=args.timeout,
         run_by=_run_by(args),
-        binds_cores=args.bind == "cores",
+        bind=args.bind,
         shows_one_device=args.devices == "one",
         elastic=_elastic(args),
     )

@@ -92,6 +92,12 @@ def _run(arguments: list[str]) -> int:
     command, *rest = arguments
     if command not in COMMANDS:
         return _refuse(f"there is no command {command!r}. {nearest(command, COMMANDS)} See shardwise --help.")
+    status: int = importlib.import_module(COMMANDS[command][0]).run(command_parser(command).parse_args(rest))
+    return status
+
+
+def command_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of what follows a command's name."""
     module_name, summary = COMMANDS[command]
     module = importlib.import_module(module_name)
     parser = _Parser(
@@ -102,8 +108,7 @@ def _run(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    status: int = module.run(parser.parse_args(rest))
-    return status
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):

@@ -24,9 +24,9 @@ def run_on_one(job: Job, machines: Machines, dry_run: bool) -> int:
     Raises `ConfigError` for options that torchrun does not have.
     """
     job.check()
-    if job.elastic is not None or job.shows_one_device or job.binds_cores:
+    if job.elastic is not None or job.shows_one_device or job.bind != "none":
         raise ConfigError(
-            "--elastic, --devices one and --bind cores are not supported with num_machines above 1. Name the hosts to "
+            "--elastic, --devices one and --bind are not supported with num_machines above 1. Name the hosts to "
             "one command instead: shardwise launch --hosts a:2,b:2 --shardwise PLAN script."
         )
     command = torchrun_command(job, machines)

@@ -12,7 +12,14 @@ from shardwise.machine import Gpu, TorchFacts
 def torch_facts() -> TorchFacts:
     """The facts of torch; sees accelerators of the kind that it was built for. CUDA and ROCm share one name there."""
     gpus, trouble = _gpus()
-    return TorchFacts(torch.__version__, _build(), _backends(), gpus, trouble)
+    return TorchFacts(torch.__version__, _build(), _backends(), gpus, trouble, nccl_version())
+
+
+def nccl_version() -> str:
+    """The version of NCCL (or RCCL) that torch uses; empty without one."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _build() -> str:

@@ -149,6 +149,6 @@ def _launch_options(args: Any) -> list[str]:
         words.append(f"--max-restarts={args.max_restarts}")
     if args.log_dir is not None:
         words.append(f"--log-dir={args.log_dir}")
-    words += ["--bind=cores"] if args.enable_cpu_affinity else []
+    words += ["--bind=node"] if args.enable_cpu_affinity else []  # Accelerate's are all cores near the GPU
     words += ["--module"] if args.module else []
     return words

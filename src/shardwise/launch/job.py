@@ -7,14 +7,16 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.elastic.causes import Policy
 from shardwise.errors import ConfigError, LaunchError, nearest
-from shardwise.launch.cores import bindings, numa_nodes
+from shardwise.launch.cores import BINDINGS, Seat, bindings, seats
 from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.launch.port import ADDRESS
+from shardwise.launch.topology import this_host
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Job:
     run_by: tuple[str, ...] = ()
     """A module that runs the script, with its own arguments; if empty, Python runs the script directly."""
     python: str = field(default_factory=lambda: sys.executable)
-    binds_cores: bool = False
-    """Whether each rank is bound to cores of its own."""
+    bind: str = "none"
+    """To which cores each rank is bound, one of `launch.cores.BINDINGS`."""
     elastic: Elastic | None = None
     """Set if the job continues when ranks die or join."""
     shows_one_device: bool = False
@@ -90,6 +92,8 @@ class Job:
             )
         if self.threads is not None:
             _at_least(1, self.threads, "--threads", "a rank needs at least one thread")
+        if self.bind not in BINDINGS:
+            raise ConfigError(f"--bind is {self.bind!r}; give one of {', '.join(BINDINGS)}.")
         if self.elastic is not None:
             self.elastic.check(self.nproc)
         if self.port is not None and not 1 <= self.port <= 65535:
@@ -119,12 +123,16 @@ class Job:
         """
         if self.shows_one_device and kind is None:
             raise ConfigError("--devices one: there is no GPU here. Remove it.")
-        return bindings(
-            self.nproc,
-            os.environ,
-            nodes=numa_nodes() if self.binds_cores else None,
-            kind=kind if self.shows_one_device else None,
-        )
+        shown = kind if self.shows_one_device else None
+        bound = self.seats(kind, os.environ)
+        return bindings(self.nproc, os.environ, bound=bound, threads=self.threads, kind=shown)
+
+    def seats(self, kind: str | None, inherited: Mapping[str, str]) -> list[Seat]:
+        """The cores of each rank of this machine, whose devices are of a `kind`; empty if ranks are not bound.
+
+        `inherited` is the environment of the ranks. Raises `ConfigError` if there are too few cores.
+        """
+        return [] if self.bind == "none" else seats(this_host(), self.bind, self.nproc, inherited, kind)
 
     def _run(self) -> list[str]:
         module = ["-m"] if self.is_module else []
@@ -132,8 +140,9 @@ class Job:
         return [*over, *module, *self.command]
 
 
-def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]]) -> str:
-    """Command and environment of the ranks, as a dry run prints them. `bound` is from `Job.bindings`."""
+def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]], seats: Sequence[Seat] = ()) -> str:
+    """Command and environment of the ranks, as a dry run prints them. `bound` is from `Job.bindings`, `seats` from
+    `Job.seats`."""
     first = Attempt(ADDRESS, job.port or "<a free port>", max_restarts=job.max_restarts)
     environments = [
         rank_environment(rank, job.nproc, first, os.environ, threads=job.threads, on_cpu=on_cpu, error_file="<a file>")
@@ -147,6 +156,7 @@ def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]]) -> str:
     for rank, environment in enumerate(environments):
         lines.append(f"environment of rank {rank}:")
         lines += [f"  {name}={value}" for name, value in sorted(set(environment.items()) - common)]
+    lines += [f"rank {rank} is bound to {seat}" for rank, seat in enumerate(seats)]
     return "\n".join(lines)
 
 

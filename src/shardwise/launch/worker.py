@@ -99,9 +99,10 @@ def _die_with_launcher() -> None:
 
 def _bind_to_cores() -> None:
     """Bind this process to its cores, before it has other threads, which inherit the binding."""
-    cores = os.environ.pop("SHARDWISE_CORES", "")
-    if cores:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    listed = os.environ.pop("SHARDWISE_CORES", "")
+    if listed:
+        runs = [part.partition("-") for part in listed.split(",")]
+        os.sched_setaffinity(0, {core for low, _, high in runs for core in range(int(low), int(high or low) + 1)})
 
 
 def _write_whole_lines() -> None:

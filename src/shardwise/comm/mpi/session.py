@@ -129,7 +129,7 @@ def check_library(place: Place, version: str) -> None:
     if not families or place.size == 1 or any(name in version for name in families):
         return
     assert launcher is not None
-    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {_short(version)}. {_CURE}")
+    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {short_version(version)}. {CURE}")
 
 
 def check_size(place: Place, rank: int, size: int, version: str) -> None:
@@ -137,11 +137,12 @@ def check_size(place: Place, rank: int, size: int, version: str) -> None:
     if place.launcher is None or place.size is None or (place.rank, place.size) == (rank, size):
         return
     raise ConfigError(
-        f"{_contradiction(place, place.launcher)} MPI itself ({_short(version)}) says rank {rank} of {size}. {_CURE}"
+        f"{_contradiction(place, place.launcher)} MPI itself ({short_version(version)}) says rank {rank} of {size}. "
+        f"{CURE}"
     )
 
 
-_CURE = (
+CURE = (
     "Use the mpirun or mpiexec of the MPI that mpi4py finds (of one from PyPI it is beside this environment's python), "
     "or let mpi4py find the other one: MPI4PY_LIBMPI=/path/to/libmpi.so."
 )
@@ -151,7 +152,7 @@ def _contradiction(place: Place, launcher: Launcher) -> str:
     return f"{launcher.starter} of {launcher.name} started this process ({place.in_words()}), but"
 
 
-def _short(version: str) -> str:
+def short_version(version: str) -> str:
     """The first words of a library's version: `MPICH Version: 5.0.2`."""
     return " ".join(version.partition("\n")[0].split(",")[0].split()).rstrip("\0")
 

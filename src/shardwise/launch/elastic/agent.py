@@ -157,6 +157,8 @@ class ElasticAgent:
         self._act()
         self._draining.go_on()
         self._act()
+        if text := self._pending_cause.overdue(now):
+            self._context.say(text)
         self._replace_dead(now)
 
     def _take(self, event: Event, now: float) -> None:
@@ -319,10 +321,9 @@ class ElasticAgent:
             self.outcomes.append(replace(outcome, last_status=words))
         if rendezvous.state == "lost" and not self.is_final and not self._has_reported_cause:
             self._has_reported_cause = True
-            cause = self._ended_ranks.classify_all(self.outcomes, rendezvous.step)
-            if cause is not None:
+            for cause in self._pending_cause.at_end(self.outcomes, rendezvous.step):
                 self._context.say(f"cause: {cause.kind}: {cause.evidence}")
-                self.is_final = cause.action == "stop"
+                self.is_final = self.is_final or cause.action == "stop"
         for number in rendezvous.processes:
             self._context.folder.add_tracebacks(self.attempt, [self._workers.outcome(number)])
         self._workers.close()

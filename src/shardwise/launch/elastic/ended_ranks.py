@@ -14,6 +14,8 @@ from shardwise.launch.elastic.notes import Notes
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.outcome import Outcome
 
+OVERDUE_SECONDS = 10.0
+"""How long the ranks may take to form a new group before the launcher says why there is none."""
 _UNREACHED = "kept the others waiting", "did not answer", "did not rejoin"
 
 
@@ -107,6 +109,8 @@ class PendingCause:
     def __init__(self, ended_ranks: EndedRanks, slots: Slots, exclude_seconds: float) -> None:
         self._ended_ranks, self._slots, self._exclude_seconds = ended_ranks, slots, exclude_seconds
         self._cause: Cause | None = None
+        self._since = 0.0
+        self._is_told = False
 
     def classify(self, num_ranks: int, step: int, now: float) -> None:
         """Classify the losses added since the last call, and exclude hosts if that is the action."""
@@ -124,6 +128,8 @@ class PendingCause:
         if cause.action == "exclude":
             for host in cause.hosts:
                 self._slots.exclude(host, now + self._exclude_seconds)
+        if self._cause is None:
+            self._since, self._is_told = now, False
         if self._cause is None or cause.action in ("stop", "exclude"):
             self._cause = cause
 
@@ -131,6 +137,22 @@ class PendingCause:
         """Return the cause to report, once."""
         cause, self._cause = self._cause, None
         return cause
+
+    def overdue(self, now: float) -> str:
+        """A report of a fault after which no new group has been formed for a while, as when a network stays down; empty
+        if there is none, or it has been reported."""
+        seconds = now - self._since
+        if self._cause is None or self._is_told or seconds < OVERDUE_SECONDS:
+            return ""
+        self._is_told = True
+        why = f"{self._cause.kind}: {self._cause.evidence}"
+        return f"the ranks have not formed a new group for {seconds:.0f} s. Cause: {why}"
+
+    def at_end(self, outcomes: Sequence[Outcome], step: int) -> list[Cause]:
+        """The causes to report if the job ends: of a fault after which no group was formed, and of its last ranks'
+        ends."""
+        first, last = self.take(), self._ended_ranks.classify_all(outcomes, step)
+        return [cause for cause in (first, last) if cause is not None]
 
     def excluded(self, cause: Cause | None) -> str:
         """A sentence about the hosts that a cause excludes, and for how long; empty if there are none."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch.cores import bindings, numa_nodes
+from shardwise.launch.cores import bindings
 from shardwise.launch.echo import Echo
 from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.folder import Folder
@@ -66,7 +66,8 @@ class HostAgent(HostServer):
         bound = bindings(
             self._job.nproc,
             inherited,
-            nodes=numa_nodes() if self._job.binds_cores else None,
+            bound=self._job.seats(kind, inherited),
+            threads=self._job.threads,
             kind=kind or "cuda" if self._job.shows_one_device else None,
         )
         files = [self._files(int(attempt["number"]), local) for local in range(self._job.nproc)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.job_folder import ENDING
-from shardwise.launch.cores import bindings, numa_nodes
+from shardwise.launch.cores import bindings
 from shardwise.launch.echo import Echo
 from shardwise.launch.elastic.images import Images
 from shardwise.launch.elastic.notes import FolderNotes, OomKills
@@ -144,13 +144,16 @@ class MemberAgent(HostServer):
 
     def _binding(self, local: int, inherited: dict[str, str], kind: str | None) -> dict[str, str]:
         if local >= self._job.nproc:
-            if self._job.binds_cores:
-                raise LaunchError(f"its slot {local} was added later, and --bind cores has no cores left for it")
+            if self._job.bind != "none":
+                raise LaunchError(
+                    f"its slot {local} was added later, and --bind {self._job.bind} has no cores left for it"
+                )
             return bindings(local + 1, inherited, kind=kind or "cuda" if self._job.shows_one_device else None)[local]
         return bindings(
             self._job.nproc,
             inherited,
-            nodes=numa_nodes() if self._job.binds_cores else None,
+            bound=self._job.seats(kind, inherited),
+            threads=self._job.threads,
             kind=kind or "cuda" if self._job.shows_one_device else None,
         )[local]
 

@@ -39,12 +39,12 @@ _OUTCOME = {
 _JOB = {
     "command": [str],
     "run_by": [str],
-    **dict.fromkeys(("is_module", "binds_cores", "shows_one_device"), bool),
+    **dict.fromkeys(("is_module", "shows_one_device"), bool),
     **dict.fromkeys(("port", "threads"), _NUMBER),
     **dict.fromkeys(("nproc", "max_restarts"), int),
     "log_dir": None,
     "grace_seconds": float,
-    "python": str,
+    **dict.fromkeys(("python", "bind"), str),
     "elastic": None,  # membership is decided by the launcher
 }
 _ATTEMPT = {

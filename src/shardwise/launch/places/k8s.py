@@ -112,6 +112,11 @@ def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K
             f"--max-restarts: a {request.kind} restarts only the pod that failed, which cannot rejoin the others. Use "
             f"--kind jobset, which restarts all pods."
         )
+    if job.bind != "none":
+        raise ConfigError(
+            f"--bind {job.bind}: in pods without --elastic, torchrun starts the ranks. Remove it, or add --elastic "
+            f"MIN:MAX."
+        )
     build = {"job": _indexed_job, "jobset": _job_set, "trainjob": _train_job}[request.kind]
     return K8sPlan(tuple(build(job, request, environment)), request)
 

@@ -51,7 +51,7 @@ def options_of(job: Job, nodes: int) -> list[str]:
     more = ["--max-restarts", str(job.max_restarts)] if job.max_restarts else []
     more += ["--threads", str(job.threads)] if job.threads else []
     more += ["--log-dir", str(job.log_dir)] if job.log_dir else []
-    more += ["--bind", "cores"] if job.binds_cores else []
+    more += ["--bind", job.bind] if job.bind != "none" else []
     more += ["--devices", "one"] if job.shows_one_device else []
     return [*where, *limits, *times, *hosts, *more, *_run_by(job), *(["-m"] if job.is_module else [])]
 

@@ -20,6 +20,8 @@ from shardwise.launch.places.hosts import Share
 from shardwise.launch.signals import STOPS_BY_USR1, SignalLog
 
 FAMILIES = ("openmpi", "mpich", "intel")
+_BIND_TO = {"none": "none", "cores": "core", "node": "numa", "socket": "socket", "core-complex": "l3cache"}
+"""The names of Open MPI, Hydra and Intel MPI for values of `--bind`."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,14 @@ def plan_mpi(
 def _open_mpi(shares: Sequence[Share], environment: Mapping[str, str], bind: str) -> list[str]:
     hosts = ",".join(f"{share.host.name}:{share.num_ranks}" for share in shares)
     names = [word for name in environment for word in ("-x", name)]
-    return ["--host", hosts, "--bind-to", "core" if bind == "cores" else "none", *names]
+    return ["--host", hosts, "--bind-to", _BIND_TO[bind], *names]
 
 
 def _hydra(shares: Sequence[Share], environment: Mapping[str, str], bind: str, family: str) -> list[str]:
     names = ["-genvlist", ",".join(environment)] if environment else []
     if family == "mpich":
         hosts = ",".join(f"{share.host.name}:{share.num_ranks}" for share in shares)
-        return ["-hosts", hosts, "-bind-to", "core" if bind == "cores" else "none", *names]
+        return ["-hosts", hosts, "-bind-to", _BIND_TO[bind], *names]
     counts = {share.num_ranks for share in shares}
     if len(counts) > 1:
         raise ConfigError(
@@ -86,7 +88,11 @@ def _hydra(shares: Sequence[Share], environment: Mapping[str, str], bind: str, f
             f"Give --nproc, or use --where ssh."
         )
     hosts = ",".join(share.host.name for share in shares)
-    return ["-hosts", hosts, "-ppn", str(counts.pop()), "-genv", "I_MPI_PIN", "1" if bind == "cores" else "0", *names]
+    pin = ["-genv", "I_MPI_PIN", "0" if bind == "none" else "1"]
+    pin += (
+        [] if bind in ("none", "cores") else ["-genv", "I_MPI_PIN_DOMAIN", _BIND_TO[bind].replace("l3cache", "cache3")]
+    )
+    return ["-hosts", hosts, "-ppn", str(counts.pop()), *pin, *names]
 
 
 def family_of(version_text: str) -> str:

@@ -26,6 +26,8 @@ from shardwise.launch.places.mpi import run_and_pass_on
 
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _SUBMIT_SECONDS = 120.0
+_CPU_BIND = {"cores": "cores", "node": "ldoms", "socket": "sockets"}
+"""Slurm's names for values of `--bind`."""
 _NO_CONTROLLER = r"configuration source|contact slurm controller|Unable to contact|Connection refused"
 
 
@@ -200,7 +202,9 @@ def seconds_of(time: str) -> float:
 
 
 def _step_options(job: Job, request: SlurmRequest) -> list[str]:
-    bind = ["--cpu-bind=cores"] if request.bind == "cores" else []  # else as the cluster has it
+    if request.bind not in ("none", *_CPU_BIND):
+        raise ConfigError(f"--bind {request.bind}: srun has no such binding. Give one of {', '.join(_CPU_BIND)}.")
+    bind = [f"--cpu-bind={_CPU_BIND[request.bind]}"] if request.bind in _CPU_BIND else []  # else as the cluster has it
     return ["--kill-on-bad-exit=1", *bind, *([f"--cpus-per-task={job.threads}"] if job.threads else [])]
 
 

@@ -1,0 +1,135 @@
+"""The launcher's main loop for an elastic job, with members that only send messages, and a clock that tests turn."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from shardwise.comm.members import MemberMessage
+from shardwise.comm.members.channels import MemberChannel
+from shardwise.job_token import Seal, new_token
+from shardwise.launch.elastic.agent import ElasticAgent
+from shardwise.launch.elastic.budget import Budget
+from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.notes import FolderNotes
+from shardwise.launch.elastic.slots import Slot, Slots
+from shardwise.launch.elastic.workers import Ended, Event
+from shardwise.launch.environment import Attempt
+from shardwise.launch.folder import Folder
+from shardwise.launch.job import Elastic, Job
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.signals import SignalLog
+
+TOKEN = new_token()
+CUT = "Ranks 0 and 1 could not reach each other, though both are alive. The connection to rank 1 broke: reset."
+
+
+class Members:
+    """The processes of a job: a step of `script` for each second that the launcher waits."""
+
+    def __init__(self, script: Iterator[None]) -> None:
+        self.now, self.living, self.notes = 0.0, list[int](), FolderNotes(None)
+        self._script = script
+        self._ended: list[Ended] = []
+        self._outcomes: dict[int, Outcome] = {}
+
+    def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
+        self.living.append(number)
+
+    def wait(self, milliseconds: int) -> None:
+        self.now += 1
+        next(self._script, None)
+
+    def events(self) -> Sequence[Event]:
+        found, self._ended = self._ended, []
+        self.living = [number for number in self.living if number not in {event.number for event in found}]
+        return found
+
+    def end_one(self, number: int) -> None:
+        self._outcomes[number] = Outcome(number, -signal.SIGKILL, signal.SIGKILL, self.now)
+        self._ended.append(Ended(number, self._outcomes[number]))
+
+    def outcome(self, number: int) -> Outcome:
+        return self._outcomes.get(number, Outcome(number, -signal.SIGTERM, signal.SIGTERM, self.now))
+
+    def is_stopped(self, number: int, pid: int) -> bool:
+        return False
+
+    def kill(self) -> int:
+        return 0
+
+    def send(self, number: signal.Signals) -> None: ...
+    def end_job(self) -> None: ...
+    def begin(self) -> None: ...
+    def close(self) -> None: ...
+    def leave(self, host: str) -> None: ...
+
+    def wait_for_end(self, seconds: float, hurry: Callable[[], bool]) -> None:
+        self.living.clear()
+
+
+def said_by_the_launcher(
+    script: Callable[[Callable[..., None]], Iterator[None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[str]:
+    """What the launcher prints about a job of two members that send what `script` says."""
+    store, said = HashStore(), list[str]()
+    channels = [MemberChannel(store, "0", number, Seal(TOKEN, "0")) for number in range(2)]
+
+    def send(kind: Any, generation: int = -1, **more: Any) -> None:
+        for number, channel in enumerate(channels):
+            only = more if kind == "ready" and number == 0 else {}
+            channel.send(MemberMessage(kind, number, generation, patience_seconds=20, **only))
+
+    members: Any = Members(script(send))
+    monkeypatch.setattr("shardwise.launch.elastic.agent.time", SimpleNamespace(monotonic=lambda: members.now))
+    elastic = Elastic(2, 2, retries=0)
+    slots = Slots(2, Budget(0, 600))
+    slots.ready("", 2, 0.0)
+    job = Job((__file__,), 2, elastic=elastic)
+    with SignalLog() as signals, Folder(None) as folder:
+        agent = ElasticAgent(
+            Context(job, elastic, store, "127.0.0.1", 1, "run", folder, members, slots, signals, said.append, TOKEN)
+        )
+        assert not agent.run()
+        assert not agent.is_final
+    return said
+
+
+def begin(send: Callable[..., None]) -> Iterator[None]:
+    """A generation is formed, and then the connection breaks."""
+    send("here")
+    yield
+    send("opened", 0)
+    yield
+    send("ready", 0, text=CUT, cut_off=(0, 1), step=7)
+    yield
+
+
+def test_a_network_that_stays_down_is_told_while_the_ranks_wait_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was only recorded: what is printed was printed when the next group was formed."""
+    waiting, *rest = said_by_the_launcher(begin, monkeypatch)
+    assert waiting == f"the ranks have not formed a new group for 10 s. Cause: network: {CUT}"
+    assert rest[0] == f"cause: network: {CUT}"
+    assert not [line for line in rest if "have not formed" in line]
+
+
+def test_a_network_that_comes_back_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(send: Callable[..., None]) -> Iterator[None]:
+        yield from begin(send)
+        send("opened", 1)
+        yield
+        for _ in range(20):
+            yield
+        send("ready", 1, text="Rank 0 raised.", step=8)  # and does not come back
+
+    first, *rest = said_by_the_launcher(script, monkeypatch)
+    assert first == (
+        f"the ranks have formed a new group. Cause: network: {CUT} The step is repeated. 2 ranks continue after step 7."
+    )
+    assert not [line for line in rest if CUT in line or "have not formed" in line]
