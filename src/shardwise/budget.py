@@ -119,19 +119,21 @@ def within_budget(
     return Fitted(plan.with_offload(found), search.summary(found))
 
 
-def choices_by_place(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
-    """The units of each pipeline place (of a single one without a pipeline), and the experts' split. Along other axes
+def choices_by_pp_rank(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
+    """The units of each pipeline rank (of a single one without a pipeline), and the experts' split. Along other axes
     they are those of the first rank, which has at least as much as any other."""
     experts = expert_split(model, plan, mesh, 0)
     boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
     choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
     if not has_pipeline(mesh):
         return [choices], experts
-    return [of_params(choices, params) for params in params_by_place(model, stage_layout(model, plan, mesh))], experts
+    return [of_params(choices, params) for params in params_by_pp_rank(model, stage_layout(model, plan, mesh))], experts
 
 
-def _stages_by_place(model: nn.Module, plan: Plan, mesh: Mesh, places: Sequence[Sequence[UnitChoice]]) -> list[_Stages]:
-    """By place along the pipeline; empty without one. `places` are the units of each."""
+def _stages_by_pp_rank(
+    model: nn.Module, plan: Plan, mesh: Mesh, units: Sequence[Sequence[UnitChoice]]
+) -> list[_Stages]:
+    """By pipeline rank; empty without one. `units` are those of each."""
     if not has_pipeline(mesh):
         return []
     layout = stage_layout(model, plan, mesh)
@@ -140,14 +142,14 @@ def _stages_by_place(model: nn.Module, plan: Plan, mesh: Mesh, places: Sequence[
         layout = stage_layout(model, plan.model_copy(update={"accumulate": most}), mesh)
     return [
         _Stages(
-            layout.schedule.rows[place],
+            layout.schedule.rows[pp_rank],
             {
                 stage: {one.name for one in choices if not params.isdisjoint(one.params.values())}
-                for stage in layout.at(place)
+                for stage in layout.at(pp_rank)
                 for params in [layout.params_of(model, stage)]
             },
         )
-        for place, choices in enumerate(places)
+        for pp_rank, choices in enumerate(units)
     ]
 
 
@@ -159,9 +161,9 @@ def of_params(choices: Sequence[UnitChoice], params: Collection[torch.Tensor]) -
     return [one for one in own if one.params]
 
 
-def params_by_place(model: nn.Module, layout: StageLayout) -> list[set[torch.Tensor]]:
-    """The parameters of each place along the pipeline."""
-    return [layout.params_at(model, place) for place in range(layout.num_ranks)]
+def params_by_pp_rank(model: nn.Module, layout: StageLayout) -> list[set[torch.Tensor]]:
+    """The parameters of each pipeline rank."""
+    return [layout.params_at(model, pp_rank) for pp_rank in range(layout.num_ranks)]
 
 
 def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
@@ -222,8 +224,8 @@ class _Search:
     ) -> None:
         self._model, self._plan, self._mesh, self._ranks = model, plan, mesh, ranks
         self._updates, self._states_per_param = updates, states_per_param
-        self._places, self._experts = choices_by_place(model, plan, mesh)
-        self._stages = _stages_by_place(model, plan, mesh, self._places)
+        self._by_pp_rank, self._experts = choices_by_pp_rank(model, plan, mesh)
+        self._stages = _stages_by_pp_rank(model, plan, mesh, self._by_pp_rank)
         self._units = choose_units(model, plan)
         self._held: dict[Offload, _Held] = {}
         sizes = [(unit.name, unit_numel(unit)) for unit in self._units]
@@ -245,9 +247,9 @@ class _Search:
         resting = [Offload(optim=1.0, param=share) for share in self._resting.shares]
         allowed = self._plan.budget.device or 0
         for choices in (updated, frozen, resting):
-            place = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
-            if place < len(choices):
-                return choices[place]
+            found = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
+            if found < len(choices):
+                return choices[found]
         choices = [*updated, *frozen, *resting]
         least = min((self.holds(choice).device for choice in choices), key=lambda held: held.total)
         raise ConfigError(
@@ -280,12 +282,12 @@ class _Search:
         raise self._too_much_for_host(found, choices or [found])
 
     def holds(self, offload: Offload) -> _Held:
-        """The figures for the ranks of a host, whose places along a pipeline may differ."""
+        """The figures for the ranks of a host, which may have different stages."""
         if offload not in self._held:
             prefetch_bytes = None if self._plan.prefetch_bytes == "auto" else self._plan.prefetch_bytes
             prints, times = [], []
-            for place, units in enumerate(self._specs(offload)):
-                step = plan_step(units, self._trace(place, units), prefetch_bytes=prefetch_bytes)
+            for pp_rank, units in enumerate(self._specs(offload)):
+                step = plan_step(units, self._trace(pp_rank, units), prefetch_bytes=prefetch_bytes)
                 num = self._plan.accumulate
                 prints.append(step.footprint(states_per_param=self._states_per_param, num_micro_batches=num))
                 times.append(self._time(step, prints[-1]))
@@ -307,11 +309,11 @@ class _Search:
             folder=self._plan.budget.disk,
         )
 
-    def _trace(self, place: int, units: tuple[UnitSpec, ...]) -> Trace:
+    def _trace(self, pp_rank: int, units: tuple[UnitSpec, ...]) -> Trace:
         """The order in which they are used in a micro-batch, or in all of a step that goes through stages."""
         if not self._stages:
             return straight_trace(units)
-        stages = self._stages[place]
+        stages = self._stages[pp_rank]
         of_stages = {stage: [unit for unit in units if unit.name in names] for stage, names in stages.names.items()}
         return schedule_trace(stages.row, straight_passes(stages.row, of_stages))
 
@@ -359,16 +361,16 @@ class _Search:
         return self._resting if found.optim else self._frozen
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
-        """The units of each place along the pipeline."""
+        """The units of each pipeline rank."""
         rows = rows_for(self._model, self._plan.with_offload(offload), self._mesh, self._experts)
         on_cpu = self._ranks.on_cpu
-        every = (unit_specs(choices, rows, self._mesh, self._updates, on_cpu=on_cpu) for choices in self._places)
+        every = (unit_specs(choices, rows, self._mesh, self._updates, on_cpu=on_cpu) for choices in self._by_pp_rank)
         return [tuple(spec for spec in specs if spec.flats) for specs in every]
 
-    def _of_host(self, by_place: Sequence[int]) -> int:
-        """Bytes of all ranks of a host, from those of one rank at each place along the pipeline."""
+    def _of_host(self, by_rank: Sequence[int]) -> int:
+        """Bytes of all ranks of a host, from those of one rank at each pipeline rank."""
         num_local, size = self._ranks.num_local, self._mesh.world_size
-        return num_local * max(by_place) if num_local < size else sum(by_place) * (size // len(by_place))
+        return num_local * max(by_rank) if num_local < size else sum(by_rank) * (size // len(by_rank))
 
     def _on_host_beside_disk(self, found: Offload) -> list[int]:
         """What a host would hold, within a few pages, with the states of one, two, ... units on the disk."""

@@ -30,7 +30,7 @@ from shardwise.data import Loader, Samples, Workers
 from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError, FaultError, ModelError, StateError
 from shardwise.init import check_model
-from shardwise.places import Place
+from shardwise.process_rank import ProcessRank
 from shardwise.sharding import check_device
 from shardwise.storage.host_memory import HostMemory
 from shardwise.telemetry import ByteMeter
@@ -217,7 +217,7 @@ def test_a_device_for_each_rank(
     found = FakeAccelerator(num_devices) if num_devices else None
     monkeypatch.setattr(TorchAccelerator, "found", staticmethod(lambda: found))
     monkeypatch.setattr(joining.dist, "is_backend_available", lambda _: True)
-    device = joining.device_of(Place(local_rank=local_rank, local_size=8))
+    device = joining.device_of(ProcessRank(local_rank=local_rank, local_size=8))
     assert device.device == (CPU if index is None else torch.device("cuda", index))
     assert bool(device.identity) == (index is not None)
 

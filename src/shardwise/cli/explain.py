@@ -138,9 +138,9 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     stages = model_file.stages_of(model, plan, mesh)
     experts, row_numel = model_file.experts_of(model, plan, mesh)
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
-    place, stages_of_units = model_file.places_of(model, plan, mesh)
+    pipeline_rank, stages_of_units = model_file.stages_by_unit(model, plan, mesh)
     subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary)
-    subject = replace(subject, pipeline_rank=place, stages_of_units=stages_of_units)
+    subject = replace(subject, pipeline_rank=pipeline_rank, stages_of_units=stages_of_units)
     if args.batch is None:
         return plan, subject
     given = args.expert_load

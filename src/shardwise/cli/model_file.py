@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.activations import treatments_for
-from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
+from shardwise.budget import Fitted, Ranks, choices_by_pp_rank, of_params, params_by_pp_rank, within_budget
 from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
@@ -70,27 +70,27 @@ def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
     return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
 
 
-def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """The pipeline place of the units of `units_of`, and for each unit the stages that use it; (0, ()) without a
+def stages_by_unit(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """The pipeline rank that has the units of `units_of`, and for each unit the stages that use it; (0, ()) without a
     pipeline."""
     if not has_pipeline(mesh):
         return 0, ()
     layout = stage_layout(model, plan, mesh)
-    place = _largest(model, layout)
-    own = {stage: layout.params_of(model, stage) for stage in layout.at(place)}
+    pp_rank = _largest(model, layout)
+    own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
     rows = _rows(model, plan, mesh)
     every = _choices(model, plan, mesh)
     choices = [choice for choice, spec in zip(every, unit_specs(every, rows, mesh), strict=True) if spec.flats]
-    return place, tuple(
+    return pp_rank, tuple(
         tuple(stage for stage, params in own.items() if any(param in params for param in choice.params.values()))
         for choice in choices
     )
 
 
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
-    """The units of rank 0, which has the most; with a pipeline, of the place with the most parameters."""
-    places, _ = choices_by_place(model, plan, mesh)
-    return places[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else places[0]
+    """The units of rank 0, which has the most; with a pipeline, of the pipeline rank with the most parameters."""
+    by_rank, _ = choices_by_pp_rank(model, plan, mesh)
+    return by_rank[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else by_rank[0]
 
 
 def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
@@ -105,8 +105,8 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
 
 
 def _largest(model: nn.Module, layout: StageLayout) -> int:
-    """The place along the pipeline with the most parameters."""
-    sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]
+    """The pipeline rank with the most parameters."""
+    sizes = [sum(param.numel() for param in params) for params in params_by_pp_rank(model, layout)]
     return sizes.index(max(sizes))
 
 
@@ -161,15 +161,15 @@ class _Parts:
         """For the rank with the most parameters. Stages of other ranks are rehearsed for their outputs."""
         layout = stage_layout(model, self.plan, self.mesh)
         rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
-        for place, ledger in enumerate(ledgers):
+        for pp_rank, ledger in enumerate(ledgers):
             own = copy.deepcopy(model)
             treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
             treatments.check_stages(own, layout.pieces)
-            around, params = self.around(own, ledger), params_by_place(own, layout)[place]
+            around, params = self.around(own, ledger), params_by_pp_rank(own, layout)[pp_rank]
             split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
             parts = sequence_parts(split, self.mesh, layout)
             units = self.split(own, ledger, params)
-            staged = StagedModel(own, layout, place, parts)
+            staged = StagedModel(own, layout, pp_rank, parts)
             present = set(own.modules())
             for unit in units:
                 unit.sites = [site for site in unit.sites if site in present]
@@ -180,9 +180,9 @@ class _Parts:
         arrived, largest = None, _largest(model, layout)
         sent_bytes: Counter[str] = Counter()
         for stage in range(len(layout.stages)):
-            place = layout.place_of(stage)
-            arrived = rehearsals[place].rehearse(stage, arrived)
-            sent_bytes.update(_by_axis(ledgers[place]) if place == largest else {})
+            pp_rank = layout.pp_rank_of(stage)
+            arrived = rehearsals[pp_rank].rehearse(stage, arrived)
+            sent_bytes.update(_by_axis(ledgers[pp_rank]) if pp_rank == largest else {})
         sent_bytes[PIPELINE] += rehearsals[largest].sent_bytes
         return Counted(rehearsals[largest].together(), dict(sent_bytes), _tied_bytes(rehearsals[largest]))
 

@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.cli.mpi import RESULT, TROUBLE
 from shardwise.comm.mpi.session import CURE, check_library, check_size, library, short_version
 from shardwise.errors import ShardwiseError
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 SMALL_TIMES, LARGE_TIMES, LARGE_BYTES = 100, 8, 8 * 2**20
 
@@ -61,12 +61,12 @@ def _send_back(comm: Any, other: int, num_bytes: int, times: int) -> None:
 def main() -> int:
     """The exit status: 0 if this rank took part."""
     try:
-        place, mpi = place_of(os.environ), library()
+        process, mpi = process_rank_of(os.environ), library()
         version = mpi.Get_library_version()
-        check_library(place, version)  # before MPI_Init, which may end the process
+        check_library(process, version)  # before MPI_Init, which may end the process
         mpi.Init()
         comm = mpi.COMM_WORLD
-        check_size(place, comm.rank, comm.size, version)
+        check_size(process, comm.rank, comm.size, version)
     except ShardwiseError as error:
         print(f"{TROUBLE}{' '.join(str(error).split())}", flush=True)
         return 1

@@ -23,7 +23,7 @@ from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError
 from shardwise.job_token import Seal
 from shardwise.listening import listen_at
-from shardwise.places import Place, address_of, number_in
+from shardwise.process_rank import ProcessRank, address_of, number_in
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names no rank, so the watchdog's has to come first."""
@@ -59,15 +59,15 @@ class Opened:
     """Authenticates what the ranks write into the store."""
 
 
-def device_of(place: Place) -> RankDevice:
-    """The accelerator for this rank, by its place among the ranks of its host; else the CPU.
+def device_of(process: ProcessRank) -> RankDevice:
+    """The accelerator for this rank, by its rank on its host; else the CPU.
 
-    If each process is shown a single device, it is that one, whatever its place.
+    If each process is shown a single device, it is that one, whatever its rank.
     """
     accelerator = TorchAccelerator.found()
     if accelerator is None or not _has_backend(accelerator.kind):
         return RankDevice.cpu()
-    index = place.local_rank if accelerator.num_devices > 1 else 0
+    index = process.local_rank if accelerator.num_devices > 1 else 0
     return RankDevice.of(accelerator, index) if index < accelerator.num_devices else RankDevice.cpu()
 
 
@@ -118,7 +118,7 @@ def agree_on_devices(store: Store, rank: int, size: int, identity: str) -> str:
 
 
 def open_process_group(
-    place: Place, env: Mapping[str, str], timeout_seconds: float, patience_seconds: float, *, by_mpi: bool
+    process: ProcessRank, env: Mapping[str, str], timeout_seconds: float, patience_seconds: float, *, by_mpi: bool
 ) -> Opened:
     """Meet the other ranks, then open torch's group: gloo or MPI for host memory, and another backend for devices.
 
@@ -127,18 +127,18 @@ def open_process_group(
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
-    host, port = address_of(env, place)
-    who, where = f"Rank {place.rank}" + (f" of {place.size}" if place.size else ""), f"{host}:{port}"
+    host, port = address_of(env, process)
+    who, where = f"Rank {process.rank}" + (f" of {process.size}" if process.size else ""), f"{host}:{port}"
     try:
         deadline = time.monotonic() + timeout_seconds
         token = ""
         if by_mpi:
-            place, store, where, token = _store_by_mpi(place, env, timeout, deadline, patience_seconds)
-            is_host = place.rank == 0
+            process, store, where, token = _store_by_mpi(process, env, timeout, deadline, patience_seconds)
+            is_host = process.rank == 0
         else:
-            is_host = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            store = _store_at(host, port, place, timeout, deadline, patience_seconds, is_host=is_host)
-        rank, size = place.rank, place.size
+            is_host = process.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            store = _store_at(host, port, process, timeout, deadline, patience_seconds, is_host=is_host)
+        rank, size = process.rank, process.size
         assert size is not None
         seal = Seal.of(env, token)
         number = StartupBarrier(store, attempt, seal=seal).wait(
@@ -150,7 +150,7 @@ def open_process_group(
             is_host=is_host,
         )
         own_store = PrefixStore(f"shardwise/attempt-{attempt}/startup-{number}", store)
-        device, why = agreed_device(own_store, rank, size, place)
+        device, why = agreed_device(own_store, rank, size, process)
         opened = Opened(device, why, number=number, seal=seal)
         return open_groups(own_store, rank, size, timeout, opened, by_mpi=by_mpi)
     except (CommError, ConfigError):
@@ -158,14 +158,14 @@ def open_process_group(
     except (RuntimeError, OSError) as error:
         raise CommError(
             f"{who} could not meet the others at {where}: {error}. Is the address right, "
-            f"is the port free on rank 0's machine, and have all {place.size} ranks been started?"
+            f"is the port free on rank 0's machine, and have all {process.size} ranks been started?"
         ) from error
 
 
 def _store_at(
     host: str,
     port: int,
-    place: Place,
+    process: ProcessRank,
     timeout: datetime.timedelta,
     deadline: float,
     patience_seconds: float,
@@ -174,28 +174,28 @@ def _store_at(
 ) -> Store:
     """The store at an address that all ranks know."""
     if not is_host:
-        _await_host(place.rank, host, port, deadline, patience_seconds)
-        return TCPStore(host, port, place.size, is_master=False, timeout=timeout, wait_for_workers=False)
+        _await_host(process.rank, host, port, deadline, patience_seconds)
+        return TCPStore(host, port, process.size, is_master=False, timeout=timeout, wait_for_workers=False)
     descriptor = listen_at(host, port).detach()  # as torch would, but with our own error for a port that is taken
     return TCPStore(
-        host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+        host, port, process.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
 
 
 def _store_by_mpi(
-    place: Place, env: Mapping[str, str], timeout: datetime.timedelta, deadline: float, patience_seconds: float
-) -> tuple[Place, Store, str, str]:
+    process: ProcessRank, env: Mapping[str, str], timeout: datetime.timedelta, deadline: float, patience_seconds: float
+) -> tuple[ProcessRank, Store, str, str]:
     """This process's rank by MPI, a store whose address rank 0 sends by MPI, that address, and a token that only the
     ranks know. All ranks call."""
     from shardwise.comm.mpi.address import addresses_of_this_host, confirm, connect, invite, invited
     from shardwise.comm.mpi.session import checked_session
 
-    session = checked_session(place)
-    place = replace(place, rank=session.rank, size=session.size)
-    if place.rank != 0:
+    session = checked_session(process)
+    process = replace(process, rank=session.rank, size=session.size)
+    if process.rank != 0:
         invitation = invited(session, deadline, patience_seconds)
-        return place, *connect(invitation, session.size, timeout, deadline), invitation.token
-    is_local = place.local_size == place.size
+        return process, *connect(invitation, session.size, timeout, deadline), invitation.token
+    is_local = process.local_size == process.size
     # local ranks connect by the loopback interface, others by any: listen on the former, or on all
     listener = listen_at("127.0.0.1" if is_local else "", number_in(env, "MASTER_PORT", 0))
     port = listener.getsockname()[1]
@@ -204,7 +204,7 @@ def _store_by_mpi(
     store = TCPStore(
         "127.0.0.1",
         port,
-        place.size,
+        process.size,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
@@ -213,7 +213,7 @@ def _store_by_mpi(
     session.kept.append(store)  # other ranks may still use the board when this rank has closed its world
     invitation = invite(session, addresses, port)
     confirm(store, invitation)
-    return place, store, f"{addresses[0]}:{port}", invitation.token
+    return process, store, f"{addresses[0]}:{port}", invitation.token
 
 
 def open_groups(
@@ -273,9 +273,9 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def agreed_device(store: Store, rank: int, size: int, place: Place) -> tuple[RankDevice, str]:
+def agreed_device(store: Store, rank: int, size: int, process: ProcessRank) -> tuple[RankDevice, str]:
     """This rank's device, if every rank has one; else the CPU, and why, if there are accelerators."""
-    device = device_of(place)
+    device = device_of(process)
     why = agree_on_devices(store, rank, size, device.identity)
     return (RankDevice.cpu(), why if TorchAccelerator.found() is not None else "") if why else (device, "")
 

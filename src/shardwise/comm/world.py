@@ -42,7 +42,7 @@ from shardwise.devices import RankDevice
 from shardwise.errors import CommError, ConfigError
 from shardwise.job_token import Seal
 from shardwise.mesh import Mesh
-from shardwise.places import Place, place_of
+from shardwise.process_rank import ProcessRank, process_rank_of
 from shardwise.weighing import mean_of
 
 if TYPE_CHECKING:
@@ -188,18 +188,18 @@ class World:
         """
         env = os.environ if environment is None else environment
         owns = not dist.is_initialized()
-        place = place_of(env)
+        process = process_rank_of(env)
         shares = env.get("SHARDWISE_SHARED_MEMORY", "1") != "0" if shares_memory is None else shares_memory
-        by_mpi = _goes_by_mpi(env, place, transport, owns=owns)
+        by_mpi = _goes_by_mpi(env, process, transport, owns=owns)
         if MEMBER in env:
             _check_elastic(by_mpi=by_mpi, owns=owns)
             return _join_as_member(env, shares, timeout_seconds, patience_seconds)
         if owns:
-            if place.size == 1 and "MASTER_ADDR" not in env:
-                return cls(0, 1, Nobody(), device=device_of(place))
-            opened = open_process_group(place, env, timeout_seconds, patience_seconds, by_mpi=by_mpi)
+            if process.size == 1 and "MASTER_ADDR" not in env:
+                return cls(0, 1, Nobody(), device=device_of(process))
+            opened = open_process_group(process, env, timeout_seconds, patience_seconds, by_mpi=by_mpi)
         else:
-            opened = Opened(device_of(place), seal=Seal.of(env))
+            opened = Opened(device_of(process), seal=Seal.of(env))
             (open_mpi if by_mpi else open_beside)(opened)
         assert opened.transport is not None
         board = board_of(dist.get_world_size(), opened.seal, timeout_seconds, opened.number)
@@ -209,7 +209,7 @@ class World:
             opened.transport,
             device=opened.device,
             watched=Watched.by(board, timeout_seconds, patience_seconds),
-            host=Host(place.local_size, shares_memory=shares),
+            host=Host(process.local_size, shares_memory=shares),
         )
         opened.transport.watch_peers(world.rank, partial(world.exchange, subject="connections"))
         if by_mpi:
@@ -400,7 +400,7 @@ def _join_as_member(
     return join_members(env, make, timeout_seconds, shares_memory=shares_memory)
 
 
-def _goes_by_mpi(env: Mapping[str, str], place: Place, wish: str | None, *, owns: bool) -> bool:
+def _goes_by_mpi(env: Mapping[str, str], process: ProcessRank, wish: str | None, *, owns: bool) -> bool:
     """Whether messages go by MPI. Raises `ConfigError` for an unknown transport."""
     name = wish or env.get("SHARDWISE_TRANSPORT", "")
     if name not in ("", "gloo", "mpi"):
@@ -409,7 +409,7 @@ def _goes_by_mpi(env: Mapping[str, str], place: Place, wish: str | None, *, owns
         return name == "mpi"
     if not owns:
         return str(dist.get_backend()) == MPI_BACKEND
-    return place.is_mpi
+    return process.is_mpi
 
 
 def _torch_groups(device: RankDevice, timeout_seconds: float, *, is_own: bool) -> ProcessGroups:

@@ -16,7 +16,7 @@ from shardwise.data.streaming import StreamFeed
 from shardwise.data.transfer import Transfer
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 
 class Ranks(Protocol):
@@ -43,12 +43,12 @@ def feed_of(
 
 def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
     if world is None:
-        place = place_of(os.environ)
-        if place.size is None:
+        process = process_rank_of(os.environ)
+        if process.size is None:
             raise ConfigError(
-                f"{place.in_words()} says which rank this is, but not of how many. Give Loader(..., world=world)."
+                f"{process.in_words()} says which rank this is, but not of how many. Give Loader(..., world=world)."
             )
-        rank, size = place.rank, place.size
+        rank, size = process.rank, process.size
     elif isinstance(world, tuple):
         rank, size = world
     else:

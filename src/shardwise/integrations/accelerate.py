@@ -45,7 +45,7 @@ from shardwise.integrations.plans import (
     resolved_plan,
     without,
 )
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 
 class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator):
@@ -113,7 +113,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
     def world(self) -> sw.World:
         """The world of ranks, joined at first use. Raises `ConfigError` if accelerate sees another number of ranks."""
         if self._own_world is None:
-            launched = place_of(os.environ).size
+            launched = process_rank_of(os.environ).size
             if self.num_processes != launched:
                 raise ConfigError(
                     f"{launched} ranks were launched, but Accelerate sees {self.num_processes}. Without a GPU it must "

@@ -20,7 +20,7 @@ from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_deepspeed import USE_VARIABLE, read_with
 from shardwise.integrations.hf_zero3 import LIVE
 from shardwise.integrations.plans import PlanLike, without
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 _YES = ("true", "1", "yes")
 _LOG_WITH = "accelerator.log writes to the trackers set by log_with of Accelerator"
@@ -55,7 +55,7 @@ class DeepSpeedAccelerator(Accelerator):
         self._sets_clipping = config.get("gradient_clipping") not in (None, "auto")
         self._made: dict[int, Any] = {}
         self._has_reported = False
-        super().__init__(*args, plan=self._read_plan(None, place_of(os.environ).size or 1)[0], **kwargs)
+        super().__init__(*args, plan=self._read_plan(None, process_rank_of(os.environ).size or 1)[0], **kwargs)
         self.state: Any = _State(self.state, self._plugin)
         LIVE.note(self._plugin)
 

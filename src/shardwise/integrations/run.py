@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 USAGE = "usage: python -m shardwise.integrations.run --plan PLAN [-m] script [arguments]"
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(2) from None
     takeover.install()
     run_script(command)
-    if not takeover.is_used and not place_of(os.environ).rank:
+    if not takeover.is_used and not process_rank_of(os.environ).rank:
         print(
             f"shardwise: the script created no Trainer of transformers or Lightning, and no Accelerator, so the plan "
             f"{plan} had no effect. In a plain loop call engine = sw.shard(model, {plan!r}, optimizer=optimizer).",

@@ -37,19 +37,19 @@ class AcrossStages:
         holders = self._staged.holders
         if name not in holders:
             raise ModelError(f"The model has no parameter {name!r}. {nearest(name, holders)}")
-        return self._staged.place in holders[name]
+        return self._staged.pp_rank in holders[name]
 
     def read(self, name: str, what: str, own: Own) -> Tensor | None:
         """The whole tensor, on every rank; `None` if no rank has one. For a parameter on several stages, the first
         one's."""
         self.holds(name)
-        place = self._staged.holders[name][0]
-        mine = own.read(name, what) if self._staged.place == place else None
+        pp_rank = self._staged.holders[name][0]
+        mine = own.read(name, what) if self._staged.pp_rank == pp_rank else None
         own_layouts = {} if mine is None else {name: _layout_of(mine)}
-        layouts = self._exchanged(own_layouts)[place]
+        layouts = self._exchanged(own_layouts)[pp_rank]
         if not layouts:
             return None
-        return self._broadcast(place, mine, layouts[name])
+        return self._broadcast(pp_rank, mine, layouts[name])
 
     def takes(self, name: str, value: Tensor, what: str) -> bool:
         """Whether this rank has to write `value`. Raises on all ranks if its shape does not fit."""
@@ -80,11 +80,11 @@ class AcrossStages:
         """One `state_dict` merged from those of all ranks, on the CPU, in the order of the whole model."""
         layouts = self._exchanged({name: _layout_of(tensor) for name, tensor in state.items()})
         found: dict[str, Tensor] = {}
-        for place, of_place in enumerate(layouts):
-            for name, layout in of_place.items():
+        for pp_rank, of_rank in enumerate(layouts):
+            for name, layout in of_rank.items():
                 if name not in found:
-                    mine = state[name] if self._staged.place == place else None
-                    found[name] = self._broadcast(place, mine, layout).cpu()
+                    mine = state[name] if self._staged.pp_rank == pp_rank else None
+                    found[name] = self._broadcast(pp_rank, mine, layout).cpu()
         first = self._staged.whole.ties
         return {
             name: found[name] if name in found else found[first[name]]
@@ -93,12 +93,12 @@ class AcrossStages:
         }
 
     def _exchanged(self, own_layouts: Mapping[str, object]) -> list[dict[str, object]]:
-        """The messages of all ranks along the axis, by place."""
+        """The messages of all ranks along the axis, by pipeline rank."""
         messages = self._collectives.exchange(json.dumps(own_layouts).encode(), self._line, "stages")
         return [json.loads(message) for message in messages]
 
-    def _broadcast(self, place: int, tensor: Tensor | None, layout: object) -> Tensor:
-        """The tensor of the rank at `place`, broadcast to all ranks along the axis."""
+    def _broadcast(self, pp_rank: int, tensor: Tensor | None, layout: object) -> Tensor:
+        """The tensor of `pp_rank`, broadcast to all ranks along the axis."""
         assert isinstance(layout, list)
         shape, dtype = layout
         if tensor is None:
@@ -106,7 +106,7 @@ class AcrossStages:
         else:
             sent = tensor.detach().to(self._device).contiguous()
         if sent.numel():
-            self._collectives.broadcast(sent.view(-1), self._line.ranks[place], self._line, "stages").wait()
+            self._collectives.broadcast(sent.view(-1), self._line.ranks[pp_rank], self._line, "stages").wait()
         return sent
 
 

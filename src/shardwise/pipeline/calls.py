@@ -94,7 +94,7 @@ class Calls:
             return
         if _END in words:
             ended = self._line.ranks[words.index(_END)]
-            called = self._line.ranks[next(place for place, one in enumerate(words) if one != _END)]
+            called = self._line.ranks[next(pp_rank for pp_rank, one in enumerate(words) if one != _END)]
             raise StateError(
                 f"Rank {ended} has left engine.inference(), and rank {called} of the same pipeline calls the model "
                 f"again. All ranks of a pipeline have to make the same calls, because each has only some stages."
@@ -103,12 +103,12 @@ class Calls:
 
     def _shared(self, output: Any, cache: CallCache | None) -> Any:
         """The output of the last stage, on every rank; the caches of all ranks then hold as much."""
-        place, growth = self._line.index, None if cache is None else cache.growth()
+        pp_rank, growth = self._line.index, None if cache is None else cache.growth()
         given = None if cache is None else cache.cache
         last = self._pipeline.last_place
         tensors: list[Tensor] = []
         described: dict[str, Any] = {"grown": growth}
-        if place == last:
+        if pp_rank == last:
             described |= _described(output, given, type(self._staged.model).__name__, tensors)
         told: list[dict[str, Any]] = [json.loads(one) for one in self._line.exchange(json.dumps(described).encode())]
         if "refused" in told[last]:
@@ -118,14 +118,14 @@ class Calls:
             if found:
                 cache.grow_others(found[0])
         layouts = [Layout.of_plain(plain) for plain in told[last]["tensors"]]
-        if place != last:
+        if pp_rank != last:
             tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
         for tensor in tensors:
             if tensor.numel():
                 sent = as_sent(tensor.detach().contiguous().view(-1))
                 self._collectives.broadcast(sent, self._line.ranks[last], self._line.group, "outputs").wait()
         self._collectives.synchronize()
-        return output if place == last else _rebuilt(told[last], given, tensors)
+        return output if pp_rank == last else _rebuilt(told[last], given, tensors)
 
     def _require_possible(self, kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():

@@ -24,7 +24,7 @@ _LIBRARIES = frozenset({"shardwise", "torch", "transformers", "accelerate", "pef
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The stages of one model over the ranks along the mesh axis `pp`. Stage s is on the rank at place s modulo their
+    """The stages of one model over the ranks along the mesh axis `pp`. Stage s is on pipeline rank s modulo their
     number.
 
     `stages[s]` are the names of its modules, in the order in which the model's forward calls them.
@@ -39,27 +39,27 @@ class StageLayout:
         """All modules of all stages, in the order of the forward."""
         return tuple(name for stage in self.stages for name in stage)
 
-    def at(self, place: int) -> tuple[int, ...]:
-        """The stages of the rank at `place` of the axis."""
-        return tuple(range(place, len(self.stages), self.num_ranks))
+    def at(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of `pp_rank`."""
+        return tuple(range(pp_rank, len(self.stages), self.num_ranks))
 
     def params_of(self, model: nn.Module, stage: int) -> set[torch.Tensor]:
         """The parameters of the modules of that stage."""
         modules = dict(model.named_modules(remove_duplicate=False))
         return {param for name in self.stages[stage] for param in modules[name].parameters()}
 
-    def params_at(self, model: nn.Module, place: int) -> set[torch.Tensor]:
-        """The parameters of the stages at `place`."""
-        return set().union(*(self.params_of(model, stage) for stage in self.at(place)))
+    def params_at(self, model: nn.Module, pp_rank: int) -> set[torch.Tensor]:
+        """The parameters of the stages of `pp_rank`."""
+        return set().union(*(self.params_of(model, stage) for stage in self.at(pp_rank)))
 
-    def place_of(self, stage: int) -> int:
+    def pp_rank_of(self, stage: int) -> int:
         return stage % self.num_ranks
 
     def __str__(self) -> str:
         lines = []
-        for place in range(self.num_ranks):
-            held = (f"stage {stage} ({_short(self.stages[stage])})" for stage in self.at(place))
-            lines.append(f"{AXIS} {place}: {', '.join(held)}")
+        for pp_rank in range(self.num_ranks):
+            held = (f"stage {stage} ({_short(self.stages[stage])})" for stage in self.at(pp_rank))
+            lines.append(f"{AXIS} {pp_rank}: {', '.join(held)}")
         return "\n".join(lines) + "\n"
 
 

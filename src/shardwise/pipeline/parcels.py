@@ -97,17 +97,17 @@ class Parcel:
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
         """The arguments of a call of `name`, the first module of the stage, with the received tensors among them."""
         leaves, spec = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if len(places) != len(self.layout.arguments):
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(indices) != len(self.layout.arguments):
             raise ModelError(
-                f"{name} is called with {len(places)} tensors on its own pipeline stage, and with "
+                f"{name} is called with {len(indices)} tensors on its own pipeline stage, and with "
                 f"{len(self.layout.arguments)} at the end of the stage before it. The arguments of a stage's first "
                 f"module must not depend on values."
             )
-        for place, number in zip(places, self.layout.arguments, strict=True):
+        for index, number in zip(indices, self.layout.arguments, strict=True):
             if number >= 0:
-                self.replaced[id(leaves[place])] = ref(leaves[place]), self.tensors[number]
-                leaves[place] = self.tensors[number]
+                self.replaced[id(leaves[index])] = ref(leaves[index]), self.tensors[number]
+                leaves[index] = self.tensors[number]
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
@@ -132,16 +132,16 @@ def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 def numbered(tensors: Sequence[Tensor], sent: Iterable[int]) -> tuple[list[Tensor], tuple[int, ...]]:
-    """The different ones of `tensors` at the places `sent`, and for each of `tensors` its number among them, or -1."""
+    """The different ones of `tensors` at the indices `sent`, and for each of `tensors` its number among them, or -1."""
     numbers: dict[int, int] = {}
     chosen: list[Tensor] = []
     arguments = [-1] * len(tensors)
-    for place in sent:
-        tensor = tensors[place]
+    for index in sent:
+        tensor = tensors[index]
         if id(tensor) not in numbers:
             numbers[id(tensor)] = len(chosen)
             chosen.append(tensor)
-        arguments[place] = numbers[id(tensor)]
+        arguments[index] = numbers[id(tensor)]
     return chosen, tuple(arguments)
 
 

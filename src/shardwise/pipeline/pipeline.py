@@ -85,7 +85,7 @@ class Pipeline:
         self.staged = staged
         self.layout: StageLayout = staged.layout
         self.across = AcrossStages(staged, world, mesh, device)
-        self.place = mesh.coordinate(world.rank)[AXIS]
+        self.pp_rank = mesh.coordinate(world.rank)[AXIS]
         self._line = world.group(mesh, AXIS)
         self._collectives = world.collectives(device)
         self._device = device
@@ -97,7 +97,7 @@ class Pipeline:
         self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
         self._forms: dict[Hashable, tuple[int, ...]] = {}
         """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
-        self._row = self.layout.schedule.rows[self.place]
+        self._row = self.layout.schedule.rows[self.pp_rank]
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
         self._last_stage = len(self.layout.stages) - 1
@@ -109,7 +109,7 @@ class Pipeline:
         self._backward_to: dict[int, Channel] = {}
         self._backward_from: dict[int, Channel] = {}
         for stage in range(self._last_stage):
-            lower, upper = (self._line.ranks[self.layout.place_of(one)] for one in (stage, stage + 1))
+            lower, upper = (self._line.ranks[self.layout.pp_rank_of(one)] for one in (stage, stage + 1))
             up = link_between(AXIS, lower, upper, world.rank, f"{stage}>{stage + 1}")
             down = link_between(AXIS, upper, lower, world.rank, f"{stage + 1}>{stage}")
             if world.rank == lower:
@@ -120,7 +120,7 @@ class Pipeline:
                 self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks along the pipeline, by place; blocks."""
+        """The messages of all ranks along the pipeline, by pipeline rank; blocks."""
         return self._collectives.exchange(message, self._line, "stages")
 
     @property
@@ -130,8 +130,8 @@ class Pipeline:
 
     @property
     def last_place(self) -> int:
-        """The place along the pipeline of the rank with the last stage."""
-        return self.layout.place_of(self._last_stage)
+        """The pipeline rank with the last stage."""
+        return self.layout.pp_rank_of(self._last_stage)
 
     @property
     def row(self) -> tuple[Op, ...]:

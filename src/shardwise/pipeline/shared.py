@@ -27,7 +27,7 @@ class SharedGradients:
     def __init__(self, staged: StagedModel, flats: Sequence[Flat], world: World, mesh: Mesh) -> None:
         self._line = world.group(mesh, AXIS).ranks
         self._rank = world.rank
-        self._place = staged.place
+        self._pp_rank = staged.pp_rank
         self._collectives = world.collectives(flats[0].device)
         self._flats = [
             (flat, staged.holders[flat.slots[0].name])
@@ -42,23 +42,29 @@ class SharedGradients:
         """Exchange and add gradients, once per step, when they are due. Called by all ranks that have these
         parameters."""
         coming: list[tuple[Flat, list[Tensor], list[Work]]] = []
-        for flat, places in self._flats:
+        for flat, pp_ranks in self._flats:
             if flat.grads.due is None:
                 flat.grads.make_due()
             due = flat.grads.due
             assert due is not None
             parts = [
-                due.to(flat.device, copy=True) if place == self._place else torch.empty_like(due, device=flat.device)
-                for place in places
+                due.to(flat.device, copy=True)
+                if pp_rank == self._pp_rank
+                else torch.empty_like(due, device=flat.device)
+                for pp_rank in pp_ranks
             ]
-            others = [place for place in places if place != self._place]
-            own = parts[places.index(self._place)]
+            others = [pp_rank for pp_rank in pp_ranks if pp_rank != self._pp_rank]
+            own = parts[pp_ranks.index(self._pp_rank)]
             works = [
-                self._collectives.receive(parts[places.index(place)], self._link(place, self._place, flat), "gradients")
-                for place in others
+                self._collectives.receive(
+                    parts[pp_ranks.index(pp_rank)],
+                    self._link(pp_rank, self._pp_rank, flat),
+                    "gradients",
+                )
+                for pp_rank in others
             ]
             works += [
-                self._collectives.send(own, self._link(self._place, place, flat), "gradients") for place in others
+                self._collectives.send(own, self._link(self._pp_rank, pp_rank, flat), "gradients") for pp_rank in others
             ]
             coming.append((flat, parts, works))
         for flat, parts, works in coming:

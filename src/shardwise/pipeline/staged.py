@@ -64,7 +64,7 @@ class _Running:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Slot:
     """Where a module is registered: `holder[key]`. `own` is the module itself if it belongs to this rank."""
 
     name: str
@@ -81,29 +81,29 @@ class StagedModel:
     """
 
     def __init__(
-        self, model: nn.Module, layout: StageLayout, place: int, sequence_parts: Mapping[int, int] | None = None
+        self, model: nn.Module, layout: StageLayout, pp_rank: int, sequence_parts: Mapping[int, int] | None = None
     ) -> None:
         self.model = model
         self._sequence_parts = dict(sequence_parts or {})
         self.layout = layout
-        self.stages = layout.at(place)
+        self.stages = layout.at(pp_rank)
         self._names = layout.pieces
         self._running_stage: _Running | None = None
         own = {name for stage in self.stages for name in layout.stages[stage]}
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.params = layout.params_at(model, place)
+        self.params = layout.params_at(model, pp_rank)
         """The parameters of this rank's stages."""
         self.whole = WholeNames.of(model)
-        self.place = place
+        self.pp_rank = pp_rank
         self.holders = holders_of(model, layout, modules)
-        """The places along the axis at which each parameter lies, by its first name: several if stages share it."""
+        """The pipeline ranks that have each parameter, by its first name: several if stages share it."""
         self.group_names: list[list[str]] = []
         """The names of the parameters in each optimizer group before other stages' parameters were removed."""
         self._name_of = {param: name for name, param in model.named_parameters()}
-        self._places = [self._placed(model, number, name, modules, own) for number, name in enumerate(self._names)]
+        self._slots = [self._placed(model, number, name, modules, own) for number, name in enumerate(self._names)]
         self._firsts = {stage: self._names.index(layout.stages[stage][0]) for stage in self.stages}
         self._lasts = {stage: self._names.index(layout.stages[stage][-1]) for stage in self.stages}
-        for one in self._places:
+        for one in self._slots:
             if one.own is None:
                 one.holder[one.key] = one.absent
         refuse_states(model)
@@ -114,22 +114,22 @@ class StagedModel:
         self._handles: list[RemovableHandle] = []
         self._forward = model.forward
 
-    def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Place:
+    def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Slot:
         above, _, key = name.rpartition(".")
         holder = modules[above]._modules if above else model._modules
         module = modules[name]
         is_own = name in own
         absent = Absent(name, number, module, self, set() if is_own else self.params)
-        return _Place(name, holder, key, module if is_own else None, absent)
+        return _Slot(name, holder, key, module if is_own else None, absent)
 
     def own_modules(self) -> list[nn.Module]:
         """The modules of this rank's stages."""
-        return [one.own for one in self._places if one.own is not None]
+        return [one.own for one in self._slots if one.own is not None]
 
     def modules_of(self, stage: int) -> list[nn.Module]:
         """The modules of one of this rank's stages."""
         first, last = self._firsts[stage], self._lasts[stage]
-        return [one.own for one in self._places[first : last + 1] if one.own is not None]
+        return [one.own for one in self._slots[first : last + 1] if one.own is not None]
 
     def named_modules_of(self, stage: int) -> dict[str, nn.Module]:
         """As `modules_of`, with their names in the model."""
@@ -144,24 +144,24 @@ class StagedModel:
         }
 
     def is_first_with(self, name: str) -> bool:
-        """Whether no lower place along the axis has this parameter or buffer."""
+        """Whether no lower pipeline rank has this parameter or buffer."""
         if name in self.holders:
-            return self.holders[name][0] == self.place
+            return self.holders[name][0] == self.pp_rank
         is_in_stage = any(name.startswith(f"{piece}.") for piece in self._names)
-        return is_in_stage or self.place == 0
+        return is_in_stage or self.pp_rank == 0
 
     def boxes(self, within: Mapping[nn.Parameter, Box]) -> dict[nn.Parameter, Box]:
         """This rank's boxes of its parameters, if it has parts of them or other ranks of the pipeline have copies.
 
         `within` are the boxes along the other model axes, inside one stage.
         """
-        if not within and not any(len(places) > 1 for places in self.holders.values()):
+        if not within and not any(len(pp_ranks) > 1 for pp_ranks in self.holders.values()):
             return {}
         boxes = {}
         for name, param in self.model.named_parameters():
-            places, box = self.holders[name], within.get(param) or Box.whole(tuple(param.shape))
-            place = places.index(self.place) * box.copies + box.place
-            boxes[param] = replace(box, copies=box.copies * len(places), place=place)
+            pp_ranks, box = self.holders[name], within.get(param) or Box.whole(tuple(param.shape))
+            number = pp_ranks.index(self.pp_rank) * box.copies + box.place
+            boxes[param] = replace(box, copies=box.copies * len(pp_ranks), place=number)
         return boxes
 
     def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -189,7 +189,7 @@ class StagedModel:
 
         model.__dict__["forward"] = forward
         firsts = set(self._firsts.values())
-        for one in self._places:
+        for one in self._slots:
             if one.own is not None:
                 number = self._number(one)
                 enter = self._enter if number in firsts else self._substitute
@@ -236,7 +236,7 @@ class StagedModel:
         first, last = self._firsts[stage], self._lasts[stage]
         stand_ins = StandIns(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
         now = _Running(stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
-        others = [one for one in self._places if one.own is not None and not first <= self._number(one) <= last]
+        others = [one for one in self._slots if one.own is not None and not first <= self._number(one) <= last]
         for one in others:
             one.holder[one.key] = one.absent
         self._running_stage = now
@@ -265,8 +265,8 @@ class StagedModel:
         dtype = facts.dtype if like is None or not facts.is_param else like.dtype
         return self._running_stage.stand_ins.of_param(facts, dtype, device)
 
-    def _number(self, place: _Place) -> int:
-        return place.absent._number
+    def _number(self, one: _Slot) -> int:
+        return one.absent._number
 
     def _run(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = self._running_stage
@@ -361,8 +361,8 @@ def _part_of(name: str, model: nn.Module) -> str:
 def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """The tensors that a stage sends to the next stage, which begins with `name`; sets their layout."""
     tensors = argument_leaves(args, kwargs)
-    with_grads = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-    if len({id(tensors[place]) for place in with_grads}) < len(
+    with_grads = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    if len({id(tensors[index]) for index in with_grads}) < len(
         {id(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
     ):
         raise ModelError(
@@ -371,11 +371,11 @@ def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[s
             f"pipeline.stages."
         )
     if now.sends is None:
-        sent = [place for place, tensor in enumerate(tensors) if tensor.requires_grad or now.stand_ins.marks(tensor)]
+        sent = [index for index, tensor in enumerate(tensors) if tensor.requires_grad or now.stand_ins.marks(tensor)]
     elif now.sends_others and len(tensors) != len(now.sends):  # with a mask, say, which each stage has anyway
         sent = list(range(len(tensors)))
     else:
-        sent = [place for place, number in enumerate(now.sends) if number >= 0]
+        sent = [index for index, number in enumerate(now.sends) if number >= 0]
         if len(tensors) != len(now.sends) or not set(with_grads) <= set(sent):
             raise ModelError(
                 f"{name}, with which the next pipeline stage begins, is called with other tensors, or others with "

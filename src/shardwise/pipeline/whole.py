@@ -41,10 +41,10 @@ class WholeNames:
 
 
 def holders_of(model: nn.Module, layout: StageLayout, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The places along the axis at which each parameter lies, by its first name."""
-    places: dict[Tensor, set[int]] = {}
+    """The pipeline ranks that have each parameter, by its first name."""
+    pp_ranks: dict[Tensor, set[int]] = {}
     for stage, names in enumerate(layout.stages):
         for name in names:
             for param in modules[name].parameters():
-                places.setdefault(param, set()).add(layout.place_of(stage))
-    return {name: tuple(sorted(places[param])) for name, param in model.named_parameters()}
+                pp_ranks.setdefault(param, set()).add(layout.pp_rank_of(stage))
+    return {name: tuple(sorted(pp_ranks[param])) for name, param in model.named_parameters()}

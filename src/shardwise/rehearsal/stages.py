@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 
 Exchange = Callable[[bytes], list[bytes]]
-"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by place."""
+"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by pipeline rank."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class StageRehearsal:
 
     def together(self) -> Activations:
         """The activations of all micro-batches of a step, in the order of this rank's schedule."""
-        row = self.staged.layout.schedule.rows[self.staged.place]
+        row = self.staged.layout.schedule.rows[self.staged.pp_rank]
         linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
         halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
         stages = {
@@ -131,7 +131,7 @@ class StageRehearsal:
     def _beside(self, there: Callable[[Activations], int]) -> int:
         """The most bytes that forwards of all stages keep on a lower tier at once."""
         held = {stage: there(one) for stage, one in self._counted.items()}
-        beside = held_beside(self.staged.layout.schedule, self.staged.place, held, held)
+        beside = held_beside(self.staged.layout.schedule, self.staged.pp_rank, held, held)
         return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
 
     def _most_behind(self) -> int:
@@ -148,7 +148,7 @@ class StageRehearsal:
             message = {"error": str(error)}
         elif handed_over is not None:
             message = {"layout": handed_over.encoded().decode()}
-        answer = json.loads(exchange(json.dumps(message).encode())[self.staged.layout.place_of(stage)])
+        answer = json.loads(exchange(json.dumps(message).encode())[self.staged.layout.pp_rank_of(stage)])
         if error is not None:
             raise error
         if "error" in answer:

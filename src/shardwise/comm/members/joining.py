@@ -27,7 +27,7 @@ from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.membership import Opening, StoreMembership
 from shardwise.errors import CommError
 from shardwise.job_token import Seal
-from shardwise.places import Place, address_of, place_of
+from shardwise.process_rank import ProcessRank, address_of, process_rank_of
 
 if TYPE_CHECKING:
     from shardwise.comm.world import World
@@ -51,7 +51,7 @@ def join_members(
     """
 
     def open_world(opening: Opening) -> World:
-        opened = open_generation(place_of(env), opening, timeout_seconds)
+        opened = open_generation(process_rank_of(env), opening, timeout_seconds)
         world = make(opening, opened)
         world.belong(opening.generation, opening.members, membership, opening.hosts)
         if env is os.environ:
@@ -85,25 +85,25 @@ def join_members(
 
 def launchers_store(env: Mapping[str, str]) -> TCPStore:
     """A connection to the store of an elastic launcher. Raises `CommError` if it does not answer."""
-    host, port = address_of(env, Place())
+    host, port = address_of(env, ProcessRank())
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False)
     except RuntimeError as error:
         raise CommError(f"The launcher does not answer at {host}:{port}: {error}.") from error
 
 
-def open_generation(place: Place, opening: Opening, timeout_seconds: float) -> Opened:
+def open_generation(process: ProcessRank, opening: Opening, timeout_seconds: float) -> Opened:
     """Connect to the other members of a generation. All its members call.
 
     Raises `CommError` as soon as the generation is over, and torch's `RuntimeError`.
     """
     size = len(opening.members)
     num_local = opening.hosts.count(opening.hosts[opening.rank]) if opening.hosts else size
-    place = replace(place, rank=opening.rank, size=size, local_size=num_local)
+    process = replace(process, rank=opening.rank, size=size, local_size=num_local)
 
     def work() -> None:
         try:
-            opened: Opened | Exception = _open(place, opening, size, timeout_seconds)
+            opened: Opened | Exception = _open(process, opening, size, timeout_seconds)
         except (CommError, RuntimeError, OSError, ValueError) as error:
             opened = error
         opening.answers.put(opened)
@@ -121,8 +121,8 @@ def open_generation(place: Place, opening: Opening, timeout_seconds: float) -> O
     raise CommError("The generation was over before it was opened.")
 
 
-def _open(place: Place, opening: Opening, size: int, timeout_seconds: float) -> Opened:
+def _open(process: ProcessRank, opening: Opening, size: int, timeout_seconds: float) -> Opened:
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
     compat.forget_groups()
-    device, why = agreed_device(opening.store, opening.rank, size, place)
+    device, why = agreed_device(opening.store, opening.rank, size, process)
     return open_groups(opening.store, opening.rank, size, timeout, Opened(device, why), by_mpi=False)

