@@ -305,11 +305,12 @@ def _deviation(one: Job, other: Job, steps: set[int]) -> float:
     return max(abs(loss - of_other) / of_other for loss, of_other in found)
 
 
-def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, float]:
-    """Seconds of a step with and without `--elastic`, in turns."""
+def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, Any]:
+    """Seconds of a step with and without `--elastic`, in turns, each first in every second round; `over` is the median
+    of the rounds' ratios, minus 1."""
     found: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(num_rounds):
-        for elastic in found:
+    for number in range(num_rounds):
+        for elastic in (False, True) if number % 2 == 0 else (True, False):
             job = job_of(elastic)
             job.start()
             try:
@@ -319,7 +320,9 @@ def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, float]:
             job.look()
             found[elastic].append(_step_seconds(job.lines))
     plain, elastic_seconds = median(found[False]), median(found[True])
-    return {"plain_seconds": plain, "elastic_seconds": elastic_seconds, "over": elastic_seconds / plain - 1}
+    over = median(one / other for one, other in zip(found[True], found[False], strict=True)) - 1
+    every = {"all_plain_seconds": found[False], "all_elastic_seconds": found[True]}
+    return {"plain_seconds": plain, "elastic_seconds": elastic_seconds, "over": over, **every}
 
 
 # -- what people read ---------------------------------------------------------------------------------------
