@@ -13,7 +13,7 @@ from shardwise.pipeline.calls import Calls
 from shardwise.runtime import bytes_left_out
 from shardwise.sharded_model import ShardedModel
 from shardwise.tensor import AXIS as TENSOR_AXIS
-from shardwise.tensor import Generators, draws
+from shardwise.tensor import Generators, draws, whole_sequences
 from shardwise.units import format_bytes
 
 
@@ -23,7 +23,10 @@ def inference_in_stages(sharded: ShardedModel, pipeline: Pipeline, keep_bytes: i
     draws_in_forwards = _agree(sharded, keep_bytes)
     device = sharded.sharding.device
     calls = Calls(pipeline, sharded.world.collectives(device), device)
-    with sharded.inference(keep_bytes), _same_numbers(sharded, draws_in_forwards=draws_in_forwards), calls.answered():
+    numbers = _same_numbers(sharded, draws_in_forwards=draws_in_forwards)
+    staged = pipeline.staged
+    whole = whole_sequences(staged.own_modules())  # none of them is in the model unless its stage runs
+    with sharded.inference(keep_bytes), numbers, calls.answered(), whole, staged.receiving_whole_sequences():
         yield
 
 

@@ -15,7 +15,7 @@ from shardwise.program.schedule import Op
 from shardwise.sharded_model import ShardedModel
 from shardwise.storage import Unit
 from shardwise.tensor import AXIS as TENSOR_AXIS
-from shardwise.tensor import Generators
+from shardwise.tensor import Generators, whole_sequences
 
 Tensor = torch.Tensor
 
@@ -138,7 +138,7 @@ def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextM
 def _with_common_numbers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
     """Inference of a model whose layers are split. Its ranks go on with the random numbers of the first, or they would
     sample different tokens."""
-    with sharded.inference(keep_bytes):
+    with sharded.inference(keep_bytes), whole_sequences([sharded.model]):
         group = sharded.world.group(sharded.mesh, TENSOR_AXIS)
         Generators(sharded.world.rank_device, group.index).synchronize(sharded.world, group)
         yield

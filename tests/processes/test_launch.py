@@ -603,6 +603,7 @@ class TestSignals:
         assert all(map(is_alive, pids))
         launcher.kill()
         wait_until(lambda: not any(map(is_alive, pids)), "ranks outlive their launcher", seconds=10)
+        launcher.wait(timeout=10)  # ranks die with its first thread, and its lock goes with its last
         (left,) = bench.path.glob("shardwise-*")
         bench.write("short.py", "import pathlib; print(len(list(pathlib.Path('.').glob('shardwise-*'))))")
         assert bench.run("short.py").stdout == "1\n"  # its own; that of the dead is gone

@@ -122,6 +122,15 @@ class StagedModel:
         absent = Absent(name, number, module, self, set() if is_own else self.params)
         return _Slot(name, holder, key, module if is_own else None, absent)
 
+    @contextmanager
+    def receiving_whole_sequences(self) -> Iterator[None]:
+        """Inside, stages receive whole sequences, also where training gives them parts."""
+        parts, self._sequence_parts = self._sequence_parts, {}
+        try:
+            yield
+        finally:
+            self._sequence_parts = parts
+
     def own_modules(self) -> list[nn.Module]:
         """The modules of this rank's stages."""
         return [one.own for one in self._slots if one.own is not None]

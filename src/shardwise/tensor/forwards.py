@@ -5,7 +5,7 @@ Copies of a model are made for rehearsals only; in a copy the forwards do not co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -296,3 +296,18 @@ class _SumSharedHeads(torch.autograd.Function):
         whole = grad.new_zeros(shape)
         whole.narrow(dim, own.start, own.numel).copy_(grad)
         return line.sum(whole).narrow(dim, own.start, own.numel).contiguous(), None, None, None, None
+
+
+@contextmanager
+def whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, no sequence is split in `modules` and their children, as without `tensor.sequence`: a generated token has
+    no parts, and without gradients there is little to save. All ranks along the axis enter and leave."""
+    forwards = (child.__dict__.get("forward") for module in modules for child in module.modules())
+    every = {id(one.regions): one.regions for one in forwards if isinstance(one, Forward)}
+    for regions in every.values():
+        regions.keeps_whole = True
+    try:
+        yield
+    finally:
+        for regions in every.values():
+            regions.keeps_whole = False

@@ -66,6 +66,8 @@ class Regions:
         self._columns: dict[nn.Module, list[nn.Module]] = {}
         """By the module that enters a region: the columns that share it."""
         self._pending: set[PendingCollective] = set()
+        self.keeps_whole = False
+        """Whether no sequence is split, whatever `on_sequence` says; see `whole_sequences`."""
 
     def __deepcopy__(self, memo: object) -> Regions:
         """The copy is for a rehearsal: it neither communicates nor changes generators."""
@@ -74,6 +76,7 @@ class Regions:
     def enter(self, module: nn.Module, tensor: Tensor, *, on_sequence: bool, is_alone: bool) -> Tensor:
         """The input of a column module. `is_alone`: no row module follows. `on_sequence`: `tensor` is this rank's part
         of the sequence."""
+        on_sequence = on_sequence and not self.keeps_whole
         known = next((one for one in self._open if one.was_entered_with(tensor)), None)
         if known is not None:
             return known.inputs
@@ -150,7 +153,7 @@ class Regions:
     def leave(self, partial: Tensor, bias: Tensor | None, *, on_sequence: bool) -> Tensor:
         """The output of a row module, given its partial sum."""
         self._open.clear()
-        if on_sequence:
+        if on_sequence and not self.keeps_whole:
             sizes = self._sizes(partial.shape[SEQUENCE_DIM])
             made = reduce_scatter_from(partial, self.line, SEQUENCE_DIM, sizes)
             return made if bias is None else made + copy_to(bias, self.line)
@@ -161,16 +164,20 @@ class Regions:
 
     def split_sequence(self, tensor: Tensor, *, is_training: bool) -> Tensor:
         """This rank's part of the sequence, before the first block."""
+        if self.keeps_whole:
+            return tensor
         self.enter_sequence_part(is_training=is_training)
         return scatter_to(tensor, self.line, SEQUENCE_DIM, self._sizes(tensor.shape[SEQUENCE_DIM]))
 
     def enter_sequence_part(self, *, is_training: bool) -> None:
         """From here on this rank works on its part of the sequence."""
-        if self._generators is not None and is_training:
+        if self._generators is not None and is_training and not self.keeps_whole:
             self._generators.use_own()
 
     def gather_sequence(self, tensor: Tensor) -> Tensor:
         """The whole sequence, after the last block."""
+        if self.keeps_whole:
+            return tensor
         if self._generators is not None:
             self._generators.use_common()
         return gather_from(tensor, self.line, SEQUENCE_DIM, [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks)
