@@ -10,7 +10,7 @@ from rank_processes import begin, on_ranks
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("name", ["supervised", "preferred"])
+@pytest.mark.parametrize("name", ["supervised", "preferred", "supervised_then_preferred"])
 def test_a_run_is_that_of_ddp(name: str) -> None:
     job = getattr(jobs, name)
     plain = begin(2, job, None)

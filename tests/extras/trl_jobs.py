@@ -63,14 +63,25 @@ def by_token(trainer: Any) -> list[float]:
     return [log[name] for log in trainer.state.log_history for name in names if name in log]
 
 
-def preferred(plan: Any) -> dict[str, Any]:
+def supervised_then_preferred(plan: Any) -> dict[str, Any]:
+    """The model of one trainer is given to the next."""
+    made, given = ours(SFTTrainer, plan)
+    data = Dataset.from_list([{"text": text} for text in texts(32, 0)])
+    arguments = SFTConfig(tempfile.mkdtemp(), **COMMON)
+    first = made(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), **given)
+    first.train()
+    return preferred(plan, first.model)
+
+
+def preferred(plan: Any, model: Any = None) -> dict[str, Any]:
     made, given = ours(DPOTrainer, plan)
     columns = {"prompt": texts(32, 0), "chosen": texts(32, 1), "rejected": texts(32, 2)}
     data = Dataset.from_dict({name: [f" {text}" for text in column] for name, column in columns.items()})
     arguments = DPOConfig(tempfile.mkdtemp(), **COMMON)
     trainer = made(
-        llama(), ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), **given
-    )
+        llama() if model is None else model, ref_model=llama(), args=arguments, train_dataset=data,
+        processing_class=tokenizer(), **given,
+    )  # fmt: skip
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
 
