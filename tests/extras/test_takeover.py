@@ -13,20 +13,23 @@ import pytest
 from rank_processes import begin
 from safetensors.torch import load_file
 
+from tests.thorough import one_in
+
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).with_name("finetune.py")
+ALIGNMENT = Path(__file__).with_name("alignment.py")
 ARGUMENTS = ["--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--disable_tqdm", "1"]
 ACCELERATE = (
     "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n"
 )
 
 
-def plain(arguments: list[str]) -> None:
+def plain(arguments: list[str], script: str = str(SCRIPT)) -> None:
     """The unmodified script, on the ranks that run this."""
-    sys.argv = [str(SCRIPT), *arguments]
+    sys.argv = [script, *arguments]
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    runpy.run_path(script, run_name="__main__")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -56,6 +59,23 @@ def test_an_unmodified_script_is_trained_by_a_plan(tmp_path: Path) -> None:
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[1].items():
         assert (weights[0][name] - value).abs().max() < 1e-5, name
+
+
+@one_in(2)
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "sft-lora"])
+def test_an_unmodified_script_of_trl_is_trained_by_a_plan(tmp_path: Path, method: str) -> None:
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    waited = begin(2, plain, [str(theirs), method], str(ALIGNMENT))
+    (tmp_path / "plan.yaml").write_text("preset: zero3\n")
+    words = ["shardwise", "launch", "--nproc", "2", "--shardwise", str(tmp_path / "plan.yaml"), str(ALIGNMENT)]
+    done = command(*words, str(ours), method)
+    assert done.returncode == 0, done.stderr[-3000:]
+    waited()
+    told, expected = json.loads(ours.read_text()), json.loads(theirs.read_text())
+    assert (told.pop("by_us"), expected.pop("by_us")) == (True, False)
+    assert len(told["loss"]) == 3
+    for name, values in expected.items():
+        assert told[name] == pytest.approx(values, abs=1e-5), name
 
 
 def test_a_script_without_either_is_left_alone(tmp_path: Path) -> None:
