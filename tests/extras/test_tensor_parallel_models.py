@@ -47,6 +47,10 @@ FALCON = {"alibi": False, "bias": True}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 DEEPSEEK |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+JAMBA = {"num_experts": 4, "use_mamba_kernels": False, "mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4}
+JAMBA |= {
+    f"{kind}_layer_{what}": value for kind in ("attn", "expert") for what, value in (("period", 2), ("offset", 1))
+}
 THREE_HEADS = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
 SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
 MODELS: dict[str, tuple[Any, ...]] = {
@@ -90,6 +94,16 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "deepseek-v2": ("deepseek_v2", EXPERTS | DEEPSEEK, 2),
     "deepseek-v2, uneven": ("deepseek_v2", EXPERTS | DEEPSEEK | THREE_HEADS, 2),
     "deepseek-v3": ("deepseek_v3", EXPERTS | DEEPSEEK, 2),
+    "qwen2-moe": (
+        "qwen2_moe",
+        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1},
+        2,
+    ),
+    "olmoe": ("olmoe", EXPERTS | {"num_experts": 4}, 2),
+    "granite-moe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, 2),
+    "jamba": ("jamba", JAMBA, 2),
+    "roberta": ("roberta", {"is_decoder": True, "max_position_embeddings": 64}, 2),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, 2),
 }
 

@@ -28,6 +28,9 @@ SIZES = {
     "pad_token_id": 0,
 }
 ROTARY = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 16}
+EXPERTS = {**ROTARY, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+DEEPSEEK |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**ROTARY, "tie_word_embeddings": True},
     "qwen3": {**ROTARY, "head_dim": 8},
@@ -49,6 +52,34 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon": {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "hidden_dropout": 0.0},
     "bert": {**SIZES, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "llama4_text": {**ROTARY, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "head_dim": 8, "decoder_sparse_step": 1},
+    "olmoe": {**EXPERTS, "num_experts": 4},
+    "granitemoe": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "jetmoe": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
+    "gpt_oss": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "deepseek_v2": {**EXPERTS, **DEEPSEEK},
+    "deepseek_v3": {**EXPERTS, **DEEPSEEK},
+    "apertus": ROTARY,
+    "roberta": {
+        **SIZES,
+        "is_decoder": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 20,
+    },
+    "jamba": {
+        **ROTARY,
+        "num_experts": 4,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+        "mamba_d_conv": 2,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
 }
 NUM_STEPS, MICRO_BATCHES = 3, 4
 
@@ -111,6 +142,17 @@ def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float
         ("falcon", "zero3", {"pp": 2}, "1f1b", False),
         ("llama4_text", "zero1", {"pp": 2}, "1f1b", False),
         ("llama4_text", "zero3", {"pp": 2}, "interleaved", True),
+        ("qwen2_moe", "zero1", {"pp": 2}, "1f1b", False),
+        ("qwen3_moe", "zero3", {"pp": 2}, "interleaved", False),
+        ("olmoe", "zero1", {"pp": 2}, "1f1b", False),
+        ("granitemoe", "zero1", {"pp": 2}, "interleaved", False),
+        ("jetmoe", "zero1", {"pp": 2}, "1f1b", False),
+        ("gpt_oss", "zero3", {"pp": 2}, "1f1b", False),
+        ("deepseek_v2", "zero1", {"pp": 2}, "1f1b", False),
+        ("deepseek_v3", "zero3", {"pp": 2}, "interleaved", False),
+        ("apertus", "zero1", {"pp": 2}, "1f1b", False),
+        ("roberta", "zero1", {"pp": 2}, "interleaved", False),
+        ("jamba", "zero1", {"pp": 2}, "1f1b", False),
     ],
 )
 def test_a_decoder_in_stages_trains_like_the_whole(

@@ -90,6 +90,15 @@ def moe(kind: str) -> nn.Module:
     return getattr(library(), f"{kind}ForCausalLM")(config)
 
 
+def apertus() -> nn.Module:
+    return library().ApertusForCausalLM(library().ApertusConfig(**SIZES, **HEADS, pad_token_id=0))
+
+
+def jetmoe() -> nn.Module:
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2}
+    return library().JetMoeForCausalLM(library().JetMoeConfig(**SIZES, **settings))
+
+
 def batches(num_steps: int, *, tokens: int = TOKENS) -> list[Batch]:
     """Some labels do not count, more of them at the end."""
     numbers = torch.Generator().manual_seed(5)
@@ -178,7 +187,9 @@ def test_eager_attention_has_its_own_result_for_padding_that_sees_nothing() -> N
 MIXTURES = [partial(moe, kind) for kind in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe")]
 
 
-@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral, deepseek_v2, deepseek_v3, *MIXTURES])
+@pytest.mark.parametrize(
+    "build", [qwen3, phi3, opt, gemma2, mixtral, deepseek_v2, deepseek_v3, apertus, jetmoe, *MIXTURES]
+)
 def test_other_models(build: Any) -> None:
     """Heads normalized separately, fused projections, learned positions, capped scores, experts."""
     model, data = built(build), batches(1)

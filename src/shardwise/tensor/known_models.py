@@ -59,6 +59,15 @@ class KnownModel:
 
 
 COLUMN, ROW, VOCABULARY = TensorRule("column"), TensorRule("row"), TensorRule("vocabulary")
+_ENCODER_LAYERS = {
+    "layer.*.attention.self.query": COLUMN,
+    "layer.*.attention.self.key": COLUMN,
+    "layer.*.attention.self.value": COLUMN,
+    "layer.*.attention.output.dense": ROW,
+    "layer.*.intermediate.dense": COLUMN,
+    "layer.*.output.dense": ROW,
+}
+"""The layers of BERT and of those that have copied them."""
 
 _TABLES = {
     "gpt2": KnownModel(
@@ -85,14 +94,17 @@ _TABLES = {
     ),
     "bert": KnownModel(
         {
-            "layer.*.attention.self.query": COLUMN,
-            "layer.*.attention.self.key": COLUMN,
-            "layer.*.attention.self.value": COLUMN,
-            "layer.*.attention.output.dense": ROW,
-            "layer.*.intermediate.dense": COLUMN,
-            "layer.*.output.dense": ROW,
+            **_ENCODER_LAYERS,
             "embeddings.word_embeddings": VOCABULARY,
             "cls.predictions.decoder": VOCABULARY,
+        },
+        {"layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+    ),
+    "roberta": KnownModel(
+        {
+            **_ENCODER_LAYERS,
+            "embeddings.word_embeddings": VOCABULARY,
+            "lm_head.decoder": VOCABULARY,
         },
         {"layer.*.attention.self": ("num_attention_heads", "all_head_size")},
     ),
