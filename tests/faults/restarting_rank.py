@@ -28,10 +28,14 @@ def main(out: Path, plan: str, num_steps: int, victim: int, at: int) -> None:
         first = engine.num_steps
         while engine.num_steps < num_steps:
             step = engine.num_steps
-            loss = loss_of(model(batch_of(step, *engine.data_ranks)[0]), batch_of(step, *engine.data_ranks)[1])
+            x, y = batch_of(step, *engine.data_ranks)
             if (engine.world.rank, step, resumed) == (victim, at, None):
                 os.kill(os.getpid(), signal.SIGKILL)
-            engine.backward(loss)
+            if "pp" in engine.mesh.axes:
+                loss = engine.forward_backward(x, y, loss_fn=loss_of)
+            else:
+                loss = loss_of(model(x), y)
+                engine.backward(loss)
             engine.step()
             losses[step] = engine.mean(loss.item())
             if engine.num_steps % 2 == 0:

@@ -17,9 +17,11 @@ SCRIPT = Path(__file__).with_name("restarting_rank.py")
 NUM_STEPS, DIES_AT = 8, 5
 PLANS = {
     "tp": {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}},
+    "pp": {"preset": "zero1", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2},
     "disk": {"preset": "infinity"},
     "checkpoint": {"preset": "zero3", "survive": "checkpoint"},
 }
+SAID = "If a rank is lost, this job restarts from its last checkpoint instead."
 
 
 def launched(out: Path, plan: dict[str, object], *options: str) -> subprocess.CompletedProcess[str]:
@@ -46,8 +48,9 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
     assert ran.returncode == 0, ran.stderr
     assert "restart 1 of 3 within 600 s begins" in ran.stderr, ran.stderr
     assert "cause: node" in ran.stderr
+    assert (SAID in ran.stderr) == (name != "checkpoint"), "said at the start, but where the plan asks for it"
     found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
-    assert len(found) == (4 if name == "tp" else 2)
+    assert len(found) == (4 if "mesh" in plan else 2)
     losses = oracle(NUM_STEPS)
     for one in found:
         assert one["first"] == DIES_AT - 1, "the last step of which there is a checkpoint"
