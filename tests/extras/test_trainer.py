@@ -288,6 +288,7 @@ REFUSED = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "zero3", "only on the rank that ran out of memory"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "zero3", "bf16_full_eval casts the whole model"),
     "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters during the backward"),
+    "adafactor": ({"optim": "adafactor"}, "zero3", "use shardwise.optim.AdamW"),
     "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* is 1"),
     "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* is 1.0"),
     "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "pp": 2}}, "mesh has pp, but Trainer .* then engine.train_step"),
@@ -307,7 +308,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_a_sentence(case: str) -> None:
     settings, plan, sentence = REFUSED[case]
-    with pytest.raises(RuntimeError, match=f"(?s)(ConfigError|PlacementError).*{sentence}"):
+    with pytest.raises(RuntimeError, match=f"(?s)(ConfigError|PlacementError|ModelError).*{sentence}"):
         on_ranks(1, refused, plan, settings)
 
 
