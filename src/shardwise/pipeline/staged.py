@@ -197,6 +197,8 @@ class StagedModel:
             return self._run(original, args, kwargs)
 
         model.__dict__["forward"] = forward
+        if hasattr(model, "peft_config"):
+            model.__dict__["save_pretrained"] = _refuse_to_save_adapters
         firsts = set(self._firsts.values())
         for one in self._slots:
             if one.own is not None:
@@ -413,3 +415,11 @@ def _layouts(tensors: Sequence[Tensor], name: str) -> tuple[Layout, ...]:
             )
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return tuple(Layout(tuple(one.shape), one.dtype, one.requires_grad or one is first) for one in tensors)
+
+
+def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
+    """In place of a model's `save_pretrained`: peft leaves out the adapters of layers that it does not find."""
+    raise ModelError(
+        "The adapters of other pipeline stages would be missing: peft writes those of the layers that this rank has. "
+        "Save with engine.save(), resume the checkpoint with a plan without pp, and call save_pretrained there."
+    )
