@@ -29,10 +29,10 @@ def sampled(model: Any) -> list[list[int]]:
 
 
 def main() -> None:
-    folder, mesh = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder, plan = Path(sys.argv[1]), {"accumulate": 2, **json.loads(sys.argv[2])}
     told: dict[str, Any] = {}
     with sw.World.join() as world:
-        engine = sw.shard(build(), {"mesh": mesh, "accumulate": 2}, world=world)
+        engine = sw.shard(build(), plan, world=world)
         torch.manual_seed(SEED + world.rank)
         before = torch.get_rng_state()
         with engine.inference():
@@ -41,7 +41,7 @@ def main() -> None:
         with engine.inference():
             told["second"] = sampled(engine.module)
         engine.close()
-        engine = sw.shard(build(dropout=0.5).train(), {"mesh": mesh, "accumulate": 2}, world=world)
+        engine = sw.shard(build(dropout=0.5).train(), plan, world=world)
         torch.manual_seed(SEED + world.rank)
         with engine.inference():
             told["with dropout"] = [sampled(engine.module), engine.module(torch.ones(1, 4, dtype=int)).logits.tolist()]

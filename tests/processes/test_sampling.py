@@ -16,22 +16,24 @@ import torch
 from tests.thorough import one_in, thorough_only
 
 MESHES = [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}]
+PLANS: list[dict[str, Any]] = [
+    *({"mesh": mesh} for mesh in MESHES),
+    *({"mesh": mesh, "tensor": {"sequence": True}} for mesh in MESHES if "tp" in mesh),
+]
 SCRIPT = Path(__file__).with_name("sampling_rank.py")
 
 
 @thorough_only("starts processes that import transformers")
-@one_in(4)
-@pytest.mark.parametrize(
-    "mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}], ids=lambda mesh: " ".join(mesh)
-)
-def test_ranks_that_share_a_sample_draw_the_same_tokens(mesh: dict[str, int], tmp_path: Path) -> None:
+@one_in(6)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join([*plan["mesh"], *plan.get("tensor", ())]))
+def test_ranks_that_share_a_sample_draw_the_same_tokens(plan: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from sampling_rank import SEED, build, sampled
 
     twin = build()
     torch.manual_seed(SEED)
     expected = [sampled(twin), sampled(twin)]
-    every = told(tmp_path, mesh)
+    every, mesh = told(tmp_path, plan), plan["mesh"]
     assert [every[0]["first"], every[0]["second"]] == expected
     assert expected[0] != expected[1]
     for rank, one in enumerate(every):
@@ -45,10 +47,10 @@ def test_ranks_that_share_a_sample_draw_the_same_tokens(mesh: dict[str, int], tm
         assert every[0]["first"] != other["first"]
 
 
-def told(folder: Path, mesh: dict[str, int]) -> list[dict[str, Any]]:
-    num_ranks = math.prod(mesh.values())
+def told(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
+    num_ranks = math.prod(plan["mesh"].values())
     launch = [sys.executable, "-m", "shardwise", "launch", f"--nproc={num_ranks}"]
-    command = [*launch, str(SCRIPT), str(folder), json.dumps(mesh)]
+    command = [*launch, str(SCRIPT), str(folder), json.dumps(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -121,6 +121,22 @@ def test_a_hard_coded_number_of_heads_is_refused_at_the_first_batch(
         run(heads, tensor)
 
 
+@pytest.mark.parametrize("length", [1, 7])
+def test_it_is_refused_too_if_the_first_batch_is_one_of_inference_that_tensor_sequence_cannot_divide(
+    length: int,
+) -> None:
+    models = [model(fused_by_literal) for _ in range(2)]
+    plan = {"preset": "zero3", "mesh": {"tp": 2}, "tensor": {**UNDIVIDED, "sequence": True}}
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, world=world) as engine, engine.inference(), torch.no_grad():
+            mine(tokens(0)[:, :length])
+
+    with pytest.raises(ModelError, match=rf"blocks.0.attn views .*as \[4, {length}, 3, 4, 3\]"):
+        run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("is_on_meta", [False, True], ids=["deferred", "meta"])
 @pytest.mark.parametrize("is_right", [False, True], ids=["literal", "width"])
 def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_right: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -98,6 +99,78 @@ def test_calls_and_generation_are_those_of_the_unsplit_model(preset: str, mesh: 
             torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5, msg=name)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["tensor", "sequence"])
+def test_verify_compares_a_call_of_generate_and_leaves_its_cache_alone(is_split: bool) -> None:
+    model = llama()
+    expected = unsplit(copy.deepcopy(model))
+    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "zero3", "mesh": {"tp": 2}, "tensor": {"sequence": is_split, "verify": True}}
+
+    def rank(world: sw.World) -> Found:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
+            with engine.inference(), torch.no_grad():
+                found = mine.generate(prompts(TOKENS), max_new_tokens=NEW_TOKENS, do_sample=False)
+            engine.backward(engine(**batch()).loss)
+            engine.step()
+            return {"tokens": found, "params": engine.state_dict()}
+
+    for found in run_ranks(2, rank):
+        assert torch.equal(found["tokens"], expected["tokens True"])
+        for name, value in expected["params"].items():
+            torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Centred(nn.Module):
+    """Reads the whole sequence outside of column modules, so it is wrong where sequences are split."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-2, keepdim=True)
+
+
+class CentredBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centred, self.up, self.down = Centred(), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.centred(x))))
+        return out
+
+
+class CentredModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCAB, 16), nn.ModuleList(CentredBlock() for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(rows)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_verify_compares_split_sequences_after_a_call_in_inference() -> None:
+    torch.manual_seed(0)
+    model = CentredModel()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": True, "verify": True}
+    plan = {"preset": "ddp", "mesh": {"tp": 2}, "tensor": tensor}
+
+    def rank(world: sw.World) -> tuple[list[torch.Tensor], str]:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            with engine.inference(), torch.no_grad():
+                found = [models[world.rank](prompts(count)) for count in (TOKENS, 1)]
+            with pytest.raises(ModelError) as error:
+                engine(prompts(TOKENS + 1))
+            return found, str(error.value)
+
+    for found, text in run_ranks(2, rank):
+        for value, count in zip(found, (TOKENS, 1), strict=True):
+            torch.testing.assert_close(value, model(prompts(count)).detach(), rtol=1e-4, atol=1e-5)
+        assert "The first module that differs is blocks.0.centred (Centred)" in text
 
 
 def test_outside_of_inference_a_length_that_does_not_divide_is_refused() -> None:

@@ -337,6 +337,27 @@ def test_verify_names_the_first_module_that_differs() -> None:
         verified(MixingBlock, {"plan": {"up": "column", "down": "row"}})
 
 
+def test_verify_compares_the_first_forward_that_does_not_raise() -> None:
+    models = [seeded(MixingBlock) for _ in range(2)]
+    tensor = {"plan": {"up": "column", "down": "row"}, "verify": True}
+    plan = {"preset": "ddp", "mesh": {"tp": 2}, "tensor": tensor}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            handle = engine.module.norm.register_forward_pre_hook(_raise)
+            with pytest.raises(ArithmeticError):
+                engine(tokens(0))
+            handle.remove()
+            engine(tokens(0))
+
+    with pytest.raises(ModelError, match=r"The first module that differs is down \(Linear\), by"):
+        run_ranks(2, rank)
+
+
+def _raise(*_: object) -> None:
+    raise ArithmeticError
+
+
 def test_verify_in_stages_is_refused_before_anything_changes() -> None:
     models = [seeded(Transformer) for _ in range(4)]
     before = {name: value.clone() for name, value in models[0].state_dict().items()}

@@ -302,12 +302,21 @@ class _SumSharedHeads(torch.autograd.Function):
 def whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, no sequence is split in `modules` and their children, as without `tensor.sequence`: a generated token has
     no parts, and without gradients there is little to save. All ranks along the axis enter and leave."""
-    forwards = (child.__dict__.get("forward") for module in modules for child in module.modules())
-    every = {id(one.regions): one.regions for one in forwards if isinstance(one, Forward)}
-    for regions in every.values():
+    every = _regions_of(modules)
+    for regions in every:
         regions.keeps_whole = True
     try:
         yield
     finally:
-        for regions in every.values():
+        for regions in every:
             regions.keeps_whole = False
+
+
+def keeps_whole_sequences(model: nn.Module) -> bool:
+    """Whether `model` runs inside `whole_sequences`."""
+    return any(regions.keeps_whole for regions in _regions_of([model]))
+
+
+def _regions_of(modules: Iterable[nn.Module]) -> list[Regions]:
+    forwards = (child.__dict__.get("forward") for module in modules for child in module.modules())
+    return list({id(one.regions): one.regions for one in forwards if isinstance(one, Forward)}.values())

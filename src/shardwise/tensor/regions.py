@@ -71,7 +71,9 @@ class Regions:
 
     def __deepcopy__(self, memo: object) -> Regions:
         """The copy is for a rehearsal: it neither communicates nor changes generators."""
-        return Regions(self.line.__deepcopy__(memo))
+        copied = Regions(self.line.__deepcopy__(memo))
+        copied.keeps_whole = self.keeps_whole
+        return copied
 
     def enter(self, module: nn.Module, tensor: Tensor, *, on_sequence: bool, is_alone: bool) -> Tensor:
         """The input of a column module. `is_alone`: no row module follows. `on_sequence`: `tensor` is this rank's part

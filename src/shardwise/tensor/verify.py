@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.runtime.nested import tensors_in
+from shardwise.tensor.forwards import keeps_whole_sequences
 from shardwise.tensor.generators import draws
 from shardwise.tensor.model_split import ModelSplit
 from shardwise.tensor.partition import AXIS
@@ -24,7 +27,11 @@ HALF_TOLERANCE = 5e-2
 
 
 class Verifier:
-    """Compares the first forward of a split model with that of an unsplit copy, which is freed afterwards."""
+    """Compares the first forward of a split model with that of an unsplit copy, which is freed afterwards.
+
+    With `tensor.sequence` a forward inside `engine.inference()` splits no sequence. So the first one inside is
+    compared, if it comes first, and then the first one outside.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Call it before the model is split. Raises `ConfigError` for a model that cannot be compared."""
@@ -38,7 +45,7 @@ class Verifier:
         if draws(model):
             raise ConfigError("tensor.verify cannot compare outputs with dropout. Build the model without it.")
         self._unsplit: nn.Module | None = copy.deepcopy(model)
-        self._found: list[tuple[str, int, Tensor]] = []
+        self._found: list[tuple[str, Tensor]] = []
         self._handles: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module, split: ModelSplit, world: World, group: DataGroup) -> None:
@@ -51,25 +58,31 @@ class Verifier:
             group.broadcast(values.view(-1), "verify")
             param.data = values.to(dtypes[name])
         given: list[tuple[Any, Any]] = []
+        has_compared_whole = False
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._found.clear()
-            given[:] = [(args, kwargs)]
+            given.clear()
+            if not (has_compared_whole and keeps_whole_sequences(module)):
+                given.append(_for_another_call(args, kwargs))
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
-            if output is None or not given:  # the forward raised
+            nonlocal has_compared_whole
+            if output is None or not given:  # the forward raised, or is not compared
                 return
             args, kwargs = given.pop()
-            for handle in self._handles:
-                handle.remove()
             problem = self._compare(split, module, args, kwargs)
-            self._unsplit = None
             self._found.clear()
+            has_compared_whole = bool(split.blocks) and keeps_whole_sequences(module)
+            if problem or not has_compared_whole:
+                for handle in self._handles:
+                    handle.remove()
+                self._unsplit = None
             problems = [message.decode() for message in world.exchange(problem.encode(), "verify")]
             if any(problems):
                 raise ModelError(next(filter(None, problems)))
 
-        self._handles += _record_outputs(model, self._found)
+        self._handles += _record_outputs(model, self._found, lambda: bool(given))
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(model.register_forward_hook(after))
 
@@ -78,12 +91,14 @@ class Verifier:
         unsplit = self._unsplit
         assert unsplit is not None
         unsplit.train(model.training)
-        expected: list[tuple[str, int, Tensor]] = []
-        _record_outputs(unsplit, expected)
+        expected: list[tuple[str, Tensor]] = []
+        handles = _record_outputs(unsplit, expected, lambda: True)
         with torch.no_grad():
             unsplit(*args, **kwargs)
-        wanted = {(path, number): value for path, number, value in expected}
-        for path, number, value in self._found:
+        for handle in handles:
+            handle.remove()
+        wanted = dict(_numbered(expected))
+        for (path, number), value in _numbered(self._found):
             other = _part(wanted.get((path, number)), value, split, path)
             if other is None:
                 continue
@@ -99,20 +114,42 @@ class Verifier:
         return ""
 
 
-def _record_outputs(model: nn.Module, found: list[tuple[str, int, Tensor]]) -> list[RemovableHandle]:
-    """Record the first floating-point tensor that each module returns, in the order in which the modules finish."""
-    calls: Counter[str] = Counter()
+def _for_another_call(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments for a call besides this one: the same tensors, and copies of objects that a forward changes, such
+    as a key-value cache. Objects that cannot be copied are passed on."""
+    try:
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        copied: tuple[Any, Any] = copy.deepcopy((args, kwargs), memo)
+    except (TypeError, RuntimeError, ValueError, AttributeError, pickle.PickleError):
+        return args, kwargs
+    return copied
+
+
+def _record_outputs(
+    model: nn.Module, found: list[tuple[str, Tensor]], is_recorded: Callable[[], bool]
+) -> list[RemovableHandle]:
+    """Record the first floating-point tensor that each module returns, in the order in which the modules finish, in
+    forwards for which `is_recorded` returns true."""
 
     def listen(path: str, module: nn.Module) -> RemovableHandle:
         def note(_: nn.Module, __: Any, output: Any) -> None:
+            if not is_recorded():
+                return
             tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
             if tensor is not None:
-                found.append((path, calls[path], tensor.detach().clone()))
-            calls[path] += 1
+                found.append((path, tensor.detach().clone()))
 
         return module.register_forward_hook(note)
 
     return [listen(path, module) for path, module in model.named_modules()]
+
+
+def _numbered(found: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[tuple[str, int], Tensor]]:
+    """The outputs of one forward, by module path and the number of the call of this module."""
+    calls: Counter[str] = Counter()
+    for path, value in found:
+        yield (path, calls[path]), value
+        calls[path] += 1
 
 
 def _part(whole: Tensor | None, like: Tensor, split: ModelSplit, path: str) -> Tensor | None:
