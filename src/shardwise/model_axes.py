@@ -33,8 +33,8 @@ def boxes_for(
     """The boxes of `rank` for the parameters of `model`; empty if no axis splits or replicates any."""
     axes = mesh.same_params_axes
     copies = mesh.among(rank, axes)
-    place = copies.index(rank)
-    own_experts = experts.boxes(len(copies), place) if experts is not None else {}
+    number = copies.index(rank)
+    own_experts = experts.boxes(len(copies), number) if experts is not None else {}
     if not axes:
         return own_experts
     split_boxes = split.boxes if split is not None else {}
@@ -45,7 +45,7 @@ def boxes_for(
                 f"tensor.plan splits {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
                 f"tensor.plan, or {EXPERTS} out of the mesh."
             )
-    whole = {param: Box.whole(param.shape, len(copies), place) for param in model.parameters()}
+    whole = {param: Box.whole(param.shape, len(copies), number) for param in model.parameters()}
     return {**whole, **split_boxes, **own_experts}
 
 
@@ -56,8 +56,8 @@ def boxes_after(
     while parts along `tp` stay as in `known`."""
     axes = mesh.same_params_axes
     copies = mesh.among(rank, axes)
-    place = copies.index(rank)
-    own_experts = experts.boxes(len(copies), place) if experts is not None else {}
+    number = copies.index(rank)
+    own_experts = experts.boxes(len(copies), number) if experts is not None else {}
     whole_shapes = {} if had is None else had.whole_shapes
     for name, param in model.named_parameters():
         if param in own_experts and param not in whole_shapes and param in known and known[param].is_split:
@@ -66,7 +66,7 @@ def boxes_after(
                 f"resume it with a plan whose tensor.plan leaves {name} out."
             )
     whole = {  # a former part keeps its shape until it is laid out, so its box is computed from the whole shape
-        param: Box.whole(whole_shapes.get(param, tuple(param.shape)), len(copies), place)
+        param: Box.whole(whole_shapes.get(param, tuple(param.shape)), len(copies), number)
         for param in (model.parameters() if had is not None else ())
     }
     kept = {param: box for param, box in known.items() if param not in whole_shapes}
@@ -157,5 +157,5 @@ class _CheckBatch:
         if self._check.is_first:
             self._check.see(named_tensors(args, kwargs))
         elif model.training and torch.is_grad_enabled():
-            given = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+            given = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
             self._check.see({name: value for name, value in given.items() if isinstance(value, torch.Tensor)})

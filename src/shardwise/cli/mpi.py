@@ -78,8 +78,8 @@ def examine_mpi(facts: MpiFacts, timeout_seconds: float, hosts: Sequence[str] = 
             yield check_installed(facts)
         return
     ends = list(hosts) or ["rank 0", "rank 1"]
-    places = [Share(Host(host.rpartition("@")[2]), rank, 1) for rank, host in enumerate(hosts)]
-    told = run_ranks(facts, places or [Share(Host("localhost"), 0, 2)], timeout_seconds)
+    shares = [Share(Host(host.rpartition("@")[2]), rank, 1) for rank, host in enumerate(hosts)]
+    told = run_ranks(facts, shares or [Share(Host("localhost"), 0, 2)], timeout_seconds)
     yield check_exchange(name, facts, ends, told)
 
 
@@ -97,14 +97,14 @@ def check_installed(facts: MpiFacts) -> Check:
     return Check("mpi", "ok", f"{_first_line(facts.version)}, without mpi4py", cure)
 
 
-def run_ranks(facts: MpiFacts, places: Sequence[Share], timeout_seconds: float) -> dict[str, Any] | str:
-    """Let `mpirun` start one `mpi_rank` per rank of `places`; what rank 0 found, or an error text. Ends them all."""
+def run_ranks(facts: MpiFacts, shares: Sequence[Share], timeout_seconds: float) -> dict[str, Any] | str:
+    """Let `mpirun` start one `mpi_rank` per rank of `shares`; what rank 0 found, or an error text. Ends them all."""
     package = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join([package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     job = Job(("shardwise.cli.mpi_rank",), 1, is_module=True, threads=1, python=sys.executable)
     try:
         environment = forwarded(os.environ) | {"PYTHONPATH": paths}
-        plan = plan_mpi(job, places, family_of(facts.version), environment)
+        plan = plan_mpi(job, shares, family_of(facts.version), environment)
     except ShardwiseError as error:
         return str(error)
     command, variables, pipe = [facts.starter, *plan.command[1:]], os.environ | plan.environment, subprocess.PIPE

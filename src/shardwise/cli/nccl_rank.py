@@ -77,9 +77,9 @@ def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 def attend(
-    place: tuple[int, int, str, int], seconds: float, local: int, backend: str, say: Callable[[str], None]
+    member: tuple[int, int, str, int], seconds: float, local: int, backend: str, say: Callable[[str], None]
 ) -> None:
-    rank, num, address, port = place
+    rank, num, address, port = member
     timeout = timedelta(seconds=seconds)
     choose_interface(rank, address)
     store = open_store(rank, num, address, port, timeout, say)

@@ -66,7 +66,7 @@ class Collectives(Protocol):
         ...
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
-        """Send `sent[i]` to the rank at place i of the group, and fill `arrived[i]` from it.
+        """Send `sent[i]` to the rank with index i in the group, and fill `arrived[i]` from it.
 
         Lengths may differ, and empty tensors are not sent; this rank's own entries are left alone.
         """

@@ -53,9 +53,9 @@ class DataGroup:
     def is_first(self) -> bool:
         return self.index == 0
 
-    def rank_at(self, place: int) -> int:
-        """The rank of the world at that place."""
-        return self.group.ranks[place]
+    def rank_at(self, index: int) -> int:
+        """The rank of the world with that index."""
+        return self.group.ranks[index]
 
     def broadcast(self, tensor: torch.Tensor, subject: str) -> None:
         """Overwrite `tensor`, one-dimensional and contiguous, on all ranks of the group with the first one's;

@@ -136,8 +136,8 @@ def dropped_over(index: Tensor, num_experts: int, capacity: int) -> Tensor:
     order = torch.argsort(by_choice, stable=True)
     counts = num_per_expert(by_choice, num_experts)
     starts = counts.cumsum(0) - counts
-    place = _inverse(order) - starts[by_choice]
-    kept = torch.where(place < capacity, by_choice, num_experts)
+    position = _inverse(order) - starts[by_choice]
+    kept = torch.where(position < capacity, by_choice, num_experts)
     return kept.view(index.shape[1], index.shape[0]).t()
 
 

@@ -27,7 +27,7 @@ EXPERT_LOAD = 1.5
 
 
 class DispatchedExperts:
-    """Replaces the forward of a module of experts, of which this rank has those in `deals[place]`.
+    """Replaces the forward of a module of experts, of which this rank has those in `deals[index]`.
 
     The original forward of the module's class is called with each received row as a token with one choice.
     """
@@ -46,7 +46,7 @@ class DispatchedExperts:
         """As `Experts.forward`; `top_k_index` numbers the experts of the whole model."""
         assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
         counts = self._counts(assignment.counts)
-        sent = [int(part.sum()) for part in self._by_place(assignment.counts.cpu())]
+        sent = [int(part.sum()) for part in self._by_rank(assignment.counts.cpu())]
         arriving = [sum(of_rank) for of_rank in counts]
         rows = swap(assignment.rows(hidden_states), sent, arriving, self._line)
         made = swap(self._computed(rows, counts, top_k_weights), arriving, sent, self._line)
@@ -58,13 +58,13 @@ class DispatchedExperts:
         module = self._module
         return module.capacity(num_tokens, top_k, self._num_experts) if isinstance(module, Experts) else None
 
-    def _by_place(self, counts: Tensor) -> list[Tensor]:
+    def _by_rank(self, counts: Tensor) -> list[Tensor]:
         return list(counts.split_with_sizes([span.numel for span in self._deals]))
 
     def _counts(self, counts: Tensor) -> list[list[int]]:
         """For each rank, how many rows it sends to each of this rank's experts."""
         own = self._deals[self._line.index].numel
-        told = self._line.deal(self._by_place(counts), [torch.Size([own])] * self._line.num_ranks)
+        told = self._line.deal(self._by_rank(counts), [torch.Size([own])] * self._line.num_ranks)
         found: list[list[int]] = torch.stack(told).tolist()
         return found
 
@@ -100,7 +100,7 @@ class RehearsedExperts(DispatchedExperts):
         num_sent = assignment.order.shape[0]
         num_arriving, own = self._num_arriving(top_k_index), self._deals[self._line.index].numel
         self._line.deal(  # what `_counts` sends
-            self._by_place(assignment.counts), [torch.Size([own])] * self._line.num_ranks
+            self._by_rank(assignment.counts), [torch.Size([own])] * self._line.num_ranks
         )
         rows = assignment.rows(hidden_states)
         arrived = swap(rows, *self._shares(num_sent, num_arriving), self._line)
@@ -118,14 +118,14 @@ class RehearsedExperts(DispatchedExperts):
         return min(num_ranks * num_choices, math.ceil(self.load * even))
 
     def _shares(self, num_sent: int, num_arriving: int) -> tuple[list[int], list[int]]:
-        """Rows per place for both totals: even shares, with an equal number for this rank itself in both."""
+        """Rows per rank for both totals: even shares, with an equal number for this rank itself in both."""
         num_ranks, here = self._line.num_ranks, self._line.index
         own = min(num_sent, num_arriving) // num_ranks
         shares = []
         for total in (num_sent, num_arriving):
             least, more = divmod(total - own, num_ranks - 1)
-            others = iter(least + (place < more) for place in range(num_ranks - 1))
-            shares.append([own if place == here else next(others) for place in range(num_ranks)])
+            others = iter(least + (index < more) for index in range(num_ranks - 1))
+            shares.append([own if index == here else next(others) for index in range(num_ranks)])
         return shares[0], shares[1]
 
 
@@ -140,8 +140,8 @@ def loaded(twin: nn.Module, load: float) -> Iterator[None]:
 
 
 def swap(rows: Tensor, sent: Sequence[int], arriving: Sequence[int], line: Line) -> Tensor:
-    """Differentiable all-to-all: `rows` `[sum(sent), width]`, ordered by destination place; returns the received rows
-    `[sum(arriving), width]`, ordered by source place. Backward: the all-to-all in reverse."""
+    """Differentiable all-to-all: `rows` `[sum(sent), width]`, ordered by destination rank; returns the received rows
+    `[sum(arriving), width]`, ordered by source rank. Backward: the all-to-all in reverse."""
     made: Tensor = _Swap.apply(rows, tuple(sent), tuple(arriving), line)  # type: ignore[no-untyped-call]
     return made
 

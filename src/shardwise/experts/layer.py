@@ -73,11 +73,11 @@ class Experts(nn.Module):
         """
         names = [f"{name}.weight" for name in (gate, up, down) if name is not None]
         weights: dict[str, list[Tensor]] = {name: [] for name in names}
-        for place, expert in enumerate(experts):
+        for number, expert in enumerate(experts):
             params = dict(expert.named_parameters())
             if sorted(params) != sorted(names):
                 raise ModelError(
-                    f"Expert {place} has the parameters {', '.join(params) or 'none'}, but experts to be stacked have "
+                    f"Expert {number} has the parameters {', '.join(params) or 'none'}, but experts to be stacked have "
                     f"{', '.join(names)}: linear layers without biases, whose names are arguments."
                 )
             for name in names:

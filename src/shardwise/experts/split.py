@@ -53,10 +53,10 @@ class ExpertModule:
         width = getattr(self.module, "hidden_dim", None)
         return width if isinstance(width, int) else self.shapes[-1][1]
 
-    def boxes(self, own: Span, copies: int, place: int) -> dict[nn.Parameter, Box]:
+    def boxes(self, own: Span, copies: int, number: int) -> dict[nn.Parameter, Box]:
         """The boxes of a rank that has the experts `own`; see `ExpertSplit.boxes`."""
         pairs = zip(self.params, self.shapes, strict=True)
-        return {param: Box.split(shape, 0, [own], copies, place) for param, shape in pairs}
+        return {param: Box.split(shape, 0, [own], copies, number) for param, shape in pairs}
 
     def carry_out(self, line: Line, deals: Sequence[Span]) -> None:
         """Change the module in place. Its parameters are already parts."""
@@ -71,12 +71,13 @@ class ExpertModule:
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """The experts of the rank at `place`. Constructing it changes nothing in the model.
+    """The experts of the rank at `index` of the axis. Constructing it changes nothing in the model.
 
-    `deals[path][i]` are the numbers of the experts at place i; modules with equally many experts are split alike.
+    `deals[path][i]` are the numbers of the experts of rank i along it; modules with equally many experts are split
+    alike.
     """
 
-    place: int
+    index: int
     modules: tuple[ExpertModule, ...]
     deals: Mapping[str, tuple[Span, ...]]
 
@@ -84,12 +85,12 @@ class ExpertSplit:
     def params(self) -> frozenset[nn.Parameter]:
         return frozenset(param for found in self.modules for param in found.params)
 
-    def boxes(self, copies: int, place: int) -> dict[nn.Parameter, Box]:
+    def boxes(self, copies: int, number: int) -> dict[nn.Parameter, Box]:
         """This rank's boxes of expert parameters, of which `copies` ranks have the same; this rank is the
-        `place`-th."""
+        `number`-th."""
         found: dict[nn.Parameter, Box] = {}
         for one in self.modules:
-            found |= one.boxes(self.deals[one.path][self.place], copies, place)
+            found |= one.boxes(self.deals[one.path][self.index], copies, number)
         return found
 
     @property
@@ -108,14 +109,14 @@ class ExpertSplit:
             found.undo()
 
     def __str__(self) -> str:
-        """Such as `ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, one line per place and number of
+        """Such as `ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, one line per rank and number of
         experts."""
         lines = []
         for (num_experts, paths), _ in itertools.groupby(_alike(self.modules)):
             deals = self.deals[paths[0]]
             shown = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
             lines += [
-                f"{AXIS} {place}: experts {_range(own)} of {num_experts} in {shown}" for place, own in enumerate(deals)
+                f"{AXIS} {index}: experts {_range(own)} of {num_experts} in {shown}" for index, own in enumerate(deals)
             ]
         return "\n".join(lines) + "\n"
 
@@ -220,7 +221,7 @@ def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:
             f"{found.path} has {found.num_experts} experts for {num_ranks} ranks along {AXIS}. Choose a size of {AXIS} "
             f"of at most {found.num_experts}."
         )
-    starts = [place * least + min(place, more) for place in range(num_ranks + 1)]
+    starts = [index * least + min(index, more) for index in range(num_ranks + 1)]
     return tuple(Span(start, stop) for start, stop in itertools.pairwise(starts))
 
 

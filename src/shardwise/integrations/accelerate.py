@@ -174,7 +174,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
     def hand_over(self, model: nn.Module) -> None:
         """Close the engine of `model`, and leave plain parameters, whole on every rank, in their dtypes of before. All
         ranks call. See [Note: one Trainer after another] in `model_patches.py`."""
-        dtypes = self._param_dtypes.pop(model)
+        dtypes = self._param_dtypes[model]
         make_whole(self._engines[model])
         self._release(model)
         for name, param in model.named_parameters():
@@ -210,12 +210,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
             mine = [one for one in optimizers if own & param_ids(one)]
             if not own or model in self._engines or not mine:
                 continue
-            for one in mine:
-                if not param_ids(one) <= {id(param) for param in model.parameters()}:
-                    raise ConfigError(
-                        f"{type(one).__name__} has parameters of {type(model).__name__} and of other modules. Create "
-                        f"one optimizer per model, or put the modules into one before prepare()."
-                    )
+            _refuse_shared_optimizers(model, mine)
             self._dtypes[model] = dtype_of(model)
             self._param_dtypes[model] = {name: param.dtype for name, param in model.named_parameters()}
             plan = resolved_plan(self._plan_of(model), model, self.mixed_precision, self._compiler, "Accelerate")
@@ -312,6 +307,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         self._coordination.unregister(model)
         self._engines.pop(model).close()
         self._dtypes.pop(model, None)
+        self._param_dtypes.pop(model, None)
 
     def free_memory(self, *objects: Any) -> Any:
         """See accelerate. Closes engines; call `get_state_dict` before if you need the weights."""
@@ -327,3 +323,13 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         if world is not None:
             world.close()
         super().end_training()
+
+
+def _refuse_shared_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    own = {id(param) for param in model.parameters()}
+    for one in optimizers:
+        if not param_ids(one) <= own:
+            raise ConfigError(
+                f"{type(one).__name__} has parameters of {type(model).__name__} and of other modules. Create one "
+                f"optimizer per model, or put the modules into one before prepare()."
+            )

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shardwise.launch.fast_exit import skip_last_collection
+from shardwise.launch.topology import parse_cores
 
 _PR_SET_PDEATHSIG = 1
 
@@ -101,8 +102,7 @@ def _bind_to_cores() -> None:
     """Bind this process to its cores, before it has other threads, which inherit the binding."""
     listed = os.environ.pop("SHARDWISE_CORES", "")
     if listed:
-        runs = [part.partition("-") for part in listed.split(",")]
-        os.sched_setaffinity(0, {core for low, _, high in runs for core in range(int(low), int(high or low) + 1)})
+        os.sched_setaffinity(0, parse_cores(listed))
 
 
 def _write_whole_lines() -> None:

@@ -4,9 +4,9 @@
 stay whole, so does the memory of their gradients, and sums are made in it. Where parameters come and go, memory is
 short: gradients' pages are freed after the step, and the next forward uses them for activations. The same holds where
 gradients wait in a narrower dtype than the update reads. Where they wait in a wider dtype than they are sent in, only
-so many buffers are kept (`unit_specs`) as gradients in the dtype of messages would fill, which is what DDP keeps: half
-of them in bf16. All of them would be the largest part of the peak, which then is at the loss, while this half takes its
-place beside activations that the end of the backward, where the other peak is, no longer has.
+so many buffers are kept (`unit_specs`) as gradients in the dtype of messages would fill, which is what DDP keeps: up to
+half of them in bf16. The peak is then at the end of the backward, when half of the activations are gone. With all of
+them kept it would be at the loss, where no activation is gone yet, and be higher.
 """
 
 from __future__ import annotations

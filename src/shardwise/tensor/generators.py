@@ -23,9 +23,9 @@ _STRIDE = 1_000_003
 class Generators:
     """Torch's default generators on one rank: that of the CPU, and that of its device."""
 
-    def __init__(self, device: RankDevice, place: int) -> None:
+    def __init__(self, device: RankDevice, index: int) -> None:
         self._device = device
-        self._place = place
+        self._index = index
         self._common: list[Tensor] | None = None
         """The common states, saved while this rank uses its own."""
 
@@ -38,7 +38,7 @@ class Generators:
         if self._common is None:
             seed = int(torch.randint(2**31, ()))
             self._common = self.states()
-            torch.manual_seed(seed * _STRIDE + self._place)
+            torch.manual_seed(seed * _STRIDE + self._index)
 
     def use_common(self) -> None:
         """Draw the same numbers as all ranks of the line from now on."""

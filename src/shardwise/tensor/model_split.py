@@ -25,7 +25,7 @@ class ModelSplit:
     `boxes` are this rank's parts of the split parameters. `carry_out` sets the `forwards` and `attributes`.
     """
 
-    place: int
+    index: int
     num_ranks: int
     boxes: dict[nn.Parameter, Box] = field(default_factory=dict)
     forwards: list[tuple[nn.Module, Make]] = field(default_factory=list)

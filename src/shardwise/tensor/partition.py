@@ -39,7 +39,7 @@ def partition(target: SplitModule, size: int, num_ranks: int) -> Partition:
     groups = target.groups or units
     copies = 1
     if target.heads is not None and groups >= num_ranks and units % groups == 0:
-        places = _even(groups, num_ranks, units // groups)
+        own_units = _even(groups, num_ranks, units // groups)
     elif units < num_ranks and target.heads is not None:
         if num_ranks % units:
             raise ModelError(
@@ -47,7 +47,7 @@ def partition(target: SplitModule, size: int, num_ranks: int) -> Partition:
                 f"Choose a size of {AXIS} that divides {units}, or a multiple of it."
             )
         copies = num_ranks // units
-        places = [Span(rank // copies, rank // copies + 1) for rank in range(num_ranks)]
+        own_units = [Span(rank // copies, rank // copies + 1) for rank in range(num_ranks)]
     elif target.heads is not None and groups < num_ranks and units % num_ranks:
         raise ModelError(
             f"{target.path} has {units} query heads and {groups} key and value heads for {num_ranks} ranks along "
@@ -59,11 +59,11 @@ def partition(target: SplitModule, size: int, num_ranks: int) -> Partition:
                 f"{target.path} has only {units} features for {num_ranks} ranks along {AXIS}. Leave it out of "
                 f"tensor.plan."
             )
-        places = _even(units, num_ranks, 1)
+        own_units = _even(units, num_ranks, 1)
     each = part // units
     ranges = tuple(
         tuple(Span(start + own.start * each, start + own.stop * each) for start in range(0, size, part))
-        for own in places
+        for own in own_units
     )
     return Partition(size, ranges, copies)
 

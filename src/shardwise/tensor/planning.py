@@ -20,14 +20,14 @@ from shardwise.tensor.rules import SplitModule, divided_attributes, head_of, per
 from shardwise.tensor.styles import STYLES
 
 
-def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int, excluded: Collection[str] = ()) -> ModelSplit:
-    """How `model` is split for the rank at `place` of `num_ranks` along the axis. The model's own plan is not applied
+def split_for(model: nn.Module, plan: Plan, index: int, num_ranks: int, excluded: Collection[str] = ()) -> ModelSplit:
+    """How `model` is split for the rank at `index` of `num_ranks` along the axis. The model's own plan is not applied
     to modules named in `excluded`.
 
     Raises `ConfigError` or `ModelError` if the model cannot be split as planned. Changes nothing.
     """
     names = {param: name for name, param in model.named_parameters()}
-    split = ModelSplit(place, num_ranks, names=names, modules=dict(model.named_modules()))
+    split = ModelSplit(index, num_ranks, names=names, modules=dict(model.named_modules()))
     targets = targets_for(model, plan.tensor, excluded)
     if plan.tensor.sequence:
         split.blocks = _blocks(targets)
@@ -128,8 +128,8 @@ def _give_own_heads(
             f"tensor.sequence out of the plan."
         )
     sizes = heads_of_rank[path]
-    start = sum(sizes[: split.place])
-    own = Span(start, start + sizes[split.place])
+    start = sum(sizes[: split.index])
+    own = Span(start, start + sizes[split.index])
     split.forwards.append((module, partial(OwnHeads, module, argument=argument, own=own, num_heads=sum(sizes))))
 
 
@@ -147,7 +147,7 @@ def _divided_value(path: str, name: str, value: int, split: ModelSplit, heads_of
     """This rank's value of an attribute that counts heads or features: proportional to its heads, or an even part."""
     heads = heads_of_rank.get(path)
     if heads is not None and value % sum(heads) == 0:
-        return value // sum(heads) * heads[split.place]
+        return value // sum(heads) * heads[split.index]
     if value % split.num_ranks:
         raise ModelError(
             f"{path}.{name} is {value}, which is not divisible by the {split.num_ranks} ranks along {AXIS}. Choose a "

@@ -74,7 +74,7 @@ def split_stacked(split: ModelSplit, model: nn.Module, excluded: Collection[str]
             heads = _num_aligned(param.shape[dim] // num_parts, split.num_ranks)
             as_column = SplitModule(target.path, target.module, "column", num_parts, heads=heads)
             shares = partition(as_column, param.shape[dim], split.num_ranks)
-            split.boxes[param] = Box.split(tuple(param.shape), dim, shares.ranges[split.place], 1, 0)
+            split.boxes[param] = Box.split(tuple(param.shape), dim, shares.ranges[split.index], 1, 0)
             split.split_by[param] = target.path
         split.forwards.append((target.module, partial(StackedExpertsForward, target.module)))
 

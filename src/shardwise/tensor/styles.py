@@ -49,7 +49,7 @@ def _column(split: ModelSplit, target: SplitModule) -> None:
     shared = SharedHeads(out_dim, [own[0] for own in shares.ranges], shares.size) if shares.copies > 1 else None
     module, sizes, on_sequence = target.module, shares.sizes, split.is_on_sequence(target)
     is_entered = on_sequence and split.parent_enters(target)
-    split.attributes.append((module, "nf" if kind == CONV1D else "out_features", sizes[split.place]))
+    split.attributes.append((module, "nf" if kind == CONV1D else "out_features", sizes[split.index]))
     split.forwards.append(
         (
             module,
@@ -79,7 +79,7 @@ def _row(split: ModelSplit, target: SplitModule) -> None:
     _split_param(split, target, "weight", in_dim, shares)
     module, sizes, scatters = target.module, shares.sizes, target.style == "row_scattered"
     on_sequence = split.is_on_sequence(target)
-    split.attributes.append((module, "nx" if kind == CONV1D else "in_features", sizes[split.place]))
+    split.attributes.append((module, "nx" if kind == CONV1D else "in_features", sizes[split.index]))
     split.forwards.append(
         (
             module,
@@ -105,7 +105,7 @@ def _vocabulary(split: ModelSplit, target: SplitModule) -> None:
     _check_embedding(target, module)
     shares = partition(SplitModule(target.path, module, target.style), module.weight.shape[0], split.num_ranks)
     _split_param(split, target, "weight", 0, shares)
-    own = shares.ranges[split.place][0]
+    own = shares.ranges[split.index][0]
     pad = module.padding_idx
     split.attributes.append((module, "num_embeddings", own.numel))
     is_here = pad is not None and own.start <= pad < own.stop
@@ -120,7 +120,7 @@ def _embedding_column(split: ModelSplit, target: SplitModule) -> None:
     _check_embedding(target, module)
     shares = partition(target, module.weight.shape[1], split.num_ranks)
     _split_param(split, target, "weight", 1, shares)
-    split.attributes.append((module, "embedding_dim", shares.sizes[split.place]))
+    split.attributes.append((module, "embedding_dim", shares.sizes[split.index]))
     sizes = shares.sizes
     gathers = target.style == "embedding_column"
     split.forwards.append(
@@ -197,8 +197,8 @@ def _split_param(split: ModelSplit, target: SplitModule, name: str, dim: int, sh
     param = target.module._parameters.get(name)
     if param is None:
         return
-    place = split.place % shares.copies
-    box = Box.split(tuple(param.shape), dim, shares.ranges[split.place], shares.copies, place)
+    number = split.index % shares.copies
+    box = Box.split(tuple(param.shape), dim, shares.ranges[split.index], shares.copies, number)
     known = split.boxes.setdefault(param, box)
     if known != box:
         raise ModelError(

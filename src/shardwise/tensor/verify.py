@@ -108,8 +108,8 @@ class Verifier:
                 return (
                     f"Split along {AXIS}, the model computes something else than the unsplit model. The first module "
                     f"that differs is {path or 'the model'} ({type(module).__name__}), by {error:.1e} of its output at "
-                    f"place {split.place}. Check how tensor.plan splits it, and whether an attribute is missing in "
-                    f"tensor.divide."
+                    f"index {split.index} along it. Check how tensor.plan splits it, and whether tensor.divide lacks "
+                    f"an attribute."
                 )
         return ""
 
@@ -158,8 +158,8 @@ def _part(whole: Tensor | None, like: Tensor, split: ModelSplit, path: str) -> T
         return whole
     shares = split.outputs.get(path)
     if shares is not None and whole.shape[:-1] == like.shape[:-1]:
-        return torch.cat([whole.narrow(-1, span.start, span.numel) for span in shares.ranges[split.place]], -1)
+        return torch.cat([whole.narrow(-1, span.start, span.numel) for span in shares.ranges[split.index]], -1)
     if split.blocks and whole.dim() >= 2 and whole.shape[-2] == like.shape[-2] * split.num_ranks:
-        part = whole.chunk(split.num_ranks, -2)[split.place]
+        part = whole.chunk(split.num_ranks, -2)[split.index]
         return part if part.shape == like.shape else None
     return None
