@@ -11,7 +11,6 @@ keep all of a slice on one core.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -71,16 +70,23 @@ class AdamTensors:
                 f"The parameter is {_describe(self.param)}; an update on the host keeps masters in fp32 or fp64."
             )
 
-    def narrow(self, start: int, stop: int) -> AdamTensors:
-        """Elements `start` to `stop` of everything."""
-        part = object.__new__(AdamTensors)  # views of what was checked
-        cut = {name: tensor[start:stop] for name, tensor in self._given()}
-        part.__dict__.update({"max_exp_avg_sq": None, "out": None} | cut)
-        return part
+    def split(self, numel: int) -> Iterator[AdamTensors]:
+        """Views of `numel` elements of everything, one after the other; the last may be shorter."""
+        if self.param.numel() <= numel:
+            yield self
+            return
+        names, tensors = zip(*self._given(), strict=True)
+        for views in zip(*(tensor.split(numel) for tensor in tensors), strict=True):
+            part = object.__new__(AdamTensors)  # what is whole was checked
+            part.__dict__.update(_NOT_GIVEN, **dict(zip(names, views, strict=True)))
+            yield part
 
     def _given(self) -> list[tuple[str, Tensor]]:
         pairs = ((one.name, getattr(self, one.name)) for one in fields(self))
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+
+_NOT_GIVEN = {"max_exp_avg_sq": None, "out": None}
 
 
 class HostAdam:
@@ -113,19 +119,20 @@ class HostAdam:
         every = list(every)
         kernel = _kernel(group, every)
         slice_numel = self._slice_numel if _needs_scratch(every, scale) else UNCUT * self._slice_numel
-        tasks = deque(bundles(every, slice_numel))
+        at_most = sum(-(-one.param.numel() // slice_numel) for one in every)
+        tasks, drawing = bundles(every, slice_numel), threading.Lock()
         count = torch.tensor(float(step))
 
         def work() -> None:
             while True:
-                try:
-                    task = tasks.popleft()
-                except IndexError:
+                with drawing:
+                    task = next(tasks, None)
+                if task is None:
                     return
                 self._update(task, kernel, count, scale)
 
         pool = self._threads()
-        return Pending([pool.submit(work) for _ in range(min(self.num_threads, len(tasks)))])
+        return Pending([pool.submit(work) for _ in range(min(self.num_threads, at_most))])
 
     def update(self, every: Iterable[AdamTensors], group: Mapping[str, Any], *, step: int, scale: float = 1.0) -> None:
         """`start`, and wait."""
@@ -192,9 +199,8 @@ def bundles(every: Iterable[AdamTensors], slice_numel: int) -> Iterator[list[Ada
     """Slices of at most `slice_numel` elements; small tensors of one dtype are grouped up to that size."""
     together: list[AdamTensors] = []
     numel = 0
-    for one in every:
-        for start in range(0, one.param.numel(), slice_numel):
-            part = one.narrow(start, min(start + slice_numel, one.param.numel()))
+    for one in (each for each in every if each.param.numel()):
+        for part in one.split(slice_numel):
             if together and (numel + part.param.numel() > slice_numel or part.param.dtype != together[0].param.dtype):
                 yield together
                 together, numel = [], 0
