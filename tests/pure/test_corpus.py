@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,19 +10,14 @@ import pytest
 import torch
 
 from shardwise import ShardwiseError
+from tests.files import module_at
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "stdlib_gpt" / "corpus.py"
 
 
 @pytest.fixture(scope="module")
 def corpus() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stdlib_gpt_corpus", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SCRIPT)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +24,7 @@ from shardwise.comm.work import LinkError
 from shardwise.errors import CheckpointError
 from shardwise.formats import conversion, forms
 from shardwise.testing import run_ranks
+from tests.files import module_at
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contributing.md"
@@ -50,18 +49,7 @@ def applied(what: str, folder: Path) -> list[ModuleType]:
     git = ["git", "apply", "--whitespace=error", "-"]
     done = subprocess.run(git, cwd=folder, input=diff, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [module_of(folder / name, name) for name in named]
-
-
-def module_of(path: Path, name: str) -> ModuleType:
-    """A file as a module, which imports others from the package."""
-    spec = importlib.util.spec_from_file_location(f"contributed_{Path(name).stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return [module_at(folder / name) for name in named]
 
 
 def test_every_diff_is_tried() -> None:
@@ -190,5 +178,5 @@ def applied_format(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Module
     (diff,) = [one for one in DIFFS if "b/src/shardwise/formats/npz.py" in one]
     text = "\n".join(re.findall(r"^\+(?!\+\+)(.*)$", diff.partition("--- a/")[0], re.MULTILINE))
     (folder / "npz.py").write_text(text)
-    monkeypatch.setattr(formats, "npz", module_of(folder / "npz.py", "npz.py"), raising=False)
+    monkeypatch.setattr(formats, "npz", module_at(folder / "npz.py"), raising=False)
     return applied("format", folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from twins import Transformer, adamw, batches, train_steps, work_on_ranks
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError, ModelError
 from shardwise.formats.torch_files import load_file as load_torch_file
+from tests.files import module_at
 from tests.thorough import one_in
 
 pytestmark = one_in(9)
@@ -575,21 +575,11 @@ def test_a_parameter_that_is_a_single_number_has_states_too(to: str, tmp_path: P
 # -- DeepSpeed ------------------------------------------------------------------------------------------
 
 
-def deepspeed_model() -> Any:
-    """The Python module that the fixtures were made with."""
-    spec = importlib.util.spec_from_file_location("deepspeed_fixture_model", FIXTURES / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("preset", ["zero3", "zero1"])
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero2-bf16", "zero3", "universal"])
 def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path) -> None:
     """The next losses equal those of DeepSpeed when it continued from the same checkpoint."""
-    made = deepspeed_model()
+    made = module_at(FIXTURES / "model.py")
     is_bf16 = case.endswith("bf16")
     expected = json.loads((FIXTURES / case / "losses.json").read_text())
     done = sw.convert(FIXTURES / case, tmp_path / "run", "shardwise")
