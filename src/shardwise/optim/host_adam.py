@@ -29,9 +29,9 @@ LANES = 64
 """Elements in a cache line or vector at most, for the narrowest dtype. Cuts between slices are multiples of it, so that
 every element is computed by the same instructions as in one call for the whole."""
 
-
-UNCUT = 8
-"""A slice may be this many times longer if nothing is widened or narrowed: each byte is then touched once anyway."""
+TURNS = 8
+"""Slices of each thread if nothing is widened or narrowed. Each byte is then touched once, however long they are; with so
+many of them, no thread waits long for the last one."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,10 @@ class HostAdam:
         """
         every = list(every)
         kernel = _kernel(group, every)
-        slice_numel = self._slice_numel if _needs_scratch(every, scale) else UNCUT * self._slice_numel
+        slice_numel = self._slice_numel
+        if not _needs_scratch(every, scale):
+            share = sum(one.param.numel() for one in every) // (TURNS * self.num_threads)
+            slice_numel = max(slice_numel, share // LANES * LANES)
         at_most = sum(-(-one.param.numel() // slice_numel) for one in every)
         tasks, drawing = bundles(every, slice_numel), threading.Lock()
         count = torch.tensor(float(step))
