@@ -44,7 +44,8 @@ def profiled_peak(step: Callable[[], object]) -> int:
     This includes scratch memory of kernels. `step` is run once before, so that memory that torch keeps is not counted.
     """
     step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0

@@ -132,6 +132,7 @@ def test_a_loop_equals_the_one_on_whole_batches(
         assert all(torch.equal(mine, first) for mine, first in zip(grads, results[0][1], strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns in `coalesce`
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients(as_dense: bool) -> None:
     torch.manual_seed(0)

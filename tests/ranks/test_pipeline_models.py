@@ -180,7 +180,7 @@ def test_an_overflow_on_one_stage_is_no_step_on_any() -> None:
     runs = run(
         model,
         [(x, y), (x * 1e-3, y * 1e6), (x, y)],
-        loss_fn=F.mse_loss,
+        loss_fn=lambda found, wanted: F.mse_loss(found.float(), wanted),
         precision="fp16",
         loss_scale={"initial": 2.0**10, "hysteresis": 1},
     )

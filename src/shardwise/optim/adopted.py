@@ -22,7 +22,7 @@ from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
-from shardwise.optim.states import StatesOfPieces
+from shardwise.optim.states import StatesOfPieces, first_states
 from shardwise.optim.step_method import StepGuard, is_inside_step
 from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
@@ -97,6 +97,8 @@ class AdoptedOptimizer:
         member.state.clear()
         if isinstance(member, Cooperative):
             member.peers = peers
+        fresh = [piece.tensor for piece in pieces if piece.param not in kept and piece.span.numel]
+        member.state.update(first_states(member, fresh))
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
         self._guard_states(member)

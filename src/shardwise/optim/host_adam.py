@@ -30,8 +30,8 @@ LANES = 64
 every element is computed by the same instructions as in one call for the whole."""
 
 TURNS = 8
-"""Slices of each thread if nothing is widened or narrowed. Each byte is then touched once, however long they are; with so
-many of them, no thread waits long for the last one."""
+"""Slices of each thread if nothing is widened or narrowed. Each byte is then touched once, however long they are; with
+this many of them, no thread waits long for the last one."""
 
 
 @dataclass(frozen=True)

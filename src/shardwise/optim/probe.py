@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.optim.cooperative import Alone, Cooperative
-from shardwise.optim.states import StatesOfPieces
+from shardwise.optim.states import StatesOfPieces, first_states
 from shardwise.program import States, Update
 
 StateForm = Literal["elements", "number", "whole"]
@@ -166,7 +166,7 @@ def twin_of(
     twin.__dict__.update(hooks)
     if isinstance(twin, Cooperative):
         twin.peers = Alone()
-    twin.state = defaultdict(dict)
+    twin.state = defaultdict(dict, first_states(optimizer, params))
     twin.param_groups = [{**group, "params": list(params)}]
     return twin
 

@@ -4,7 +4,7 @@ ones."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_keys, dict_values
 
 Tensor = torch.Tensor
+
+
+def first_states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+    """What `optimizer` has to find in its state before the first step on `params`: nothing, except for Adagrad.
+
+    Torch 2.11's makes its states when it is built, for the parameters of that time, and none in a step. Later ones take
+    what they find.
+    """
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    start = optimizer.defaults["initial_accumulator_value"]
+    return {param: {"step": torch.tensor(0.0), "sum": torch.full_like(param, start)} for param in params}
 
 
 class StatesOfPieces(defaultdict[Tensor, Any]):
