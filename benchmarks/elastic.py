@@ -163,8 +163,20 @@ def _commands(job: Job) -> list[tuple[list[str], dict[str, str]]]:
         hosts = job.folder / "hosts.sh"
         hosts.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n")
         hosts.chmod(0o755)
-        run = ["horovodrun", "-np", str(RANKS), "--min-np", "2", "--host-discovery-script", str(hosts), "--gloo"]
-        return [([*run, sys.executable, *script], {})]
+        command = str(Path(sys.executable).with_name("horovodrun"))
+        run = [
+            command,
+            "-np",
+            str(RANKS),
+            "--min-np",
+            "2",
+            "--host-discovery-script",
+            str(hosts),
+            "--gloo",
+            "--gloo-timeout-seconds",
+            "5",
+        ]
+        return [([*run, sys.executable, "-P", *script], {})]  # without -P `horovod` is the benchmark of that name
     os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer
 
