@@ -17,7 +17,7 @@ from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from benchmarks.summary import TOLERANCE
 from benchmarks.turns import Standing, standings
-from shardwise.program.schedule import OpKind, schedule_for, timed
+from shardwise.program.schedule import Op, schedule_for, timed
 
 NUM_RANKS = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -112,8 +112,9 @@ def _show_memory(size: str, held: Sequence[Held], console: Console) -> None:
 
 
 class Waited(NamedTuple):
-    """The share of the ranks' time in which they wait: measured, as the schedule has it where each kind of op takes
-    what it took at its median, and where a backward takes twice as long as a forward."""
+    """The share of the ranks' time in which they wait: measured; as the schedule has it where each op takes what it
+    took at its median, so that stages may differ; and where all are alike and a backward takes as long as two
+    forwards."""
 
     engine: str
     measured: float
@@ -135,14 +136,16 @@ def waited(engine: str, steps: Sequence[Spans], size: str) -> Waited:
     name = engine.partition(" ")[2]
     num_micro_batches, num_chunks = PIPELINE_SIZES[size].num_micro_batches, 2 if name == "interleaved" else 1
     schedule = schedule_for(name, NUM_RANKS, num_micro_batches, num_chunks)
-    took: dict[OpKind, list[float]] = {}
+    took: dict[str, list[float]] = {}
     for spans in steps:
-        for op, (start, stop) in spans.items():
-            kind: Any = op.split()[1][0]
-            took.setdefault(kind, []).append(stop - start)
-    costs = {kind: median(each) for kind, each in took.items()}
+        for on_rank, (start, stop) in spans.items():
+            took.setdefault(on_rank.split()[1], []).append(stop - start)
+
+    def cost_of(op: Op) -> float:
+        return median(took[f"{op.kind}{op.micro_batch}@{op.stage}"])
+
     measured = median(bubble_of(spans) for spans in steps)
-    return Waited(engine, measured, timed(schedule, costs).bubble, timed(schedule).bubble)
+    return Waited(engine, measured, timed(schedule, cost_of).bubble, timed(schedule).bubble)
 
 
 def bubble_of(spans: Spans) -> float:

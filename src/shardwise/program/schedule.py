@@ -232,8 +232,12 @@ class Timing:
         return 1 - busy / (len(self.spans) * self.length)
 
 
-def timed(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> Timing:
-    """Simulate a schedule, with every op as early as possible.
+def unit_cost(op: Op) -> float:
+    return UNIT_COSTS[op.kind]
+
+
+def timed(schedule: Schedule, cost_of: Callable[[Op], float] = unit_cost) -> Timing:
+    """Simulate a schedule, with every op as early as possible and messages that take no time.
 
     Raises `ProgramError`, naming op and rank, unless every stage runs the forward and backward of each micro-batch
     once, on its own rank and after its inputs, and no rank waits for ever.
@@ -252,7 +256,7 @@ def timed(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> Tim
                 if any(end is None for end in needs):
                     break
                 start = max([free[rank], *(end for end in needs if end is not None)])
-                free[rank] = ends[op] = start + costs[op.kind]
+                free[rank] = ends[op] = start + cost_of(op)
                 spans[rank].append((op, start, free[rank]))
                 moved = True
     for rank, row in enumerate(schedule.rows):
@@ -316,9 +320,9 @@ def most_in_flight(schedule: Schedule, rank: int) -> int:
     return most
 
 
-def picture(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> str:
+def picture(schedule: Schedule) -> str:
     """The schedule as a grid: a line for each rank, a column for each unit of time, dots where it waits."""
-    timing = timed(schedule, costs)
+    timing = timed(schedule)
     width = max(len(schedule.text_of(op)) for row in schedule.rows for op in row) + 1
     lines = []
     for rank, row in enumerate(timing.spans):
