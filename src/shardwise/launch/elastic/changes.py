@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwise.elastic.causes import Cause
@@ -61,37 +61,51 @@ def change_of(
 
 def change_report(change: Change, cause: Cause | None = None) -> str:
     """Which ranks were lost, how, and during which activity; how many continue, after which step."""
-    lines = []
+    sentences = list(_lost(change))
+    if cause is not None:
+        sentences.append(f"Cause: {cause} {change.excluded}".rstrip())
+    if cause is None or cause.action != "stop":
+        sentences += [*_come_and_gone(change), _going_on(change), *_replacements(change)]
+    return " ".join(sentences)
+
+
+def _lost(change: Change) -> Iterator[str]:
     for (host, text), ranks in _by_text(change.losses).items():
         whole = f"host {host} is gone: {ranks_in_words(ranks, '').strip()} ({text})"
-        lines.append(f"{whole if host else ranks_in_words(ranks, text)}.")
-    lines += [f"Last status: {words}." for words in filter(None, change.last_status.values())]
+        yield f"{whole if host else ranks_in_words(ranks, text)}."
+    yield from (f"Last status: {words}." for words in change.last_status.values() if words)
     if not (change.losses or change.num_left or change.num_new):
-        lines.append("the ranks have formed a new group.")
-    if cause is not None:
-        lines.append(f"Cause: {cause} {change.excluded}".rstrip())
-        if cause.action == "stop":
-            return " ".join(lines)
+        yield "the ranks have formed a new group."
+
+
+def _come_and_gone(change: Change) -> Iterator[str]:
     if change.num_left:
-        lines.append(f"{_ranks(change.num_left)} left on request.")
+        yield f"{_ranks(change.num_left)} left on request."
     if change.num_new:
-        lines.append(f"{_ranks(change.num_new)} joined.")
-    after = f", {change.seconds:.2f} s later" if change.losses else ""
+        yield f"{_ranks(change.num_new)} joined."
+
+
+def _going_on(change: Change) -> str:
     s = "s" if change.size == 1 else ""
-    if change.size < change.least:
-        comma = "," if after else ""
-        wait = f"wait{s} after step {change.step}{after}{comma} for more: the job needs {change.least} (--elastic)"
-        lines.append(f"{_ranks(change.size)} {wait}.")
-    else:
-        lines.append(f"{_ranks(change.size)} {'continues' if s else 'continue'} after step {change.step}{after}.")
-    if change.losses and change.num_starting:
+    after = f"after step {change.step}"
+    if change.losses:
+        after += f", {change.seconds:.2f} s later"
+    if change.size >= change.least:
+        return f"{_ranks(change.size)} continue{s} {after}."
+    comma = "," if change.losses else ""
+    return f"{_ranks(change.size)} wait{s} {after}{comma} for more: the job needs {change.least} (--elastic)."
+
+
+def _replacements(change: Change) -> Iterator[str]:
+    if not change.losses:
+        return
+    if change.num_starting:
         what = "1 replacement starts" if change.num_starting == 1 else f"{change.num_starting} replacements start"
-        lines.append(f"{what} (retries: {change.budget}).")
-    elif change.losses and change.can_come:
-        lines.append("Replacements start as soon as a host has free slots.")
-    elif change.losses:
-        lines.append(f"No replacement starts (retries: {change.budget}).")
-    return " ".join(lines)
+        yield f"{what} (retries: {change.budget})."
+    elif change.can_come:
+        yield "Replacements start as soon as a host has free slots."
+    else:
+        yield f"No replacement starts (retries: {change.budget})."
 
 
 def _by_text(losses: Iterable[Loss]) -> dict[tuple[str, str], list[int]]:
