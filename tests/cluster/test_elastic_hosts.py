@@ -274,6 +274,23 @@ def test_a_host_with_faults_of_its_own_gets_no_process_for_a_while_and_another_o
     assert f"No process is started on {net}.2 for 600 s (until " in said
 
 
+def test_a_host_whose_link_breaks_again_and_again_is_left_out_and_the_others_finish(site: Site) -> None:
+    net, out = site.network, site.folder
+    cuts = ["1:3:cut0", "0:5:cut1", "1:7:cut0"]
+    script = [SURVIVOR, out, "zero2", "engine", 14, *cuts]
+    job = Job.start(site, f"{net}.1:1,{net}.2:1,{net}.3:1", "--elastic", "1:3", "--retries", "9", script=script)
+    _, said = job.process.communicate(timeout=SOON_SECONDS)
+    assert job.process.returncode == 0, said
+    assert said.count("Cause: network: Ranks 0 and 1 could not reach each other") == 3, said
+    assert "That is fault 3 of this connection within 600 s." in said
+    assert f"No process is started on {net}.2" in said
+    found = [json.loads(path.read_text()) for path in out.glob("member-*.json")]
+    assert [one["world"] for one in found] == [2, 2], said
+    losses = oracle(14)
+    for one in found:
+        assert {step: pytest.approx(losses[int(step)], rel=1e-5) for step in one["losses"]} == one["losses"]
+
+
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_an_engine_takes_the_step_again_when_a_host_is_lost_and_again_when_it_is_back(site: Site, plan: str) -> None:
     """The losses are those of the plain model, whoever was there."""
