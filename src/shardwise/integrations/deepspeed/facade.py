@@ -7,6 +7,7 @@ DeepSpeed; for the names in `absent_names.py` it says what to use instead.
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -14,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+import numpy
 import psutil
 import torch
 import torch.distributed as dist
@@ -75,6 +77,7 @@ def _modules() -> dict[str, dict[str, Any]]:
             "__version__": VERSION,
             "is_shardwise": True,
             "OnDevice": zero.OnDevice,
+            "get_accelerator": Accelerator,
             "log_dist": log_dist,
             "logger": logger,
         },
@@ -90,6 +93,8 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.ops": {},
         "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": CPUAdagrad},
         "deepspeed.ops.adam": {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": FusedAdam},
+        "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": FusedAdam},
+        "deepspeed.ops.adam.fused_adam": {"FusedAdam": FusedAdam},
         "deepspeed.ops.lamb": {"FusedLamb": FusedLamb},
         "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": FusedLion},
         "deepspeed.moe": {},
@@ -98,7 +103,8 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime": {},
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
         "deepspeed.runtime.lr_schedules": {**lr_schedules, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
-        "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage},
+        "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
+        "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": set_random_seed},
         "deepspeed.runtime.pipe": pipeline,
         "deepspeed.runtime.pipe.module": pipeline,
         "deepspeed.runtime.activation_checkpointing": {},
@@ -256,6 +262,13 @@ def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None 
     """Log `message` if `force` is true. For figures use `engine.shardwise.memory()`."""
     if force:
         log_dist(message, ranks)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def configure_recomputing(mpu_: object, *args: object, **options: object) -> None:

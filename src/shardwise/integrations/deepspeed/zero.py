@@ -10,6 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
+from shardwise.init import is_deferred
 from shardwise.integrations.deepspeed.engine import engine_of
 
 OneOrSeveral = nn.Parameter | Iterable[nn.Parameter] | nn.Module
@@ -76,7 +77,8 @@ def GatheredParameters(  # noqa: N802
 ) -> Iterator[None]:
     """Inside, `params` are whole on every rank. With `modifier_rank=0`, changes by rank 0 are kept. All ranks call.
 
-    Before `initialize` it has no effect: parameters are whole, or were built inside `Init` and are refused.
+    Before `initialize`, changes to parameters that were built inside `Init` are recorded, and parameters that have
+    values are left alone: `initialize` gives every rank the values of rank 0.
     """
     with _gathered(params, modifier_rank) if enabled else nullcontext():
         yield
@@ -84,19 +86,20 @@ def GatheredParameters(  # noqa: N802
 
 def _gathered(params: OneOrSeveral, modifier_rank: int | None) -> AbstractContextManager[object]:
     listed = _listed(params)
-    found = engine_of(listed)
-    if found is None:
-        if any(param.is_meta or (param.numel() and not param.untyped_storage().size()) for param in listed):
-            raise StateError(
-                "GatheredParameters was used before initialize(), on parameters built inside zero.Init, which have no "
-                "values yet. Move it after initialize()."
-            )
-        return nullcontext()
     if modifier_rank not in (None, 0):
         raise StateError(
             f"GatheredParameters(modifier_rank={modifier_rank}) is not supported: only changes by rank 0 can be kept. "
             f"Use modifier_rank=0."
         )
+    found = engine_of(listed)
+    if found is None:
+        if any(param.is_meta for param in listed):
+            raise StateError(
+                "GatheredParameters was used on parameters without values, on the meta device. Build the model inside "
+                "deepspeed.zero.Init, or move it after initialize()."
+            )
+        deferred = nn.ParameterList(param for param in listed if is_deferred(param))
+        return sw.deferred_init(deferred) if len(deferred) else nullcontext()
     engine, names = found
     return engine.shardwise.gathered(*names, write=modifier_rank is not None)
 
