@@ -76,9 +76,7 @@ def trained(
     losses: Losses = [[] for _ in data]
     norm = 0.0
     for step in range(len(data[0]) // accumulate):
-        made = [
-            [loss_of(*batch) for batch in rank[step * accumulate : (step + 1) * accumulate]] for rank in data
-        ]
+        made = [[loss_of(*batch) for batch in rank[step * accumulate : (step + 1) * accumulate]] for rank in data]
         torch.stack([loss for rank in made for loss in rank]).mean().backward()
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip))
         optimizer.step()
@@ -194,7 +192,9 @@ def test_a_model_built_in_parts_resumes_on_other_ranks(stages: tuple[int, int], 
         for ours, theirs in zip(losses_of(output, ranks), before if ranks == 2 else after, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
     assert told(output, "NORM") == pytest.approx(norm, rel=1e-4)
-    assert told(output, "TOTAL") == pytest.approx(sum(float(p.detach().square().sum()) for p in model.parameters()), rel=1e-5)
+    assert told(output, "TOTAL") == pytest.approx(
+        sum(float(p.detach().square().sum()) for p in model.parameters()), rel=1e-5
+    )
     assert (tmp_path / "saved" / "latest").read_text() == "step6"
 
 
@@ -211,7 +211,7 @@ class PlainLayers(nn.Module):
         return nets.logits_of(self.tokens, self.norm(self.layers(self.tokens(ids)) * 0.5))
 
 
-@pytest.mark.parametrize(("stages", "zero", "partition"), [(2, 1, "parameters"), (2, 0, "uniform"), (1, 2, "best")])
+@pytest.mark.parametrize(("stages", "zero", "partition"), [(2, 1, "parameters"), (2, 0, "type:layer"), (1, 2, "best")])
 def test_layers_in_stages(stages: int, zero: int, partition: str, tmp_path: Path) -> None:
     replicas = 2 // stages
     config = {
@@ -241,3 +241,5 @@ def test_layers_in_stages(stages: int, zero: int, partition: str, tmp_path: Path
         last = loss_of(torch.stack([ids for ids, _ in rows]), torch.stack([labels for _, labels in rows])).item()
     for ours in losses_of(output):
         assert ours == pytest.approx([*steps, last], rel=1e-5)
+    assert told(output, "FIRST0") is True
+    assert told(output, "FIRST1") is (stages == 1)

@@ -183,21 +183,35 @@ def test_backwards_of_other_kinds(stage: int) -> None:
 
 
 def test_a_model_that_is_never_whole() -> None:
-    def rank_of(world: sw.World) -> float:
+    """A part of it gets its values between its construction and `initialize`: those of rank 0 on all ranks."""
+
+    def built() -> nn.Module:
         torch.manual_seed(3)
         with deepspeed.zero.Init(config_dict_or_path={}):
-            model = Transformer()
-        with (
-            pytest.raises(StateError, match="Move it after initialize"),
-            deepspeed.zero.GatheredParameters(model.parameters()),
-        ):
-            pass
+            return Transformer()
+
+    def rank_of(world: sw.World) -> tuple[float, ...]:
+        model = models[world.rank]
+        head = model.head.weight
+        with deepspeed.zero.GatheredParameters([head], modifier_rank=0):
+            if world.rank == 0:
+                head.data.copy_(torch.arange(head.numel()).view_as(head) / head.numel())
+        with pytest.raises(StateError, match="needs the values"):
+            head.sum()
         engine, *_ = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 3}}, world=world)
-        return engine.shardwise.get("blocks.1.up.weight").sum().item()
+        return tuple(engine.shardwise.get(name).sum().item() for name in ("blocks.1.up.weight", "head.weight"))
 
     torch.manual_seed(3)
-    whole = Transformer().blocks[1].up.weight.sum().item()
-    assert run_ranks(1, rank_of) == [whole]
+    whole = Transformer()
+    head = whole.head.weight
+    expected = (whole.blocks[1].up.weight.sum().item(), (torch.arange(head.numel()) / head.numel()).sum().item())
+    for ranks in (1, 2):
+        models = [built() for _ in range(ranks)]
+        assert run_ranks(ranks, rank_of) == [pytest.approx(expected)] * ranks
+    meta = nn.Linear(2, 2, device="meta")
+    for wrong, words in (({}, "on the meta device"), ({"modifier_rank": 1}, "only changes by rank 0")):
+        with pytest.raises(StateError, match=words), deepspeed.zero.GatheredParameters(meta, **wrong):
+            pass
 
 
 def test_fp16_counts_what_it_skipped() -> None:

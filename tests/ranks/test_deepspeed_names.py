@@ -204,3 +204,25 @@ def test_names_that_are_not_there_say_what_to_use_instead() -> None:
     assert finder.find_spec("deepspeed.zero") is None
     with pytest.raises(AttributeError, match="module 'deepspeed' has no attribute 'new'"):
         absent_names.attribute_errors("deepspeed")("new")
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("parameters", None),
+        ("uniform", [["0", "1", "2"], ["3", "4"], ["6"]]),
+        ("type:linear", [["0", "1", "2"], ["3"], ["4", "6"]]),
+        ("Type:^(Linear|tanh)$", [["0", "1", "2", "3"], ["4"], ["6"]]),
+    ],
+)
+def test_partition_methods_of_a_pipeline(method: str, stages: list[list[str]] | None) -> None:
+    linear = deepspeed.LayerSpec(nn.Linear, 2, 2)
+    layers = [nn.Embedding(4, 2), linear, nn.LayerNorm(2), linear, linear, torch.tanh, nn.LayerNorm(2)]
+    assert deepspeed.PipelineModule(layers, num_stages=3, partition_method=method).stages == stages
+
+
+def test_partition_methods_that_cannot_be_had() -> None:
+    layers = [nn.Embedding(4, 2), nn.Linear(2, 2)]
+    for method, words in (("profile", "must be 'parameters'"), ("type:linear", "counts 1 layers, too few for 2")):
+        with pytest.raises(ConfigError, match=words):
+            deepspeed.PipelineModule(layers, num_stages=2, partition_method=method)

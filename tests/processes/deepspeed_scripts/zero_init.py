@@ -5,7 +5,6 @@ import json
 
 import deepspeed
 import deepspeed.comm as dist
-import torch
 import torch.nn as nn
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.utils import see_memory_usage, set_random_seed

@@ -73,6 +73,8 @@ def initialize(
         translated = read_config(source, world_size=joined.size, num_stages=stages)
         require_monitors(translated.monitors)
         plan = dict(_with_experts(translated, expert_ranks_of(model)))
+        if stages > 1 and model.stages is not None:
+            plan["pipeline"] = {"stages": model.stages}
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size
             plan["survive"] = "checkpoint"
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)

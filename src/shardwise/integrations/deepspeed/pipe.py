@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
 from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
+from shardwise.integrations.deepspeed.partition import Function, check_method, stages_of
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -60,7 +61,8 @@ class TiedLayerSpec(LayerSpec):
 class PipelineModule(nn.Sequential):
     """A sequence of layers: modules, specs or functions. Each gets the output of the one before.
 
-    They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) with about equal numbers of parameters.
+    They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) by `partition_method`: with about equal
+    numbers of parameters, or of layers (`uniform`), or of layers of some classes (`type:REGEX`).
     `loss_fn(output, label)` computes the loss of a micro-batch. With `activation_checkpoint_interval=N`, each run of N
     layers of a stage that has parameters keeps only its input, and is computed again in the backward: by
     `activation_checkpoint_func(function, *inputs)`, and only if the classes of all its layers are among
@@ -89,11 +91,7 @@ class PipelineModule(nn.Sequential):
             )
         if seed_layers:
             raise ConfigError("PipelineModule does not support seed_layers. Seed before the layers are created.")
-        if partition_method not in ("parameters", "best"):
-            raise ConfigError(
-                f"partition_method is {partition_method!r}; it must be 'parameters' or 'best'. List other stages in "
-                f"a shardwise plan: pipeline: {{stages: [[...], [...]]}}."
-            )
+        check_method(partition_method)
         if activation_checkpoint_interval < 0:
             raise ConfigError(
                 f"activation_checkpoint_interval is {activation_checkpoint_interval}; it must be a number of layers, "
@@ -102,6 +100,7 @@ class PipelineModule(nn.Sequential):
         first_of_key: dict[str, nn.Module] = {}
         super().__init__(*(_built_layer(layer, first_of_key) for layer in layers))
         self.num_stages = num_stages
+        self.stages = stages_of(self, partition_method, num_stages)
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -235,22 +234,11 @@ def _is_here(layer: nn.Module) -> bool:
     return type(layer) is layer.__class__
 
 
-class _Function(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, value: Any) -> Any:
-        return self._function(value)
-
-
 def _built_layer(layer: nn.Module | LayerSpec | Callable[[Any], Any], first_of_key: dict[str, nn.Module]) -> nn.Module:
     if isinstance(layer, nn.Module):
         return layer
     if not isinstance(layer, LayerSpec):
-        return _Function(layer)
+        return Function(layer)
     made = layer.build()
     if isinstance(layer, TiedLayerSpec):
         first = first_of_key.setdefault(layer.key, made)
