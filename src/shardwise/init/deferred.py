@@ -12,11 +12,12 @@ from shardwise.errors import StateError
 
 Tensor = torch.Tensor
 
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _READS_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _HARMLESS = {
     *("size", "stride", "storage_offset", "numel", "nelement", "dim", "ndimension", "element_size", "__len__"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "untyped_storage", "type"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "is_inference"),
+    *("_has_compatible_shallow_copy_type", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "is_inference"),
 }
 
 
@@ -31,6 +32,8 @@ class Deferred(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if _changes_nothing(func, args, kwargs or {}):
+            return args[0]
         if not _is_harmless(func):
             raise StateError(
                 f"{_as_written(func)} needs the values of a parameter that was built inside deferred_init and has none "
@@ -55,6 +58,17 @@ def undefer(param: Tensor) -> None:
 def is_deferred(param: Tensor) -> bool:
     """Whether `param` has no values yet."""
     return isinstance(param, Deferred)
+
+
+def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is a conversion to the parameter's own device and dtype, such as a module's `to()` does."""
+    if func == _SET_DATA:
+        return args[0] is args[1]
+    if func is not Tensor.to:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        alike = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        return alike.to(*args[1:], **kwargs) is alike
 
 
 def _is_harmless(func: Callable[..., Any]) -> bool:

@@ -248,6 +248,14 @@ def _to(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return _generic(func, args, kwargs)
 
 
+def _cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Code that takes a parameter's values to the host gets a copy on a CPU, too, where torch returns the parameter:
+    one rank may save it. Without gradients it is the parameter, as `model.cpu()` needs it."""
+    handle = args[0]
+    is_taken = isinstance(handle, Resting) and handle.device.type == "cpu" and torch.is_grad_enabled()
+    return handle.clone() if is_taken else _generic(func, args, kwargs)
+
+
 def _copied(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return func(args[0].clone() if isinstance(args[0], Whole) else args[0].detach().clone(), *args[1:], **kwargs)
 
@@ -293,6 +301,7 @@ _SPECIAL: dict[Function, Callable[[Function, tuple[Any, ...], Mapping[str, Any]]
     Tensor.requires_grad_: _requires_grad,
     Tensor.detach_: _leave,
     Tensor.copy_: _copy,
+    Tensor.cpu: _cpu,
     Tensor.to: _to,
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     **dict.fromkeys(uses.DETACH, _detach),

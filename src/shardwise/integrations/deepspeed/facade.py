@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, stored, tensors, zero
 from shardwise.integrations.deepspeed.absent_names import RefusedImports, attribute_errors
+from shardwise.integrations.deepspeed.accelerator import Accelerator
 from shardwise.integrations.deepspeed.config import ComponentConfig
 
 VERSION = "0.19.8"
@@ -170,85 +170,6 @@ class RepeatingLoader:
         except StopIteration:
             self._iterator = iter(self.loader)
             return next(self._iterator)
-
-
-class Accelerator:
-    """The result of `get_accelerator()`, for any accelerator that torch supports, and for CPUs."""
-
-    _name = "cpu"
-    _peak_bytes = 0
-
-    def __init__(self) -> None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._name = "cpu" if device is None else device.type
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
-
-    def current_device_name(self) -> str:
-        return self.device_name(None if self._name == "cpu" else self.current_device())
-
-    def current_device(self) -> int:
-        return 0 if self._name == "cpu" else torch.accelerator.current_device_index()
-
-    def set_device(self, device_index: int) -> None:
-        if self._name != "cpu":
-            torch.accelerator.set_device_index(device_index)
-
-    def device_count(self) -> int:
-        return 1 if self._name == "cpu" else torch.accelerator.device_count()
-
-    def is_available(self) -> bool:
-        return True
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._name != "cpu":
-            torch.accelerator.synchronize()
-
-    def empty_cache(self) -> None:
-        if self._name != "cpu":
-            torch.accelerator.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors on the device; on a CPU, of the whole process, as in DeepSpeed."""
-        return self._resident() if self._name == "cpu" else torch.accelerator.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The peak of `memory_allocated`; on a CPU, the most that a call has returned."""
-        if self._name != "cpu":
-            return torch.accelerator.max_memory_allocated(device_index)
-        self._resident()
-        return Accelerator._peak_bytes
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self._resident() if self._name == "cpu" else torch.accelerator.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        is_cpu = self._name == "cpu"
-        return self.max_memory_allocated() if is_cpu else torch.accelerator.max_memory_reserved(device_index)
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if self._name == "cpu":
-            Accelerator._peak_bytes = 0
-        else:
-            torch.accelerator.reset_peak_memory_stats(device_index)
-
-    def _resident(self) -> int:
-        now = int(psutil.Process().memory_info().rss)
-        Accelerator._peak_bytes = max(Accelerator._peak_bytes, now)
-        return now
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if self._name == "cuda" else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        return self._name != "cuda" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"get_accelerator().{name} is not supported by shardwise.integrations.deepspeed.")
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:

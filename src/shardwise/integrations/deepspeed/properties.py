@@ -13,6 +13,13 @@ from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.process_rank import process_rank_of
 
 
+class ThroughputTimer:
+    """Counts nothing."""
+
+    def update_epoch_count(self) -> None:
+        """Does nothing."""
+
+
 class EngineProperties:
     """A base class of `DeepSpeedEngine`, which sets these attributes."""
 
@@ -46,6 +53,11 @@ class EngineProperties:
     @property
     def dp_world_size(self) -> int:
         return self._config.num_replicas
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """For scripts that count epochs with it. `engine.shardwise.log` records the throughput."""
+        return ThroughputTimer()
 
     @property
     def cur_scale(self) -> float:
