@@ -114,8 +114,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("stage", "lora", "options"),
     [
-        (2, 0, ["--gradient_checkpointing"]),
-        (3, 0, ["--offload"]),
+        (2, 0, ["--gradient_checkpointing", "--offload"]),
+        (3, 0, []),
         (3, 4, []),
         (3, 4, ["--only_optimize_lora", "--gradient_checkpointing"]),
     ],
@@ -146,4 +146,4 @@ def test_an_unmodified_script_fine_tunes(stage: int, lora: int, options: list[st
         assert [loss for _, loss in told(f"EVALUATED{rank}")] == pytest.approx(evaluations, rel=1e-5)
     saved = torch.load(tmp_path / "out" / "pytorch_model.bin")
     for name, value in weights_of(model).items():
-        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-4 if name == "lm_head.weight" else 1e-5)
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-5)

@@ -72,9 +72,7 @@ def initialize(
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         translated = read_config(source, world_size=joined.size, num_stages=stages)
         require_monitors(translated.monitors)
-        plan = dict(_with_experts(translated, expert_ranks_of(model)))
-        if stages > 1 and model.stages is not None:
-            plan["pipeline"] = {"stages": model.stages}
+        plan = _with_stages(_with_experts(translated, expert_ranks_of(model)), model)
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size
             plan["survive"] = "checkpoint"
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
@@ -131,6 +129,12 @@ def init_distributed(
         )
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+
+
+def _with_stages(plan: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The plan with the stages that a `PipelineModule` asks for, if there are several."""
+    stages = model.stages if isinstance(model, PipelineModule) and model.num_stages > 1 else None
+    return {**plan} if stages is None else {**plan, "pipeline": {"stages": stages}}
 
 
 def _with_experts(translated: TranslatedConfig, ep_size: int) -> dict[str, Any]:
