@@ -17,7 +17,8 @@ _READS_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _HARMLESS = {
     *("size", "stride", "storage_offset", "numel", "nelement", "dim", "ndimension", "element_size", "__len__"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "untyped_storage", "type"),
-    *("_has_compatible_shallow_copy_type", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "is_inference"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "is_inference"),
+    "_has_compatible_shallow_copy_type",
 }
 
 
