@@ -32,7 +32,7 @@ from shardwise.precision import LossScaler, Norm
 from shardwise.report import MemoryReport
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
-from shardwise.state import State
+from shardwise.state import State, unshard
 from shardwise.training import inference
 from shardwise.units import bytes_of
 
@@ -333,6 +333,18 @@ class Engine(EngineTraining):
         raise StateError("An engine cannot be pickled. Write a checkpoint with engine.save(folder).")
 
     # -- the end ----------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Close the engine, and leave a plain model: parameters whole on every rank, modules as before `shard`.
+
+        Parameters are in the precision in which the optimizer keeps them, fp32 by default; gradients and optimizer
+        states are dropped. All ranks call, between steps, and each needs memory for the whole model. Raises
+        `StateError` in a pipeline.
+        """
+        self._require_open()
+        self._sharded.refuse_stages("unshard()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
+        unshard(self._sharded)
+        self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole.

@@ -119,9 +119,13 @@ def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: Worl
     line = Line(world.collectives(device), group)
     regions = Regions(line, synchronize_generators(model, mesh, world))
     split.carry_out(line, regions)
-    model.register_forward_pre_hook(lambda *_: regions.reset())
-    model.register_forward_hook(lambda *_: regions.end())
-    model.register_forward_pre_hook(_CheckBatch(BatchCheck(line, device)), with_kwargs=True)
+    hooks = (
+        model.register_forward_pre_hook(lambda *_: regions.reset()),
+        model.register_forward_hook(lambda *_: regions.end()),
+        model.register_forward_pre_hook(_CheckBatch(BatchCheck(line, device)), with_kwargs=True),
+    )
+    for hook in hooks:
+        split.on_undo(hook.remove)
 
 
 def carry_out_experts(

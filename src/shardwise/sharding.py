@@ -73,6 +73,8 @@ class Sharding:
     """This rank's parts of parameters, if an axis splits or replicates them."""
     staged: StagedModel | None = None
     """The pipeline stages of this rank, if there is a pipeline."""
+    split: ModelSplit | None = None
+    """How the model itself is split, if the mesh has an axis `tp`."""
     experts: ExpertSplit | None = None
     """Which rank along `ep` has which experts, if the mesh has that axis."""
     disk: DiskMemory | None = None
@@ -278,7 +280,7 @@ def lay(
         updates = {param: update for param, update in updates.items() if param in staged.params}
     try:
         sharding = designed.carry_out(world, values.device, updates, disk)
-        sharding = replace(sharding, staged=staged, fitted=fitted.summary, budget=budget)
+        sharding = replace(sharding, staged=staged, split=designed.split, fitted=fitted.summary, budget=budget)
         values.apply(sharding.units)
     except BaseException:
         if disk is not None:
@@ -289,9 +291,10 @@ def lay(
         carry_out_split(model, designed.split, mesh, world, values.device)
         if verifier is not None:
             verifier.watch(model, designed.split, world, peers)
+            designed.split.on_undo(verifier.close)
         if views is not None:
             line = Line(world.collectives(values.device), world.group(mesh, AXIS))
-            views.watch(model, sharding.units, designed.table.compute, line)
+            designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
     return sharding
 
 

@@ -33,7 +33,7 @@ from shardwise.checkpoint import (
 from shardwise.comm import World
 from shardwise.config import Budget, Plan
 from shardwise.errors import ConfigError, StateError, TierError
-from shardwise.experts import ExpertSplit
+from shardwise.experts import ExpertSplit, share_totals
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
 from shardwise.model_axes import carry_out_experts, synchronize_generators
@@ -368,6 +368,22 @@ def _moved(
     return renewed, training_state.fault
 
 
+def unshard(sharded: ShardedModel) -> None:
+    """Take `sharded` down, and leave a plain model, whole on every rank, in the precision in which the optimizer keeps
+    it. All ranks call."""
+    sharded.zero_grad()
+    values = {name: value.clone() for name, value in sharded.access.whole_params()}
+    sharding = sharded.sharding
+    sharded.take_down()
+    for split in (sharding.split, sharding.experts):
+        if split is not None:
+            split.undo()
+    share_totals(sharded.model, torch.Tensor.clone)
+    for flat in (flat for unit in sharding.units for flat in unit.flats):
+        for slot, param in zip(flat.slots, flat.params, strict=True):
+            param.data = values.pop(slot.name)
+
+
 @dataclass(frozen=True)
 class Former:
     """What remains of a sharded model when it gets another layout."""
@@ -404,7 +420,12 @@ def move(
     model, device, updates = former.model, former.sharding.device, former.sharding.updates
     if former.sharding.experts is not None:
         former.sharding.experts.undo()
-    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted[0], budget=fitted[1])
+    sharding = replace(
+        designed.carry_out(world, device, updates, disk),
+        split=former.sharding.split,
+        fitted=fitted[0],
+        budget=fitted[1],
+    )
     training_state.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:

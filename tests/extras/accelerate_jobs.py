@@ -303,16 +303,12 @@ def two_accelerators(plan: Any) -> dict[str, Any]:
     return {"losses": losses, "refusals": refusals}
 
 
-def taken_over(plan: Any) -> dict[str, Any]:
-    """A Llama that one Accelerator has sharded is prepared by another one, which trains it."""
+def taken_over(plan: Any) -> list[float]:
+    """The losses of a Llama that one Accelerator has sharded and another one trains."""
     first, second = made(plan), made("zero2")
     model = llama()
     model, _ = first.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    try:
-        model, optimizer = second.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    except ConfigError as error:
-        first.end_training()
-        return {"refusal": str(error)}
+    model, optimizer = second.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for _ in range(2):
         batch = {name: value[None] for name, value in rows(1)[0].items()}
@@ -322,4 +318,4 @@ def taken_over(plan: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss))
     second.end_training()
-    return {"losses": losses}
+    return losses

@@ -89,11 +89,11 @@ def test_two_accelerators_in_one_process() -> None:
     assert "Give this one a new optimizer" in found["refusals"][0]
 
 
-def test_a_split_model_is_not_taken_over_by_another_accelerator() -> None:
-    whole = on_ranks(2, jobs.taken_over, "zero3")[0]
-    assert whole["losses"][0] > whole["losses"][1]
-    found = on_ranks(2, jobs.taken_over, {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}})[0]
-    assert "split over ranks (tp, ep)" in found["refusal"]
+def test_a_split_model_is_taken_over_by_another_accelerator() -> None:
+    expected = on_ranks(2, jobs.taken_over, "zero3")[0]
+    assert expected[0] > expected[1]
+    for found in on_ranks(2, jobs.taken_over, {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}}):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:

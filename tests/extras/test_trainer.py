@@ -47,12 +47,24 @@ def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
         assert_same(run, plain)
 
 
-@pytest.mark.parametrize("plans", [["zero3", "zero3", "zero3"], ["zero2", "zero1", "ddp"]])
-def test_a_model_is_passed_from_one_trainer_to_the_next(plans: list[str]) -> None:
+IN_LAYERS = {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}}
+BY_EXPERTS = {"preset": "zero2", "mesh": {"ep": 2}}
+SUCCESSIONS: list[tuple[str, int, list[Any]]] = [
+    # model, ranks, plans: over those that split layers or sequences, two ranks have one batch
+    ("gpt2", 2, ["zero3", "zero3", "zero3"]),
+    ("gpt2", 2, ["zero2", "zero1", "ddp"]),
+    ("llama", 4, [IN_LAYERS, {"preset": "zero2", "mesh": {"dp": -1, "sp": 2}}, IN_LAYERS]),
+    ("gpt2", 4, [IN_LAYERS, {**IN_LAYERS, "preset": "zero1"}, IN_LAYERS]),
+    ("mixtral", 2, [BY_EXPERTS, "zero3", BY_EXPERTS]),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "plans"), SUCCESSIONS)
+def test_a_model_is_passed_from_one_trainer_to_the_next(model: str, ranks: int, plans: list[Any]) -> None:
     """With another plan, and another learning rate; then to one that only evaluates."""
     settings = {"max_grad_norm": 0.7, "lr_scheduler_type": "cosine"}
-    plain = begin(2, jobs.one_after_another, [None, None, None], "gpt2", **settings)
-    ours, expected = on_ranks(2, jobs.one_after_another, plans, "gpt2", **settings), plain()[0]
+    plain = begin(2, jobs.one_after_another, [None, None, None], model, **settings)
+    ours, expected = on_ranks(ranks, jobs.one_after_another, plans, model, **settings), plain()[0]
     assert len(expected["losses"]) == 7
     for run in ours:
         assert_same(run, expected)

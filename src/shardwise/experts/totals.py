@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Collectives, Group, sum_small
-from shardwise.experts.router import routers_of
+from shardwise.experts.router import Total, routers_of
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,8 @@ class RankTotal:
         return values.clone() if not self._groups else values
 
 
-def share_totals(model: nn.Module, total: RankTotal) -> None:
-    """Make the routers of `model` balance over the tokens of all these ranks."""
+def share_totals(model: nn.Module, total: Total) -> None:
+    """Make the routers of `model` balance over the tokens of all ranks of `total`; of this one, if it is
+    `Tensor.clone`."""
     for router in routers_of(model).values():
         router.total = total

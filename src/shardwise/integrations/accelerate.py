@@ -26,9 +26,7 @@ from shardwise.integrations.accelerate_coordination import Coordination
 from shardwise.integrations.accelerate_logging import LoggingAccelerator
 from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.model_patches import (
-    can_be_whole,
     is_prepared,
-    make_whole,
     param_ids,
     patch_zero_grad,
     refuse_no_sync,
@@ -167,15 +165,14 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
         if has_foreign or not take_over(model):
             raise ConfigError(
                 f"{type(model).__name__} was prepared before, by another Accelerator of this process, and is sharded. "
-                f"Give this one a new optimizer, not the prepared one; with layers or experts that are split over "
-                f"ranks (tp, ep), create one Accelerator and prepare the model once."
+                f"Give this one a new optimizer, not the prepared one."
             )
 
     def hand_over(self, model: nn.Module) -> None:
         """Close the engine of `model`, and leave plain parameters, whole on every rank, in their dtypes of before. All
         ranks call. See [Note: one Trainer after another] in `model_patches.py`."""
         dtypes = self._param_dtypes[model]
-        make_whole(self._engines[model])
+        self._engines[model].unshard()
         self._release(model)
         for name, param in model.named_parameters():
             param.data = param.data.to(dtypes.get(name, param.dtype))
@@ -223,8 +220,7 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
             self._coordination.release()
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             self._engines[model].give_whole_outputs()
-            may_be_whole = can_be_whole(self._engines[model])
-            patch_zero_grad(model, self._engines[model], partial(self.hand_over, model) if may_be_whole else None)
+            patch_zero_grad(model, self._engines[model], partial(self.hand_over, model))
             refuse_no_sync(model)
             records = plan.run is not None and not self.keeps_engines
             self._coordination.register(model, main_process_reads_alone=self.main_process_reads_alone, records=records)

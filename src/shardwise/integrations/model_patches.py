@@ -16,9 +16,6 @@ from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 
 _ZERO_GRAD = "zero_grad"
 _HAND_OVER = "hand_over"
-_PARTS = ("tp", "ep", "pp")
-"""Axes along which ranks have different parts of parameters."""
-_SEQUENCES = ("sp",)
 _NO_SYNC = "no_sync"
 _FSDP_MARK = "_is_fsdp_managed_module"
 """The attribute by which transformers recognizes FSDP:
@@ -71,7 +68,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
 def patch_zero_grad(model: nn.Module, engine: sw.Engine, hand_over: Callable[[], None] | None = None) -> None:
     """Let `model.zero_grad()`, which Trainer calls in every step, drop all gradients in one call.
 
-    `hand_over` makes the model a plain one again; see `take_over`."""
+    `hand_over`, if given, makes the model a plain one again; see `take_over`."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         if set_to_none:
@@ -92,8 +89,8 @@ def take_over(model: nn.Module) -> bool:
     """Let whoever has sharded `model` make it a plain one again. All ranks call. False if that is not possible.
 
     [Note: one Trainer after another] Scripts give a model that one Trainer has trained to another one, for a second
-    stage or only to evaluate. Plain torch has nothing to hand over. Here the first engine is closed: before, its plan
-    becomes ZeRO-1 in fp32, under which parameters are whole on each rank and exact. Its optimizer states are dropped,
+    stage or only to evaluate. Plain torch has nothing to hand over. Here `engine.unshard()` ends the first engine,
+    and each rank has the whole model again, exactly, also of split layers and experts. Optimizer states are dropped,
     like those of a Trainer that is not used any more.
     """
     hand_over = getattr(vars(model)[_ZERO_GRAD], _HAND_OVER, None)
@@ -101,19 +98,6 @@ def take_over(model: nn.Module) -> bool:
         return False
     hand_over()
     return True
-
-
-def can_be_whole(engine: sw.Engine) -> bool:
-    """Whether each rank can hold the whole model as plain parameters: no layers are split, no experts dealt out."""
-    mesh = engine.mesh
-    return all(mesh.size(axis) == 1 for axis in _PARTS if axis in mesh.axes)
-
-
-def make_whole(engine: sw.Engine) -> None:
-    """Let every rank hold the whole model, in fp32. All ranks call, between steps."""
-    sequences = {axis: engine.mesh.size(axis) for axis in _SEQUENCES if axis in engine.mesh.axes}
-    engine.zero_grad()
-    engine.reshard({"preset": "zero1", "precision": "fp32", "mesh": {"dp": -1, **sequences}})
 
 
 def refuse_no_sync(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -40,6 +41,8 @@ class ModelSplit:
     blocks: str = ""
     """With `tensor.sequence`, the path of the list of blocks in which the sequence is split."""
 
+    _undoing: list[Callable[[], object]] = field(default_factory=list, init=False, repr=False)
+
     def is_on_sequence(self, target: SplitModule) -> bool:
         """Whether each rank has its part of the sequence before and after the module."""
         if not self.blocks or not target.path.startswith(f"{self.blocks}."):
@@ -66,6 +69,20 @@ class ModelSplit:
     def carry_out(self, line: Line, regions: Regions) -> None:
         """Change the model in place."""
         for module, name, value in self.attributes:
+            self.on_undo(partial(setattr, module, name, getattr(module, name)))
             setattr(module, name, value)
         for module, make in self.forwards:
+            own = vars(module).get("forward")
+            self.on_undo(
+                partial(vars(module).pop, "forward") if own is None else partial(setattr, module, "forward", own)
+            )
             module.__dict__["forward"] = make(line, regions)
+
+    def on_undo(self, action: Callable[[], object]) -> None:
+        """Let `undo` call `action`."""
+        self._undoing.append(action)
+
+    def undo(self) -> None:
+        """Restore the modules; the caller restores their parameters."""
+        while self._undoing:
+            self._undoing.pop()()

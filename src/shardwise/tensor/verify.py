@@ -75,9 +75,7 @@ class Verifier:
             self._found.clear()
             has_compared_whole = bool(split.blocks) and keeps_whole_sequences(module)
             if problem or not has_compared_whole:
-                for handle in self._handles:
-                    handle.remove()
-                self._unsplit = None
+                self.close()
             problems = [message.decode() for message in world.exchange(problem.encode(), "verify")]
             if any(problems):
                 raise ModelError(next(filter(None, problems)))
@@ -85,6 +83,12 @@ class Verifier:
         self._handles += _record_outputs(model, self._found, lambda: bool(given))
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(model.register_forward_hook(after))
+
+    def close(self) -> None:
+        """Watch no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._unsplit = None
 
     def _compare(self, split: ModelSplit, model: nn.Module, args: Any, kwargs: Any) -> str:
         """An error message about the first difference; "" if there is none."""

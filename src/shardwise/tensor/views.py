@@ -65,11 +65,11 @@ class ViewCheck:
         self._unsplit: nn.Module | None = _on_meta_device(model)
         self._parts = frozenset(parts)
 
-    def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> None:
+    def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> Callable[[], None]:
         """Call it after the model is split. The first forward raises `ModelError` on all ranks of `line` if the views
-        differ. Does nothing if the model could not be copied."""
+        differ. Does nothing if the model could not be copied. Returns what ends it."""
         if self._unsplit is None:
-            return
+            return lambda: None
         device = units[0].flats[0].device
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,6 +89,7 @@ class ViewCheck:
                 raise ModelError(next(filter(None, problems)))
 
         handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        return handle.remove
 
 
 def difference(expected: Sequence[View], found: Sequence[View], parts: Collection[int]) -> str:

@@ -251,9 +251,9 @@ def _to(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 def _cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Code that takes a parameter's values to the host gets a copy on a CPU, too, where torch returns the parameter:
     one rank may save it. Without gradients it is the parameter, as `model.cpu()` needs it."""
-    handle = args[0]
-    is_taken = isinstance(handle, Resting) and handle.device.type == "cpu" and torch.is_grad_enabled()
-    return handle.clone() if is_taken else _generic(func, args, kwargs)
+    handle: Any = args[0]
+    is_taken = handle.device.type == "cpu" and torch.is_grad_enabled() and isinstance(handle, Resting)
+    return _generic(Tensor.clone, (handle,), {}) if is_taken else _generic(func, args, kwargs)
 
 
 def _copied(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
