@@ -271,8 +271,10 @@ def _stores(model: nn.Module, sharding: Sharding, world: World) -> dict[str, Off
     """The stores of activations that leave the device, by policy."""
     if not sharding.treatments.have("offload", "disk"):
         return {}
-    integers = (param for param in model.parameters() if not param.is_floating_point())
-    resting = [*(flat.full for unit in sharding.units for flat in unit.flats), *integers]
+    flats = [flat for unit in sharding.units for flat in unit.flats]
+    sharded = {param for flat in flats for param in flat.params}
+    others = (param for param in model.parameters() if param not in sharded)
+    resting = [*(flat.full for flat in flats), *others]
     own = world.rank_device
     device = own if sharding.device.type == own.device.type else None
     waits = device is not None and device.accelerator is not None

@@ -1,5 +1,5 @@
 """A frozen base in four bits with trainable adapters, as in QLoRA (arXiv:2305.14314). Codes are integer parameters,
-which every rank keeps whole; adapters train as on the plain model."""
+which are sharded, gathered, saved and offloaded like any frozen ones; adapters train as on the plain model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from test_adapters import adamw_of_trainable
 from torch import nn
 from twins import Transformer, assert_same, batches, plain_run, sharded_run
@@ -59,16 +60,38 @@ def quantized() -> nn.Module:
     return Quantized()
 
 
-@pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 2), ("ddp", 2), ("zero2", 3), ("zero3-offload", 2)])
-@one_in(2)
-def test_adapters_over_a_base_in_four_bits_train_like_the_plain_model(preset: str, num_ranks: int) -> None:
+RUNS: list[tuple[str, int, dict[str, int] | None]] = [
+    ("zero3", 2, None),
+    ("ddp", 2, None),
+    ("zero2", 3, None),
+    ("zero3-offload", 2, None),
+    ("zero3-kept", 3, None),
+    ("hpz", 4, {"node": 2, "local": 2}),
+    ("hsdp", 4, {"node": 2, "local": 2}),
+    ("infinity", 2, None),
+]
+
+
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), RUNS)
+@pytest.mark.parametrize("shares_memory", [True, False])
+@one_in(4)
+def test_adapters_over_a_base_in_four_bits_train_like_the_plain_model(
+    preset: str,
+    num_ranks: int,
+    mesh: dict[str, int] | None,
+    shares_memory: bool,
+    tmp_path: Path,
+) -> None:
     model, data = quantized(), batches(5, rows=12)
     codes = {name: param.clone() for name, param in model.named_parameters() if name.endswith("codes")}
 
     def kept(engine: sw.Engine) -> dict[str, Any]:
         return {"codes": {name: engine.state_dict()[name] for name in codes}}
 
-    run = sharded_run(model, data, preset, num_ranks, None, adamw_of_trainable, after=kept)
+    more: dict[str, Any] = {"rows": {"param": {"tier": "disk"}}, "disk": str(tmp_path)} if preset == "infinity" else {}
+    run = sharded_run(
+        model, data, preset, num_ranks, mesh, adamw_of_trainable, after=kept, shares_memory=shares_memory, **more
+    )
     assert_same(run, plain_run(model, data, adamw_of_trainable))
     for name, value in codes.items():
         assert torch.equal(run.extra["codes"][name], value), name
@@ -98,3 +121,110 @@ def test_a_base_in_four_bits_is_saved_and_resumed_by_another_world(tmp_path: Pat
         assert torch.equal(resumed[name], value), name
     for name, value in model.named_parameters():
         assert torch.equal(saved[name], value), name
+
+
+def test_each_rank_keeps_its_part_of_the_codes() -> None:
+    """Under ZeRO-3 half of all bytes on two ranks, codes included, under ddp all."""
+    model = quantized()
+    codes = sum(param.numel() for name, param in model.named_parameters() if name.endswith("codes"))
+    others = sum(param.nbytes for param in model.parameters()) - codes
+
+    def at_rest(preset: str) -> list[int]:
+        models = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> int:
+            mine = models[world.rank]
+            with sw.shard(mine, preset, optimizer=adamw_of_trainable(mine), world=world) as engine:
+                return engine._sharded.sharding.meter.now["param"]
+
+        return run_ranks(2, rank)
+
+    assert at_rest("ddp") == pytest.approx([codes + others] * 2, rel=0.01)
+    assert at_rest("zero3") == pytest.approx([(codes + others) / 2] * 2, rel=0.01)
+
+
+def test_codes_of_a_live_model_are_read_written_and_moved() -> None:
+    model = quantized()
+    names = [name for name, _ in model.named_parameters() if name.endswith("codes")]
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def has_codes(state: dict[str, Tensor]) -> bool:
+        return all(torch.equal(state[name], wanted[name]) for name in names)
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        engine = sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world)
+        for plan in ("ddp", "zero3-offload", "zero1", {"preset": "zero3", "precision": "bf16"}, "zero3"):
+            engine.reshard(plan)
+            assert has_codes(engine.state_dict())
+        first = mine.get_parameter(names[0])
+        engine.set(names[0], wanted[names[0]] + 1)
+        assert torch.equal(engine.get(names[0]), wanted[names[0]] + 1)
+        assert torch.equal(first & 15, (wanted[names[0]] + 1) & 15)
+        with torch.no_grad():
+            first.copy_(wanted[names[0]])
+        with engine.gathered(names[1], write=True):
+            mine.get_parameter(names[1]).data.fill_(7)
+        assert engine.get(names[1]).unique().tolist() == [7]
+        engine.load_state_dict(wanted)
+        engine.unshard()
+        assert has_codes(mine.state_dict())
+
+    run_ranks(2, rank)
+
+
+def test_codes_are_exported_as_they_are(tmp_path: Path) -> None:
+    model = quantized()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
+            engine.save(tmp_path / "kept")
+            engine.save_pretrained(tmp_path / "live")
+
+    run_ranks(2, rank)
+    sw.convert(tmp_path / "kept", tmp_path / "converted", to="hf", dtype="bf16")
+    for folder in ("live", "converted"):
+        stored = load_file(tmp_path / folder / "model.safetensors")
+        for name, value in model.state_dict().items():
+            if name.endswith("codes"):
+                assert torch.equal(stored[name], value), (folder, name)
+
+    def read(world: sw.World) -> dict[str, Tensor]:
+        with sw.deferred_init():
+            mine = Quantized()
+        files = tmp_path / "live" / "model.safetensors"
+        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world, weights=files) as engine:
+            return engine.state_dict()
+
+    for name, value in run_ranks(1, read)[0].items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_checkpoints_with_whole_codes_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were written when every rank kept codes whole, like buffers."""
+    model = quantized()
+
+    def save(world: sw.World) -> None:
+        mine = copy.deepcopy(model)
+        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
+            engine.save(tmp_path)
+
+    with monkeypatch.context() as former:
+        for module in ("unit", "tables"):
+            former.setattr(f"shardwise.storage.{module}.CODES", {})
+        run_ranks(1, save)
+
+    def resume(world: sw.World) -> dict[str, Tensor]:
+        mine = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in mine.parameters():
+                param.zero_()
+        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
+            assert engine.resume(tmp_path) is not None
+            return engine.state_dict()
+
+    for name, value in run_ranks(2, resume)[0].items():
+        assert torch.equal(value, model.state_dict()[name]), name

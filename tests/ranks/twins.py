@@ -291,7 +291,7 @@ def _packed(engine: sw.Engine) -> bytes:
     pieces = [
         (entry.name, entry.span.start, entry.tensor.detach().float().clone())
         for entry in content(engine._sharded).entries
-        if entry.kind == "param" and entry.span.numel
+        if entry.kind == "param" and entry.span.numel and entry.tensor.is_floating_point()
     ]
     stream = io.BytesIO()
     torch.save(pieces, stream)

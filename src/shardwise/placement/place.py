@@ -7,12 +7,13 @@ from typing import Literal, get_args
 
 Axes = tuple[str, ...]
 Tier = Literal["device", "host", "disk"]
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16", "uint8", "int8"]
+"""Those of integers are for codes of frozen parameters, which are stored and gathered as they are."""
 Kind = Literal["param", "held", "grad", "optim"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DEPTH: dict[Tier, int] = {"device": 0, "host": 1, "disk": 2}
-WIDTH: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+WIDTH: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1, "int8": 1}
 
 
 @dataclass(frozen=True)

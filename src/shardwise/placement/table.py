@@ -82,6 +82,12 @@ class Table:
 
         return self._with_axes(keep)
 
+    def stored_as(self, dtype: Dtype) -> Table:
+        """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
+        return replace(
+            self, param=replace(self.param, dtype=dtype), held=replace(self.held, dtype=dtype), compute=dtype
+        )
+
     def without(self, axis: str) -> Table:
         """The same table without `axis`, for parameters that differ between the ranks along it."""
 

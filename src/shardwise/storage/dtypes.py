@@ -11,7 +11,11 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
 }
+CODES: dict[torch.dtype, Dtype] = {torch.uint8: "uint8", torch.int8: "int8"}
+"""The integers that parameters in flat buffers may be."""
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:

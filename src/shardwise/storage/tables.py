@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement import (
     Box,
+    Dtype,
     Offloaded,
     Table,
     UnitNumel,
@@ -21,6 +22,7 @@ from shardwise.placement import (
     ruled_tables,
     table_for,
 )
+from shardwise.storage.dtypes import CODES
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 
 SMALL = "small"
@@ -32,6 +34,10 @@ class LabelledTable:
 
     label: str
     table: Table
+
+    def stored_as(self, dtype: Dtype) -> LabelledTable:
+        """The row of codes of `dtype`."""
+        return LabelledTable(f"{self.label}-{dtype}" if self.label else dtype, self.table.stored_as(dtype))
 
 
 def tables_for(
@@ -57,7 +63,9 @@ def tables_for(
             rows[param] = small if whole_numel(param, boxes) < plan.resident_below else common
     for unused in set(ruled) - used:
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
-    return rows if plan.offload == Offload() else _offloaded(rows, model, plan, mesh, boxes)
+    if plan.offload != Offload():
+        rows = _offloaded(rows, model, plan, mesh, boxes)
+    return {param: row.stored_as(CODES[param.dtype]) if param.dtype in CODES else row for param, row in rows.items()}
 
 
 def _offloaded(

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.mesh import Mesh
 from shardwise.placement import WIDTH, Slot, padded_numel
 from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update
+from shardwise.storage.dtypes import CODES
 from shardwise.storage.flat import Flat
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.select import UnitChoice
@@ -189,11 +190,13 @@ def _by_kind(choice: UnitChoice, rows: Mapping[nn.Parameter, LabelledTable]) -> 
     """Parameters by kind: the plan's own table first, and under each table trainable parameters first."""
     kinds: dict[_FlatKind, list[Named]] = {}
     for name, param in choice.params.items():
-        if is_floating(param):
+        if lies_in_units(param):
             kinds.setdefault(_FlatKind(rows[param], param.requires_grad), []).append((name, param))
     order = sorted(kinds, key=lambda kind: (kind.row.label, not kind.trainable))
     return {kind: kinds[kind] for kind in order}
 
 
-def is_floating(param: torch.Tensor) -> bool:
-    return param.is_floating_point()
+def lies_in_units(param: torch.Tensor) -> bool:
+    """Whether a parameter has its place in a flat buffer: floating-point values, and codes. Others are whole on every
+    rank."""
+    return param.is_floating_point() or param.dtype in CODES
