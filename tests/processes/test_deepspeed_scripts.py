@@ -51,9 +51,12 @@ def losses_of(output: str, ranks: int = 2) -> Losses:
     return [told(output, f"LOSSES{rank}") for rank in range(ranks)]
 
 
-def shares(dataset: Any, ranks: int, micro: int, epochs: int) -> list[list[tuple[Tensor, Tensor]]]:
+def shares(
+    dataset: Any, ranks: int, micro: int, epochs: int, *, shuffle: bool = True
+) -> list[list[tuple[Tensor, Tensor]]]:
     """The micro-batches of each rank: the same in every epoch, as DeepSpeed's loader has them."""
-    orders = [list(DistributedSampler(dataset, num_replicas=ranks, rank=rank)) for rank in range(ranks)]
+    samplers = [DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle) for rank in range(ranks)]
+    orders = [list(sampler) for sampler in samplers]
     cut = [[order[at : at + micro] for at in range(0, len(order), micro)] * epochs for order in orders]
 
     def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
@@ -199,20 +202,30 @@ def test_a_model_built_in_parts_resumes_on_other_ranks(stages: tuple[int, int], 
 
 
 class PlainLayers(nn.Module):
-    """The model of `layers_in_stages.py` as one module, with the same initial values."""
+    """The model of `layers_in_stages.py` as one module, with the same initial values; `is_seeded`: with its
+    `--seed-layers`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_seeded: bool) -> None:
         super().__init__()
-        self.tokens = nets.Tokens(nets.VOCAB, nets.WIDTH)
-        self.layers = nn.Sequential(*(nets.Layer(nets.WIDTH) for _ in range(4)))
+
+        def built(number: int, layer: Callable[[], nn.Module]) -> nn.Module:
+            if is_seeded:
+                torch.manual_seed(1234 + number)
+            return layer()
+
+        self.tokens = built(0, lambda: nets.Tokens(nets.VOCAB, nets.WIDTH))
+        self.layers = nn.Sequential(*(built(number, lambda: nets.Layer(nets.WIDTH)) for number in range(1, 5)))
         self.norm = nn.LayerNorm(nets.WIDTH, eps=1e-6)
 
     def forward(self, ids: Tensor) -> Tensor:
         return nets.logits_of(self.tokens, self.norm(self.layers(self.tokens(ids)) * 0.5))
 
 
-@pytest.mark.parametrize(("stages", "zero", "partition"), [(2, 1, "parameters"), (2, 0, "type:layer"), (1, 2, "best")])
-def test_layers_in_stages(stages: int, zero: int, partition: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "zero", "partition", "is_seeded"),
+    [(2, 1, "parameters", False), (2, 0, "type:layer", True), (2, 1, "uniform", False), (1, 2, "best", False)],
+)
+def test_layers_in_stages(stages: int, zero: int, partition: str, is_seeded: bool, tmp_path: Path) -> None:
     replicas = 2 // stages
     config = {
         "train_batch_size": 8,
@@ -224,15 +237,16 @@ def test_layers_in_stages(stages: int, zero: int, partition: str, tmp_path: Path
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
     words = ["--deepspeed", "--deepspeed_config", "ds.json", "-p", str(stages), "--partition", partition]
+    words += ["--seed-layers"] if is_seeded else []
     output = launched(tmp_path, "layers_in_stages.py", *words)
     torch.manual_seed(1138)
-    model = PlainLayers()
+    model = PlainLayers(is_seeded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
 
     def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
         return nets.next_token_loss(model(ids), labels)
 
-    data = shares(nets.Sentences(32), replicas, 2, epochs=1)
+    data = shares(nets.Sentences(32), replicas, 2, epochs=1, shuffle=False)
     losses, _ = trained(model, loss_of, data, optimizer, accumulate=4 // replicas)
     steps = torch.tensor(losses).view(replicas, 4, -1).mean((0, 2)).tolist()
     evaluated = nets.Sentences(16)

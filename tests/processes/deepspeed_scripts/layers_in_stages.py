@@ -18,6 +18,7 @@ def get_args():
     parser.add_argument("-s", "--steps", type=int, default=4)
     parser.add_argument("-p", "--pipeline-parallel-size", type=int, default=2)
     parser.add_argument("--partition", default="parameters")
+    parser.add_argument("--seed-layers", action="store_true")
     parser.add_argument("--backend", type=str, default=None)
     parser.add_argument("--seed", type=int, default=1138)
     parser = deepspeed.add_config_arguments(parser)
@@ -50,7 +51,9 @@ def main(args):
         4,
         num_stages=args.pipeline_parallel_size,
         partition_method=args.partition,
+        seed_layers=args.seed_layers,
         activation_checkpoint_interval=1,
+        checkpointable_layers=["Layer"],
     )
     engine, _, _, _ = deepspeed.initialize(
         args=args,

@@ -78,7 +78,7 @@ def main():
     print(f"LOSSES{dist.get_rank()}", json.dumps(losses))
     if dist.get_rank() == 0:
         print("TOTAL", json.dumps(total))
-        print("NORM", json.dumps(engine.get_global_grad_norm()))
+        print("NORM", json.dumps(float(engine.get_global_grad_norm())))
 
 
 if __name__ == "__main__":

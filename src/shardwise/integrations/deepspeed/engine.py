@@ -201,6 +201,10 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
             pin_memory=pin_memory and self.device.type != "cpu",
         )
 
+    def training_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The data loader that `initialize` returns for its `training_data`."""
+        return self.deepspeed_io(dataset)
+
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def save_checkpoint(

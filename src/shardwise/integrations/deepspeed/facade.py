@@ -7,7 +7,6 @@ DeepSpeed; for the names in `absent_names.py` it says what to use instead.
 from __future__ import annotations
 
 import logging
-import random
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -15,7 +14,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -104,7 +102,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
         "deepspeed.runtime.lr_schedules": {**lr_schedules, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
         "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
-        "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": set_random_seed},
+        "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": pipe.set_random_seed},
         "deepspeed.runtime.pipe": pipeline,
         "deepspeed.runtime.pipe.module": pipeline,
         "deepspeed.runtime.activation_checkpointing": {},
@@ -183,13 +181,6 @@ def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None 
     """Log `message` if `force` is true. For figures use `engine.shardwise.memory()`."""
     if force:
         log_dist(message, ranks)
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch."""
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def configure_recomputing(mpu_: object, *args: object, **options: object) -> None:

@@ -88,9 +88,7 @@ def initialize(
         raise
     if joined.rank == 0 and (report := translated.report()):
         print(f"shardwise: notes on the DeepSpeed config\n{report}")
-    loader = None if training_data is None else engine.deepspeed_io(training_data)
-    if isinstance(engine, PipelineEngine) and loader is not None:
-        engine.set_dataloader(loader)
+    loader = None if training_data is None else engine.training_loader(training_data)
     return engine, made, loader, schedule
 
 

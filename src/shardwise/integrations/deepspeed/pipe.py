@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
 
 from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
@@ -18,6 +21,13 @@ from shardwise.integrations.deepspeed.partition import Function, check_method, s
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
@@ -63,10 +73,11 @@ class PipelineModule(nn.Sequential):
 
     They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) by `partition_method`: with about equal
     numbers of parameters, or of layers (`uniform`), or of layers of some classes (`type:REGEX`).
-    `loss_fn(output, label)` computes the loss of a micro-batch. With `activation_checkpoint_interval=N`, each run of N
-    layers of a stage that has parameters keeps only its input, and is computed again in the backward: by
-    `activation_checkpoint_func(function, *inputs)`, and only if the classes of all its layers are among
-    `checkpointable_layers`, if these are given. Raises `ConfigError` for unsupported options.
+    With `seed_layers`, the generators are seeded with `base_seed` plus a layer's number before it is built, by
+    `seed_fn(seed)` if it is given. `loss_fn(output, label)` computes the loss of a micro-batch. With
+    `activation_checkpoint_interval=N`, each run of N layers of a stage that has parameters keeps only its input, and is
+    computed again in the backward: by `activation_checkpoint_func(function, *inputs)`, and only if the classes of all
+    its layers are among `checkpointable_layers`, if these are given. Raises `ConfigError` for unsupported options.
     """
 
     def __init__(
@@ -89,8 +100,6 @@ class PipelineModule(nn.Sequential):
                 "PipelineModule needs num_stages, and does not support topology: data parallelism follows from the "
                 "number of ranks."
             )
-        if seed_layers:
-            raise ConfigError("PipelineModule does not support seed_layers. Seed before the layers are created.")
         check_method(partition_method)
         if activation_checkpoint_interval < 0:
             raise ConfigError(
@@ -98,7 +107,12 @@ class PipelineModule(nn.Sequential):
                 f"or 0 to recompute nothing."
             )
         first_of_key: dict[str, nn.Module] = {}
-        super().__init__(*(_built_layer(layer, first_of_key) for layer in layers))
+        built = []
+        for number, layer in enumerate(layers):
+            if seed_layers:
+                (seed_fn or set_random_seed)(base_seed + number)
+            built.append(_built_layer(layer, first_of_key))
+        super().__init__(*built)
         self.num_stages = num_stages
         self.stages = stages_of(self, partition_method, num_stages)
         self.loss_fn = loss_fn
@@ -189,6 +203,12 @@ class PipelineEngine(DeepSpeedEngine):
         mean = self.shardwise.mean(loss.item())
         self.monitor.write_events([(EVAL_LOSS, mean, self.global_samples)])
         return torch.tensor(mean)
+
+    def training_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The data loader that `train_batch()` reads, repeatedly. As in DeepSpeed it does not shuffle."""
+        loader = self.deepspeed_io(dataset, route="eval")
+        self.set_dataloader(loader)
+        return loader
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Let `train_batch()` read from `loader`."""
