@@ -17,6 +17,7 @@ from twins import Transformer, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.ranks.test_lost_ranks import PLANS, TIERS, DiesAt, Net, race
 from tests.thorough import one_in
 
 Tensor = torch.Tensor
@@ -183,10 +184,11 @@ def test_codes_are_exported_as_they_are(tmp_path: Path) -> None:
         with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
             engine.save(tmp_path / "kept")
             engine.save_pretrained(tmp_path / "live")
+            engine.save_pretrained(tmp_path / "narrow", dtype="bf16")
 
     run_ranks(2, rank)
     sw.convert(tmp_path / "kept", tmp_path / "converted", to="hf", dtype="bf16")
-    for folder in ("live", "converted"):
+    for folder in ("live", "narrow", "converted"):
         stored = load_file(tmp_path / folder / "model.safetensors")
         for name, value in model.state_dict().items():
             if name.endswith("codes"):
@@ -228,3 +230,17 @@ def test_checkpoints_with_whole_codes_resume(tmp_path: Path, monkeypatch: pytest
 
     for name, value in run_ranks(2, resume)[0].items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+class QuantizedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = FourBit(nn.Linear(16, 32))
+
+
+@pytest.mark.parametrize("plan", [PLANS["zero3"], PLANS["zero1"], PLANS["hsdp"], TIERS["zero3-offload"]])
+@one_in(2)
+def test_codes_of_a_lost_rank_are_found_elsewhere(plan: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = QuantizedNet()
+    race(plan, DiesAt({1: 17, 3: 40}), tmp_path, model=model)

@@ -67,7 +67,8 @@ def _write(
 ) -> None:
     names = ModelNames.of(model)
     loose = _loose(model, names, kept)
-    specs = {name: _spec(PARAM, name, names, dtype or own.dtype, own) for name, own in kept.items()}
+    dtypes = {name: dtype if dtype and own.is_floating_point() else own.dtype for name, own in kept.items()}
+    specs = {name: _spec(PARAM, name, names, dtypes[name], own) for name, own in kept.items()}
     specs |= {name: _spec(BUFFER, name, names, tensor.dtype, tensor) for name, tensor in loose.items()}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     specs = {name: spec for name, spec in specs.items() if name not in ignored}
@@ -83,7 +84,8 @@ def _write(
                 continue
             for made, one in reversal.add(specs[name].name, tensor).items():
                 writer.write(_made(made, one), one.contiguous())
-    _write_configuration(model, draft, next((spec.dtype for spec in specs.values() if spec.kind == PARAM), None))
+    weights = (spec.dtype for spec in specs.values() if spec.kind == PARAM)
+    _write_configuration(model, draft, next((one for one in weights if one.is_floating_point), None))
 
 
 def _chained(whole: Iterator[tuple[str, Tensor]], loose: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +96,7 @@ def _chained(whole: Iterator[tuple[str, Tensor]], loose: Mapping[str, Tensor]) -
 
 
 def _loose(model: nn.Module, names: ModelNames, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the state dict that are not sharded: buffers, and integer parameters. Every rank has them."""
+    """Tensors of the state dict that are not sharded: buffers, and wide integer parameters. Every rank has them."""
     own = {name: param.detach() for name, param in model.named_parameters() if name not in kept}
     return own | {name: one for name, one in model.named_buffers() if name in names.buffers}
 
