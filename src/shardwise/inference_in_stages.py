@@ -4,8 +4,10 @@ random numbers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from torch import nn
 
 from shardwise.errors import StateError
 from shardwise.pipeline import AXIS, Pipeline
@@ -23,8 +25,8 @@ def inference_in_stages(sharded: ShardedModel, pipeline: Pipeline, keep_bytes: i
     draws_in_forwards = _agree(sharded, keep_bytes)
     device = sharded.sharding.device
     calls = Calls(pipeline, sharded.world.collectives(device), device)
-    numbers = _same_numbers(sharded, draws_in_forwards=draws_in_forwards)
     staged = pipeline.staged
+    numbers = _same_numbers(sharded, staged.wholes, draws_in_forwards=draws_in_forwards)
     whole = whole_sequences(staged.own_modules())  # none of them is in the model unless its stage runs
     with sharded.inference(keep_bytes), numbers, calls.answered(), whole, staged.receiving_whole_sequences():
         yield
@@ -46,9 +48,9 @@ def _agree(sharded: ShardedModel, keep_bytes: int | None) -> bool:
 
 
 @contextmanager
-def _same_numbers(sharded: ShardedModel, *, draws_in_forwards: bool) -> Iterator[None]:
+def _same_numbers(sharded: ShardedModel, wholes: Sequence[nn.Module], *, draws_in_forwards: bool) -> Iterator[None]:
     """A context in which ranks that share a sample draw the same numbers, those of the first, so that they sample the
-    same tokens. Forwards in training mode draw others, because stages differ in how many they draw.
+    same tokens. Forwards of `wholes` in training mode draw others, because stages differ in how many they draw.
 
     Afterwards the first rank's generators go on, and others' are as before.
     """
@@ -60,13 +62,27 @@ def _same_numbers(sharded: ShardedModel, *, draws_in_forwards: bool) -> Iterator
         if axis in mesh.axes and mesh.size(axis) > 1:
             generators.synchronize(world, world.group(mesh, axis))
 
-    def use_own(*_: object) -> None:
-        if draws_in_forwards and model.training:
+    depth = 0  # of modules with all stages, one in another
+
+    def enter(*_: object) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1 and draws_in_forwards and model.training:
             generators.use_own()
 
+    def leave(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            generators.use_common()
+
     handles = [
-        model.register_forward_pre_hook(use_own, prepend=True),
-        model.register_forward_hook(lambda *_: generators.use_common(), always_call=True),
+        handle
+        for whole in wholes
+        for handle in (
+            whole.register_forward_pre_hook(enter, prepend=True),
+            whole.register_forward_hook(leave, always_call=True),
+        )
     ]
     try:
         yield

@@ -115,6 +115,28 @@ def test_outputs_may_be_nests_of_several_dtypes() -> None:
     race(Told(), plan_of({"pp": 2}), lambda model, _: model(torch.arange(20.0).view(5, 4) - 9))
 
 
+class Wrapped(nn.Module):
+    """As peft wraps a model: a method calls what is inside by itself, which the forward does in its own way."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inside(x.flip(0))
+
+
+def from_inside(model: Any) -> list[Tensor]:
+    (x, _), (y, _) = batches(2, 3)
+    return [model.inside.inside(x), model.inside(x), model(x), model.inside.inside(y)]
+
+
+def test_methods_may_call_a_module_that_has_all_stages() -> None:
+    torch.manual_seed(0)
+    for plan in (plan_of({"pp": 2}), plan_of({"pp": 2}, pipeline={"schedule": "interleaved"})):
+        race(Wrapped(Wrapped(Decoder())), plan, lambda model, _: from_inside(model))
+
+
 @SLOW
 def test_training_goes_on_after_inference_as_without() -> None:
     torch.manual_seed(0)
@@ -174,6 +196,16 @@ def test_a_rank_that_calls_more_often_is_told() -> None:
             engine.module(x)
 
     refused(Decoder, use, StateError, r"Rank 0 has left engine.inference\(\), and rank 1 of the same pipeline calls")
+
+
+def test_ranks_that_call_different_modules_are_told() -> None:
+    (x, _), *_ = batches(1, 3)
+
+    def use(engine: Any, rank: int) -> None:
+        (engine.module.inside if rank else engine.module)(x)
+
+    asked = r"Rank 0 calls the Wrapped, and rank 1 of the same pipeline the Decoder in or around it"
+    refused(lambda: Wrapped(Decoder()), use, StateError, asked)
 
 
 def test_what_inference_in_stages_does_not_do_is_refused() -> None:

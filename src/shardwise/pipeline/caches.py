@@ -97,7 +97,8 @@ def with_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
     uses = getattr(config, "use_cache", False) if uses is None else uses
     if not uses or kind is None or not getattr(config, "is_decoder", True) or cache_in(args, kwargs) is not None:
         return kwargs
-    names = list(signature(model.forward).parameters)
+    wrapped = getattr(model, "get_base_model", None)  # peft's wrapper passes on what it is called with
+    names = list(signature((wrapped() if callable(wrapped) else model).forward).parameters)
     if _ARGUMENT not in names[len(args) :]:
         return kwargs
     return {**kwargs, _ARGUMENT: kind(config=config)}

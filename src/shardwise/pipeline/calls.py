@@ -4,6 +4,7 @@
 output to all, so that every rank returns what the unsplit model does, and code around the call, such as a loop that
 generates, runs on every rank as it is. So all ranks of a pipeline have to make the same calls. Each is preceded by a
 short message that compares them, and so is the end. Shapes may change from call to call: layouts travel with tensors.
+What is called may also be a module in the model that has all stages: peft's `generate` calls the model that it wraps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from shardwise.comm import BatchCheck, Collectives, require_same_batch
@@ -29,7 +31,8 @@ from shardwise.runtime import named_tensors
 
 Tensor = torch.Tensor
 _COLLECTED = ("output_hidden_states", "output_attentions")
-_UNREAD, _END = b"call", b"end"
+_END = b"end"
+_ALIKE = "All ranks of a pipeline have to make the same calls, because each has only some stages."
 
 
 class Calls:
@@ -54,15 +57,16 @@ class Calls:
         finally:
             self._staged.answer = None
 
-    def _answer(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a call of the model, on every rank."""
-        model, pipeline = self._staged.model, self._pipeline
+    def _answer(self, model: nn.Module, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a call of `model`, the whole one or one in it that has all stages, on every rank."""
+        pipeline = self._pipeline
         self._require_possible(kwargs)
         kwargs = with_cache(model, args, kwargs)
         part = MicroBatch(args, kwargs)
         cache = cache_in(args, kwargs)
         called_with = named_tensors(*_without(cache, args, kwargs))
-        self._meet(self._batches.word_of(called_with) or _UNREAD, called_with)
+        number = self._staged.wholes.index(model).to_bytes()
+        self._meet(number + (self._batches.word_of(called_with) or b""), called_with)
         grown = None if cache is None else CallCache(cache, self._layers)
         output: Any = None
         with pipeline.cleared_on_error():
@@ -70,17 +74,17 @@ class Calls:
                 with ExitStack() as stack:
                     if grown is not None:
                         stack.enter_context(grown.in_stage(stage))
-                    output = self._through(stage, part, run)
+                    output = self._through(stage, model, part, run)
                 run = model  # with its hooks, as if each further stage were a rank of its own
             pipeline.end_forwards()
             return self._shared(output, grown)
 
-    def _through(self, stage: int, part: MicroBatch, run: Forward) -> Any:
+    def _through(self, stage: int, model: nn.Module, part: MicroBatch, run: Forward) -> Any:
         """Run one stage, between what it receives and sends."""
         pipeline = self._pipeline
         arrived = pipeline.forward_from[stage].receive_once() if stage else None
         forward = partial(run, *part.args, **part.kwargs)
-        output, sent = pipeline.through(stage, 0, part, arrived, forward, sends_others=True)
+        output, sent = pipeline.through(stage, 0, part, arrived, forward, called=model, sends_others=True)
         if sent is not None:
             pipeline.forward_to[stage].send_once(output, sent)
         return output
@@ -88,7 +92,10 @@ class Calls:
     # -- what ranks tell each other ---------------------------------------------------------------------
 
     def _meet(self, word: bytes, tensors: Mapping[str, Tensor]) -> None:
-        """Raise on all ranks unless they make the same call, or have all ended."""
+        """Raise on all ranks unless they call the same module alike, or have all ended.
+
+        `word` begins with the place of the called module among those with all stages.
+        """
         words = self._line.exchange(word)
         if len(set(words)) == 1:
             return
@@ -97,7 +104,14 @@ class Calls:
             called = self._line.ranks[next(pp_rank for pp_rank, one in enumerate(words) if one != _END)]
             raise StateError(
                 f"Rank {ended} has left engine.inference(), and rank {called} of the same pipeline calls the model "
-                f"again. All ranks of a pipeline have to make the same calls, because each has only some stages."
+                f"again. {_ALIKE}"
+            )
+        other = next((pp_rank for pp_rank, one in enumerate(words) if one[0] != words[0][0]), None)
+        if other is not None:
+            first, second = (type(self._staged.wholes[words[pp_rank][0]]).__name__ for pp_rank in (0, other))
+            raise StateError(
+                f"Rank {self._line.ranks[0]} calls the {first}, and rank {self._line.ranks[other]} of the same "
+                f"pipeline the {second} in or around it. {_ALIKE}"
             )
         require_same_batch(tensors, self._line)
 

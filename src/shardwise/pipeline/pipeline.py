@@ -231,20 +231,22 @@ class Pipeline:
         arrived: Parcel | None,
         forward: Callable[[], Any],
         *,
+        called: nn.Module | None = None,
         sends_others: bool = False,
     ) -> tuple[Any, ParcelLayout | None]:
         """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
 
-        The first forward of each kind is watched; for `sends_others` see `StagedModel.running`.
+        The first forward of each kind is watched; for `called` and `sends_others` see `StagedModel.running`.
         """
-        form = (stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
+        called = called or self.staged.model
+        form = (called, stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
         is_new, is_last = form not in self._forms, stage == self._last_stage
         is_first_here = stage == self.staged.stages[0]
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
             self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
             self.staged.running(
-                stage, arrived, is_watched=is_new, sends=self._forms.get(form), sends_others=sends_others
+                stage, arrived, called=called, is_watched=is_new, sends=self._forms.get(form), sends_others=sends_others
             ),
         ):
             outputs = forward()

@@ -32,6 +32,7 @@ from shardwise.runtime import EndOfForward, tensors_in
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
+Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 PLAIN_LOOP = (
     "This engine's plan splits the model into pipeline stages, of which each rank has its own, so the model cannot "
     "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch), "
@@ -43,6 +44,8 @@ PLAIN_LOOP = (
 class _Running:
     """The stage that is running: the numbers of its first and last module, and what it received."""
 
+    called: nn.Module
+    """The module whose forward is cut short: the model, or one in it that has all stages."""
     stage: int
     first: int
     last: int
@@ -109,10 +112,13 @@ class StagedModel:
         refuse_states(model)
         self._dtypes = {param.dtype: param for param in model.parameters()}
         """An own parameter by its dtype, which may change."""
-        self.answer: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        """Answers calls of the model while no stage is running, given its forward; without it they are refused."""
+        self.answer: Answer | None = None
+        """Answers calls of a module with all stages while no stage is running, given its forward; without it they are
+        refused."""
+        self.wholes = [one for name, one in model.named_modules() if _has_all(name, self._names)]
+        """The model and the modules in it that have all stages, such as those that peft wraps, from outside inwards."""
         self._handles: list[RemovableHandle] = []
-        self._forward = model.forward
+        self._forwards = [one.forward for one in self.wholes]
 
     def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Slot:
         above, _, key = name.rpartition(".")
@@ -185,20 +191,15 @@ class StagedModel:
         self._name_of.clear()
 
     def attach(self) -> None:
-        """Replace the model's forward. Call it after other hooks are registered, so that they see the received
-        activation.
+        """Replace the forward of the model and of others with all stages. Call it after other hooks are registered, so
+        that they see the received activation.
 
         It also works on a copy of this object and the model, which has none of our hooks.
         """
-        model, original = self.model, self._forward
-
-        @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(original, args, kwargs)
-
-        model.__dict__["forward"] = forward
-        if hasattr(model, "peft_config"):
-            model.__dict__["save_pretrained"] = _refuse_to_save_adapters
+        for module, original in zip(self.wholes, self._forwards, strict=True):
+            module.__dict__["forward"] = self._answering(module, original)
+        if hasattr(self.model, "peft_config"):
+            self.model.__dict__["save_pretrained"] = _refuse_to_save_adapters
         firsts = set(self._firsts.values())
         for one in self._slots:
             if one.own is not None:
@@ -209,12 +210,20 @@ class StagedModel:
                     one.own.register_forward_hook(partial(self._returned, one.name)),
                 ]
 
+    def _answering(self, module: nn.Module, original: Forward) -> Forward:
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(module, original, args, kwargs)
+
+        return forward
+
     def release(self) -> None:
-        """Restore the model's forward. Modules of other stages stay absent."""
+        """Restore the forwards. Modules of other stages stay absent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.model.__dict__.pop("forward", None)
+        for module in self.wholes:
+            module.__dict__.pop("forward", None)
 
     # -- running one stage ------------------------------------------------------------------------------
 
@@ -240,13 +249,14 @@ class StagedModel:
         sends: tuple[int, ...] | None = None,
         sends_others: bool = False,
         is_backward: bool = False,
+        called: nn.Module | None = None,
     ) -> Iterator[None]:
-        """A context in which forwards of the model, and recomputations of them in a backward, run `stage`. If it is
-        watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on, and `sends_others`
-        what happens to other tensors (see `_Running`)."""
+        """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
+        `stage`. If it is watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on,
+        and `sends_others` what happens to other tensors (see `_Running`)."""
         first, last = self._firsts[stage], self._lasts[stage]
         stand_ins = StandIns(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
-        now = _Running(stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
+        now = _Running(called or self.model, stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
         others = [one for one in self._slots if one.own is not None and not first <= self._number(one) <= last]
         for one in others:
             one.holder[one.key] = one.absent
@@ -279,12 +289,14 @@ class StagedModel:
     def _number(self, one: _Slot) -> int:
         return one.absent._number
 
-    def _run(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, module: nn.Module, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = self._running_stage
         if now is None:
             if self.answer is None:
                 raise StateError(PLAIN_LOOP)
-            return self.answer(lambda *args, **kwargs: self._run(original, args, kwargs), args, kwargs)
+            return self.answer(module, self._answering(module, original), args, kwargs)
+        if module is not now.called:
+            return original(*args, **kwargs)
         refuse_sums_over_layers(kwargs, "The batch")
         now.is_in_forward = True
         try:
@@ -295,7 +307,7 @@ class StagedModel:
             now.is_in_forward = False
         if now.last + 1 < len(self._names):
             raise ModelError(
-                f"The forward of {type(self.model).__name__} ended without calling {self._names[now.last + 1]}, with "
+                f"The forward of {type(module).__name__} ended without calling {self._names[now.last + 1]}, with "
                 f"which the next pipeline stage begins. List the modules in the order of the forward: pipeline.stages."
             )
         self._check_entered(now)
@@ -360,6 +372,11 @@ class StagedModel:
             f"the forward. List the modules in the order in which {type(self.model).__name__} calls them: "
             f"pipeline.stages."
         )
+
+
+def _has_all(module: str, pieces: Sequence[str]) -> bool:
+    """Whether the module of that name, "" for the model itself, has all `pieces`."""
+    return not module or all(piece.startswith(f"{module}.") for piece in pieces)
 
 
 def _part_of(name: str, model: nn.Module) -> str:
