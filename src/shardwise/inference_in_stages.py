@@ -15,7 +15,8 @@ from shardwise.pipeline.calls import Calls
 from shardwise.runtime import bytes_left_out
 from shardwise.sharded_model import ShardedModel
 from shardwise.tensor import AXIS as TENSOR_AXIS
-from shardwise.tensor import Generators, draws, whole_sequences
+from shardwise.tensor import Generators, draws
+from shardwise.tensor.forwards import whole_sequences
 from shardwise.units import format_bytes
 
 

@@ -15,7 +15,8 @@ from shardwise.program.schedule import Op
 from shardwise.sharded_model import ShardedModel
 from shardwise.storage import Unit
 from shardwise.tensor import AXIS as TENSOR_AXIS
-from shardwise.tensor import Generators, whole_sequences
+from shardwise.tensor import Generators
+from shardwise.tensor.forwards import whole_sequences
 
 Tensor = torch.Tensor
 

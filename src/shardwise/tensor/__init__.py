@@ -1,6 +1,5 @@
 """Tensor parallelism: modules are split along one dimension over ranks that share each sample (arXiv:1909.08053)."""
 
-from shardwise.tensor.forwards import whole_sequences
 from shardwise.tensor.functions import (
     copy_to,
     gather_from,
@@ -35,5 +34,4 @@ __all__ = [
     "reduce_scatter_from",
     "scatter_to",
     "split_for",
-    "whole_sequences",
 ]
