@@ -6,46 +6,71 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
 from shardwise.errors import StateError
 from shardwise.pipeline import AXIS, Pipeline
 from shardwise.pipeline.calls import Calls
-from shardwise.runtime import bytes_left_out
+from shardwise.pipeline.meetings import Meetings
+from shardwise.runtime import keeps_all
 from shardwise.sharded_model import ShardedModel
 from shardwise.tensor import AXIS as TENSOR_AXIS
 from shardwise.tensor import Generators, draws
 from shardwise.tensor.forwards import whole_sequences
-from shardwise.units import format_bytes
+
+
+class _Agreed(NamedTuple):
+    draws: bool
+    """Whether forwards in training mode draw random numbers, in any part of the model."""
+    gathers: bool
+    """Whether any rank gathers parameters in calls, because it does not keep all of its stages."""
 
 
 @contextmanager
 def inference_in_stages(sharded: ShardedModel, pipeline: Pipeline, keep_bytes: int | None) -> Iterator[None]:
     """See `Engine.inference`. All ranks of the world enter and leave."""
-    draws_in_forwards = _agree(sharded, keep_bytes)
-    device = sharded.sharding.device
-    calls = Calls(pipeline, sharded.world.collectives(device), device)
-    staged = pipeline.staged
-    numbers = _same_numbers(sharded, staged.wholes, draws_in_forwards=draws_in_forwards)
+    world, mesh, staged = sharded.world, sharded.mesh, pipeline.staged
+    same_stages = _ranks_by_place(sharded)[pipeline.pp_rank]
+    agreed = _agree(sharded, keep_bytes)
+    numbers = _same_numbers(sharded, staged.wholes, draws_in_forwards=agreed.draws)
     whole = whole_sequences(staged.own_modules())  # none of them is in the model unless its stage runs
-    with sharded.inference(keep_bytes), numbers, calls.answered(), whole, staged.receiving_whole_sequences():
-        yield
+    meetings = Meetings(pipeline.line, staged.wholes)
+    if agreed.gathers:
+        pipelines = sorted({mesh.group(rank, AXIS) for rank in range(world.size)})
+        meetings = Meetings(pipeline.line, staged.wholes, pipelines, partial(world.exchange, subject="calls"))
+    device = sharded.sharding.device
+    with sharded.inference(keep_bytes, world.line("stages", same_stages)) as inference, numbers:
+        calls = Calls(pipeline, world.collectives(device), device, inference, meetings)
+        with whole, staged.receiving_whole_sequences(), calls.answered():
+            yield
 
 
-def _agree(sharded: ShardedModel, keep_bytes: int | None) -> bool:
-    """Raise `StateError` on all ranks unless each keeps the whole of its stages; whether any part of the model draws
-    random numbers in training."""
-    left, needed = bytes_left_out(sharded.runner.units, keep_bytes)
-    mine = json.dumps([left, needed, draws(sharded.model)]).encode()
+def _ranks_by_place(sharded: ShardedModel) -> dict[int, list[int]]:
+    """By pipeline rank, the ranks with the same stages."""
+    found: dict[int, list[int]] = {}
+    for rank in range(sharded.world.size):
+        found.setdefault(sharded.mesh.coordinate(rank)[AXIS], []).append(rank)
+    return found
+
+
+def _agree(sharded: ShardedModel, keep_bytes: int | None) -> _Agreed:
+    """Raise `StateError` on all ranks unless those with the same stages keep the same of them."""
+    gathers = not keeps_all(sharded.runner.units, keep_bytes)
+    mine = json.dumps([gathers, keep_bytes, draws(sharded.model)]).encode()
     told = [json.loads(one) for one in sharded.world.exchange(mine, "inference")]
-    if any(one[0] for one in told):
-        rank = max(range(len(told)), key=lambda one: told[one][1])
-        raise StateError(
-            f"In a pipeline engine.inference() keeps the parameters of a rank's stages whole, wherever they rest, and "
-            f"those of rank {rank} take {format_bytes(told[rank][1])}. Give it keep_bytes={told[rank][1]} or more."
-        )
-    return any(one[2] for one in told)
+    agreed = _Agreed(draws=any(one[2] for one in told), gathers=any(one[0] for one in told))
+    for first, *others in _ranks_by_place(sharded).values():
+        other = next((rank for rank in others if told[rank][1] != told[first][1]), None)
+        if agreed.gathers and other is not None:
+            raise StateError(
+                f"engine.inference() was given keep_bytes={told[first][1]} on rank {first} and {told[other][1]} on "
+                f"rank {other}, which have the same stages and gather together what they do not keep. Give both the "
+                f"same."
+            )
+    return agreed
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.access import Access
 from shardwise.activations import Treatments
-from shardwise.comm import DataGroup, World
+from shardwise.comm import DataGroup, Group, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
@@ -24,7 +24,7 @@ from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.parts import Assembly, Parts, treat_activations
 from shardwise.precision import LossScaler, Norm, cast_floating
 from shardwise.program import Activations
-from shardwise.runtime import NO_COPY, Runner
+from shardwise.runtime import NO_COPY, Inference, Runner
 from shardwise.sequence import WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, torch_dtype
@@ -296,13 +296,12 @@ class ShardedModel:
         return self.access.optimizer_state_dict(member)
 
     @contextmanager
-    def inference(self, keep_bytes: int | None) -> Iterator[None]:
-        """See `Engine.inference`. Sequences are whole inside."""
+    def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
+        """See `Engine.inference`, and for `members` `Runner.inference`. Sequences are whole inside."""
         with ExitStack() as stack:
             if self.sequence is not None:
                 stack.enter_context(self.sequence.suspended())
-            stack.enter_context(self.runner.inference(self.world, keep_bytes))
-            yield
+            yield stack.enter_context(self.runner.inference(self.world, keep_bytes, members))
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 

@@ -128,20 +128,20 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
 def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
     """See `Engine.inference`."""
     if sharded.pipeline is None:
-        splits_layers = TENSOR_AXIS in sharded.mesh.model_axes
-        return _with_common_numbers(sharded, keep_bytes) if splits_layers else sharded.inference(keep_bytes)
+        return _inference_of_all_layers(sharded, keep_bytes)
     from shardwise.inference_in_stages import inference_in_stages  # only ranks with a pipeline load it
 
     return inference_in_stages(sharded, sharded.pipeline, keep_bytes)
 
 
 @contextmanager
-def _with_common_numbers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
-    """Inference of a model whose layers are split. Its ranks go on with the random numbers of the first, or they would
-    sample different tokens."""
+def _inference_of_all_layers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
+    """Inference without a pipeline. If layers are split, the ranks that have their parts go on with the random numbers
+    of the first, or they would sample different tokens."""
     with sharded.inference(keep_bytes), whole_sequences([sharded.model]):
-        group = sharded.world.group(sharded.mesh, TENSOR_AXIS)
-        Generators(sharded.world.rank_device, group.index).synchronize(sharded.world, group)
+        if TENSOR_AXIS in sharded.mesh.model_axes:
+            group = sharded.world.group(sharded.mesh, TENSOR_AXIS)
+            Generators(sharded.world.rank_device, group.index).synchronize(sharded.world, group)
         yield
 
 

@@ -3,7 +3,7 @@
 [Note: calls by all] Each call is a single micro-batch: a rank runs its stages, and the last stage's rank then sends the
 output to all, so that every rank returns what the unsplit model does, and code around the call, such as a loop that
 generates, runs on every rank as it is. So all ranks of a pipeline have to make the same calls. Each is preceded by a
-short message that compares them, and so is the end. Shapes may change from call to call: layouts travel with tensors.
+meeting that compares them, and so is the end. Shapes may change from call to call: layouts travel with tensors.
 What is called may also be a module in the model that has all stages: peft's `generate` calls the model that it wraps.
 """
 
@@ -23,23 +23,31 @@ from shardwise.comm import BatchCheck, Collectives, require_same_batch
 from shardwise.errors import ModelError, StateError
 from shardwise.micro_batches import MicroBatch
 from shardwise.pipeline.caches import CallCache, Growth, cache_in, is_cache, layers_of, with_cache
+from shardwise.pipeline.meetings import Meetings
 from shardwise.pipeline.messages import as_sent
 from shardwise.pipeline.parcels import DTYPES, Layout
 from shardwise.pipeline.pipeline import Pipeline
 from shardwise.pipeline.staged import Forward
-from shardwise.runtime import named_tensors
+from shardwise.runtime import Inference, named_tensors
 
 Tensor = torch.Tensor
 _COLLECTED = ("output_hidden_states", "output_attentions")
-_END = b"end"
-_ALIKE = "All ranks of a pipeline have to make the same calls, because each has only some stages."
 
 
 class Calls:
     """Answers calls of a model in stages. `collectives` are those of `device`, where the model is."""
 
-    def __init__(self, pipeline: Pipeline, collectives: Collectives, device: torch.device) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        collectives: Collectives,
+        device: torch.device,
+        inference: Inference,
+        meetings: Meetings,
+    ) -> None:
         self._pipeline = pipeline
+        self._inference = inference
+        self._meetings = meetings
         self._staged = pipeline.staged
         self._line = pipeline.line
         self._collectives = collectives
@@ -50,12 +58,23 @@ class Calls:
     @contextmanager
     def answered(self) -> Iterator[None]:
         """A context in which the model may be called. All ranks of the pipeline enter, and make the same calls."""
-        self._staged.answer = self._answer
+        self._staged.answer, self._staged.gathers_in_calls = self._answer, self._meetings.are_common
         try:
             yield
-            self._meet(_END, {})
+            while not self._meetings.end():
+                self._stand_by()
+        except BaseException:
+            self._meetings.fail()
+            raise
         finally:
-            self._staged.answer = None
+            self._staged.answer, self._staged.gathers_in_calls = None, False
+
+    def _stand_by(self) -> None:
+        """While other pipelines make a call, take part in the rounds of this rank's stages."""
+        for _ in self._staged.stages:
+            with self._inference.rounds():
+                pass
+        self._meetings.call_is_over()
 
     def _answer(self, model: nn.Module, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call of `model`, the whole one or one in it that has all stages, on every rank."""
@@ -64,10 +83,10 @@ class Calls:
         kwargs = with_cache(model, args, kwargs)
         part = MicroBatch(args, kwargs)
         cache = cache_in(args, kwargs)
-        called_with = named_tensors(*_without(cache, args, kwargs))
-        number = self._staged.wholes.index(model).to_bytes()
-        self._meet(number + (self._batches.word_of(called_with) or b""), called_with)
         grown = None if cache is None else CallCache(cache, self._layers)
+        called_with = named_tensors(*_without(cache, args, kwargs))
+        if not self._meetings.call(model, self._batches.word_of(called_with) or b""):
+            require_same_batch(called_with, self._line)
         output: Any = None
         with pipeline.cleared_on_error():
             for stage in self._staged.stages:
@@ -84,36 +103,11 @@ class Calls:
         pipeline = self._pipeline
         arrived = pipeline.forward_from[stage].receive_once() if stage else None
         forward = partial(run, *part.args, **part.kwargs)
-        output, sent = pipeline.through(stage, 0, part, arrived, forward, called=model, sends_others=True)
+        with self._inference.rounds():
+            output, sent = pipeline.through(stage, 0, part, arrived, forward, called=model, sends_others=True)
         if sent is not None:
             pipeline.forward_to[stage].send_once(output, sent)
         return output
-
-    # -- what ranks tell each other ---------------------------------------------------------------------
-
-    def _meet(self, word: bytes, tensors: Mapping[str, Tensor]) -> None:
-        """Raise on all ranks unless they call the same module alike, or have all ended.
-
-        `word` begins with the place of the called module among those with all stages.
-        """
-        words = self._line.exchange(word)
-        if len(set(words)) == 1:
-            return
-        if _END in words:
-            ended = self._line.ranks[words.index(_END)]
-            called = self._line.ranks[next(pp_rank for pp_rank, one in enumerate(words) if one != _END)]
-            raise StateError(
-                f"Rank {ended} has left engine.inference(), and rank {called} of the same pipeline calls the model "
-                f"again. {_ALIKE}"
-            )
-        other = next((pp_rank for pp_rank, one in enumerate(words) if one[0] != words[0][0]), None)
-        if other is not None:
-            first, second = (type(self._staged.wholes[words[pp_rank][0]]).__name__ for pp_rank in (0, other))
-            raise StateError(
-                f"Rank {self._line.ranks[0]} calls the {first}, and rank {self._line.ranks[other]} of the same "
-                f"pipeline the {second} in or around it. {_ALIKE}"
-            )
-        require_same_batch(tensors, self._line)
 
     def _shared(self, output: Any, cache: CallCache | None) -> Any:
         """The output of the last stage, on every rank; the caches of all ranks then hold as much."""
@@ -125,6 +119,7 @@ class Calls:
         if pp_rank == last:
             described |= _described(output, given, type(self._staged.model).__name__, tensors)
         told: list[dict[str, Any]] = [json.loads(one) for one in self._line.exchange(json.dumps(described).encode())]
+        self._meetings.call_is_over()
         if "refused" in told[last]:
             raise ModelError(told[last]["refused"])
         if cache is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import BatchCheck, Line, World, link_between
+from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss
 from shardwise.pipeline.across import AcrossStages
@@ -159,6 +160,7 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
     ) -> Tensor:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
+        self._require_whole()
         self._check_same_batch(parts)
         step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, timeline)
         with self.cleared_on_error():
@@ -180,6 +182,7 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
     ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
+        self._require_whole()
         with torch.no_grad(), self.cleared_on_error():
             step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, Timeline())
             for op in self._row:
@@ -311,6 +314,13 @@ class Pipeline:
     def _kind_of(self, part: MicroBatch) -> Hashable:
         """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
         return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), _form_of(part)
+
+    def _require_whole(self) -> None:
+        if self.staged.gathers_in_calls:
+            raise StateError(
+                "Inside engine.inference() that does not keep all parameters of a pipeline, they are whole only in "
+                "calls of the model. Leave it before steps and engine.eval_step(), or give it more keep_bytes."
+            )
 
     def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
         """Raise unless all ranks of the pipeline were given the same batch."""

@@ -115,6 +115,8 @@ class StagedModel:
         self.answer: Answer | None = None
         """Answers calls of a module with all stages while no stage is running, given its forward; without it they are
         refused."""
+        self.gathers_in_calls = False
+        """Whether parameters, of any rank, are whole only in calls that are answered."""
         self.wholes = [one for name, one in model.named_modules() if _has_all(name, self._names)]
         """The model and the modules in it that have all stages, such as those that peft wraps, from outside inwards."""
         self._handles: list[RemovableHandle] = []

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from shardwise.comm import World
+from shardwise.comm import Group, World
 from shardwise.errors import StateError
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.reach import Reach
@@ -32,11 +32,15 @@ FINISHED, FAILED = b"through", b"failed"
 class Inference:
     """Replaces passes while every rank runs by itself."""
 
-    def __init__(self, units: Sequence[Unit], gathering: Gathering, world: World, keep_bytes: int | None):
+    def __init__(
+        self, units: Sequence[Unit], gathering: Gathering, world: World, members: Group, keep_bytes: int | None
+    ):
+        """`members` are the ranks that have these units."""
         self._units = list(units)
         self._numbers = {unit.name: number for number, unit in enumerate(units)}
         self._gathering = gathering
-        self._world = world
+        self._collectives = world.collectives(torch.device("cpu"))
+        self._members = members
         self._last: tuple[int, int] = (-1, -1)
         """The units of the last two rounds."""
         self._after: dict[tuple[int, int], int] = {}
@@ -44,11 +48,12 @@ class Inference:
         self._prefetched: Unit | None = None
         self._kept = _kept(units, keep_bytes)
         self._reach: Reach | None = None
-        self._is_over = False
+        self._has_rounds = False
+        """Whether other members wait for this one in rounds, or it for them."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, ranks run what they like; afterwards nothing is whole. All ranks enter."""
+        """Inside, kept units are whole, and others in `rounds`; afterwards nothing is whole. All members enter."""
         failed = True
         try:
             with torch.no_grad():
@@ -56,13 +61,13 @@ class Inference:
                 yield
             failed = False
         finally:
-            try:
-                self._end(failed=failed)
-            finally:
-                if failed:
-                    self._gathering.abandon()
-                else:
-                    self._gathering.free_all()
+            if self._reach is not None:
+                self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+                self._reach = None
+            if failed:
+                self._gathering.abandon()
+            else:
+                self._gathering.free_all()
 
     def _begin(self) -> None:
         """Gather the units that are kept."""
@@ -73,19 +78,28 @@ class Inference:
             self._reach = Reach(self._units, self.need)
             self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
-    def _end(self, *, failed: bool) -> None:
-        """Take part in the other ranks' rounds until all have finished."""
-        if self._reach is not None:
-            self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            self._reach = None
-        if not failed:
-            self.release_all()
-        while len(self._kept) < len(self._units) and not self._is_over:
-            if failed:
-                self._is_over = True
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """Inside, this rank may need any unit. It leaves together with the other members, and takes part in their
+        rounds until then."""
+        self._has_rounds = len(self._kept) < len(self._units)
+        try:
+            yield
+        except BaseException:
+            if self._has_rounds:
+                self._has_rounds = False
                 self._exchange(FAILED)
-            else:
+            raise
+        self.release_all()
+        while self._has_rounds:
+            with self._unwatched():
                 self._round(None)
+
+    def before_forward(self, unit: Unit) -> None:
+        """`unit` computes next. Before rounds begin it may be the model in stages itself, whose call has yet to be
+        agreed: what a stage reads of it is gathered then."""
+        if self._has_rounds or self._reach is None:
+            self.need(unit)
 
     def need(self, unit: Unit) -> None:
         """Return when `unit` is whole."""
@@ -96,10 +110,13 @@ class Inference:
             )
         wish = self._numbers[unit.name]
         while not _is_whole(unit):
-            if self._reach is None:
-                self._round(wish)
-                continue
-            with self._reach.paused():
+            if not self._has_rounds:
+                raise StateError(
+                    f"Parameters of {unit.name} are used outside of a call of the model, and in a pipeline those that "
+                    f"are not kept are whole only in such calls. Leave engine.inference() first, or give it more "
+                    f"keep_bytes."
+                )
+            with self._unwatched():
                 self._round(wish)
 
     def release(self, unit: Unit) -> None:
@@ -114,23 +131,27 @@ class Inference:
         for unit in self._units:
             self.release(unit)
 
+    def _unwatched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._reach is None else self._reach.paused()
+
     def _exchange(self, message: bytes) -> list[bytes]:
         """Exchange `message` under one name, wherever each rank is, so that the watchdog sees the same call
         everywhere."""
-        return self._world.exchange(message, "inference")
+        return self._collectives.exchange(message, self._members, "inference")
 
     def _round(self, wish: int | None) -> None:
         """One round. `wish` is the number of the unit that this rank needs, `None` if it has finished."""
         messages = self._exchange(FINISHED if wish is None else json.dumps([wish, *self._whole_here()]).encode())
         if FAILED in messages:
-            self._is_over = True
+            self._has_rounds = False
+            rank = self._members.ranks[messages.index(FAILED)]
             raise StateError(
-                f"Rank {messages.index(FAILED)} left engine.inference() with an error, so its part of the parameters "
-                f"is no longer available; its own report says why."
+                f"Rank {rank} left engine.inference() with an error, so its part of the parameters is no longer "
+                f"available; its own report says why."
             )
         wishes: list[list[int]] = [json.loads(message) for message in messages if message != FINISHED]
         if not wishes:
-            self._is_over = True
+            self._has_rounds = False
             return
         number = wishes[0][0]
         unit = self._units[number]
@@ -166,11 +187,9 @@ class Inference:
             self._gathering.free(unit)
 
 
-def bytes_left_out(units: Sequence[Unit], keep_bytes: int | None) -> tuple[int, int]:
-    """What of the parameters `keep_bytes` leaves out (see `_kept`), and what all of them take."""
-    kept = _kept(units, keep_bytes)
-    sizes = {unit.name: _bytes_to_keep(unit) for unit in units}
-    return sum(size for name, size in sizes.items() if name not in kept), sum(sizes.values())
+def keeps_all(units: Sequence[Unit], keep_bytes: int | None) -> bool:
+    """Whether all parameters stay whole; see `_kept`."""
+    return len(_kept(units, keep_bytes)) == len(units)
 
 
 def _bytes_to_keep(unit: Unit) -> int:

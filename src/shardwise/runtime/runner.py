@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from shardwise.comm import SharedBuffers, World
+from shardwise.comm import Group, SharedBuffers, World
 from shardwise.errors import StateError
 from shardwise.program import END_OF_BACKWARD, UnitMoments, UnitSpec
 from shardwise.program.schedule import Op
@@ -134,7 +134,7 @@ class Runner:
 
     def before_forward(self, unit: Unit) -> None:
         if self._inference is not None:
-            self._inference.need(unit)
+            self._inference.before_forward(unit)
             return
         training = self._is_training()
         if training:
@@ -311,8 +311,9 @@ class Runner:
     # -- forwards at each rank's own pace ---------------------------------------------------------------
 
     @contextmanager
-    def inference(self, world: World, keep_bytes: int | None) -> Iterator[None]:
-        """Inside, ranks run what they like without gradients; see [Note: rounds] in `inference.py`."""
+    def inference(self, world: World, keep_bytes: int | None, members: Group | None) -> Iterator[Inference]:
+        """Inside, ranks run what they like without gradients; see [Note: rounds] in `inference.py`. With `members`, the
+        ranks that have these units, only in its `rounds`."""
         is_between = self.passes.current.is_running
         if is_between or self._inference is not None:
             where = "between a forward and its backward" if is_between else "inside another engine.inference()"
@@ -320,10 +321,11 @@ class Runner:
         if self._compiled is not None:  # every sequence length would be compiled anew; training installs it again
             self._compiled.remove()
         self.gathering.await_updates()
-        self._inference = Inference(self.units, self.gathering, world, keep_bytes)
+        self._inference = Inference(self.units, self.gathering, world, members or world.everybody, keep_bytes)
+        rounds = self._inference.rounds() if members is None else nullcontext()
         try:
-            with self._inference.running():
-                yield
+            with self._inference.running(), rounds:
+                yield self._inference
         finally:
             self._inference = None
 
