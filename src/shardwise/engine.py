@@ -311,7 +311,8 @@ class Engine(EngineTraining):
         of the model itself, and each gets its output (docs/pipeline.md).
 
         Raises `ConfigError` for `keep_bytes` that is no number of bytes, and `StateError` inside another `inference`,
-        between a forward and its backward, or in a pipeline if `keep_bytes` leaves out parameters.
+        between a forward and its backward, or if ranks with the same pipeline stages have to gather parameters and
+        give different `keep_bytes`.
         """
         self._require_open()
         num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 VOCAB, NEW = 53, 6
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 24, "pad_token_id": 0}
-CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("zero1", {"pp": 2}, {}),
-    ("zero1", {"pp": 2}, {"pipeline": {"schedule": "interleaved"}}),
-    ("zero3", {"pp": 2, "dp": 2}, {}),
-    ("zero1", {"pp": 2, "tp": 2}, {}),
-    ("zero2", {"pp": 2, "sp": 2}, {}),
+CASES: list[tuple[str, dict[str, int], dict[str, Any], int | None]] = [
+    # preset, mesh, more of the plan, keep_bytes
+    ("zero1", {"pp": 2}, {}, None),
+    ("zero1", {"pp": 2}, {"pipeline": {"schedule": "interleaved"}}, None),
+    ("zero3", {"pp": 2, "dp": 2}, {}, None),
+    ("zero3", {"pp": 2, "dp": 2}, {}, 0),
+    ("zero1", {"pp": 2, "tp": 2}, {}, None),
+    ("zero2", {"pp": 2, "sp": 2}, {}, None),
 ]
 
 
@@ -63,15 +65,17 @@ def uses(model: Any, place: int) -> list[torch.Tensor]:
 
 @one_in(4)
 @pytest.mark.parametrize("task", ["CAUSAL_LM", None], ids=["causal", "no task"])
-@pytest.mark.parametrize(("preset", "mesh", "changes"), CASES, ids=str)
-def test_greedy_tokens_and_logits(preset: str, mesh: dict[str, int], changes: dict[str, Any], task: str | None) -> None:
+@pytest.mark.parametrize(("preset", "mesh", "changes", "keep_bytes"), CASES, ids=str)
+def test_greedy_tokens_and_logits(
+    preset: str, mesh: dict[str, int], changes: dict[str, Any], keep_bytes: int | None, task: str | None
+) -> None:
     model, num_ranks = llama(task), math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
     expected = [uses(model, place) for place in range(mesh.get("dp", 1))]
 
     def rank(world: sw.World) -> tuple[int, list[torch.Tensor]]:
         plan = {"preset": preset, "mesh": mesh, "accumulate": 4, **changes}
-        with sw.shard(models[world.rank], plan, world=world) as engine, engine.inference():
+        with sw.shard(models[world.rank], plan, world=world) as engine, engine.inference(keep_bytes):
             return engine.data_ranks[0], uses(engine.module, engine.data_ranks[0])
 
     for place, found in run_ranks(num_ranks, rank):
