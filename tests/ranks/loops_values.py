@@ -64,6 +64,12 @@ def params_to_host(loop: Loop) -> Any:
     return [p.detach().cpu().clone() for p in loop.model.parameters()]
 
 
+@action(READ, "`{name: p.cpu() ...}`, pickled by one rank")
+def params_taken_away(loop: Loop) -> Any:
+    taken = {name: p.cpu() for name, p in loop.params()}
+    return [pickle.loads(pickle.dumps(p)).detach() for p in taken.values()]
+
+
 @action(READ, "`model.head.weight[0]`, `model.get_parameter(name)`, `model.embed.weight[ids]`")
 def params_indexed(loop: Loop) -> Any:
     return [
