@@ -297,7 +297,7 @@ class ShardedModel:
 
     @contextmanager
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
-        """See `Engine.inference`, and for `members` `Runner.inference`. Sequences are whole inside."""
+        """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
         with ExitStack() as stack:
             if self.sequence is not None:
                 stack.enter_context(self.sequence.suspended())

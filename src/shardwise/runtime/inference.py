@@ -33,14 +33,15 @@ class Inference:
     """Replaces passes while every rank runs by itself."""
 
     def __init__(
-        self, units: Sequence[Unit], gathering: Gathering, world: World, members: Group, keep_bytes: int | None
+        self, units: Sequence[Unit], gathering: Gathering, world: World, members: Group | None, keep_bytes: int | None
     ):
-        """`members` are the ranks that have these units."""
+        """`members` are the ranks that have these units, if not all do: then units can be needed in `rounds` only."""
         self._units = list(units)
         self._numbers = {unit.name: number for number, unit in enumerate(units)}
         self._gathering = gathering
         self._collectives = world.collectives(torch.device("cpu"))
-        self._members = members
+        self._members = members or world.everybody
+        self._is_one_span = members is None
         self._last: tuple[int, int] = (-1, -1)
         """The units of the last two rounds."""
         self._after: dict[tuple[int, int], int] = {}
@@ -53,12 +54,14 @@ class Inference:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, kept units are whole, and others in `rounds`; afterwards nothing is whole. All members enter."""
+        """Inside, kept units are whole, and others when they are needed; afterwards nothing is whole. All members
+        enter."""
         failed = True
         try:
             with torch.no_grad():
                 self._begin()
-                yield
+                with self.rounds() if self._is_one_span else nullcontext():
+                    yield
             failed = False
         finally:
             if self._reach is not None:

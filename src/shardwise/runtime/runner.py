@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -312,8 +312,7 @@ class Runner:
 
     @contextmanager
     def inference(self, world: World, keep_bytes: int | None, members: Group | None) -> Iterator[Inference]:
-        """Inside, ranks run what they like without gradients; see [Note: rounds] in `inference.py`. With `members`, the
-        ranks that have these units, only in its `rounds`."""
+        """Inside, ranks run what they like without gradients; see [Note: rounds] and `Inference` in `inference.py`."""
         is_between = self.passes.current.is_running
         if is_between or self._inference is not None:
             where = "between a forward and its backward" if is_between else "inside another engine.inference()"
@@ -321,10 +320,9 @@ class Runner:
         if self._compiled is not None:  # every sequence length would be compiled anew; training installs it again
             self._compiled.remove()
         self.gathering.await_updates()
-        self._inference = Inference(self.units, self.gathering, world, members or world.everybody, keep_bytes)
-        rounds = self._inference.rounds() if members is None else nullcontext()
+        self._inference = Inference(self.units, self.gathering, world, members, keep_bytes)
         try:
-            with self._inference.running(), rounds:
+            with self._inference.running():
                 yield self._inference
         finally:
             self._inference = None
