@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -269,10 +270,13 @@ def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank dies after its update, before others know of it. They repeat the step unless they have the same update."""
     after_step = ShardedModel.after_step
+    updated = threading.Barrier(NUM_RANKS)  # one that has not heard all gradients when the rank dies repeats the step
 
     def or_die(self: ShardedModel, member: torch.optim.Optimizer) -> None:
-        if self.world.rank == 1 and self.world.size == NUM_RANKS and self.progress.num_steps == 3:
-            raise Killed
+        if self.world.size == NUM_RANKS and self.progress.num_steps == 3:
+            updated.wait(timeout=60)
+            if self.world.rank == 1:
+                raise Killed
         after_step(self, member)
 
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
