@@ -29,9 +29,9 @@ LANES = 64
 """Elements in a cache line or vector at most, for the narrowest dtype. Cuts between slices are multiples of it, so that
 every element is computed by the same instructions as in one call for the whole."""
 
-TURNS = 8
-"""Slices of each thread if nothing is widened or narrowed. Each byte is then touched once, however long they are; with
-this many of them, no thread waits long for the last one."""
+TURNS = 2
+"""Slices of each thread if nothing is widened or narrowed. Each byte is then touched once, however long they are. More
+than one, so that a thread whose core does other work leaves some to the others."""
 
 
 @dataclass(frozen=True)
