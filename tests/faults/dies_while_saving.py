@@ -31,6 +31,7 @@ def main() -> None:
                 engine.backward(engine(torch.ones(2, 64)).sum())
                 engine.step()
                 if engine.num_steps == 2 and sys.argv[2:]:
+                    engine.wait_for_save()  # the first file is complete; on a busy machine it may not have been begun
                     if world.rank == 1:
                         write.write_at = die
                     engine.save(sys.argv[1], wait=False)
