@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 import warm
 from tests.faults.restarting_rank import data_for, model_for
-from tests.faults.survivor import batch_of, loss_of
+from tests.faults.test_survival import oracle
 from tests.thorough import one_in
 
 SCRIPT = Path(__file__).with_name("restarting_rank.py")
@@ -42,20 +42,6 @@ def launched(out: Path, plan: dict[str, object], *options: str) -> subprocess.Co
     )
 
 
-def oracle_for(axis: str) -> list[float]:
-    """The losses of one process that has the whole model."""
-    model, losses = model_for(axis), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(NUM_STEPS):
-        x, y = data_for(axis, *batch_of(step, 0, 1))
-        loss = loss_of(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @one_in(6)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", PLANS)
@@ -69,7 +55,7 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
     assert (SAID in ran.stderr) == (name != "checkpoint"), "said at the start, but where the plan asks for it"
     found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
     assert len(found) == (4 if "mesh" in plan else 2)
-    losses = oracle_for(name)
+    losses = oracle(NUM_STEPS, model_for(name), partial(data_for, name))
     for one in found:
         assert one["first"] == DIES_AT - 1, "the last step of which there is a checkpoint"
         for step, loss in one["losses"].items():

@@ -10,10 +10,12 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import warm
 from shardwise.monitor import read_record
@@ -24,13 +26,18 @@ pytestmark = thorough_only("starts many processes")
 SCRIPT = Path(__file__).with_name("survivor.py")
 
 
-def oracle(num_steps: int) -> list[float]:
-    model = build()
+Formed = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def oracle(num_steps: int, model: nn.Module | None = None, formed: Formed = lambda x, y: (x, y)) -> list[float]:
+    """The losses of one process that has the whole model, and takes each batch as `formed`."""
+    model = model or build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(num_steps):
         x, y = batch_of(step, 0, 1)
         assert len(x) == ROWS
+        x, y = formed(x, y)
         loss = loss_of(model(x), y)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own

@@ -223,6 +223,11 @@ def test_partition_methods_of_a_pipeline(method: str, stages: list[list[str]] | 
 
 def test_partition_methods_that_cannot_be_had() -> None:
     layers = [nn.Embedding(4, 2), nn.Linear(2, 2)]
-    for method, words in (("profile", "must be 'parameters'"), ("type:linear", "counts 1 layers, too few for 2")):
+    cases = {
+        "profile": "must be 'parameters'",
+        "type:linear": "counts 1 layers, too few for 2",
+        "type:(": "which is no regular expression: missing",
+    }
+    for method, words in cases.items():
         with pytest.raises(ConfigError, match=words):
             deepspeed.PipelineModule(layers, num_stages=2, partition_method=method)

@@ -98,6 +98,17 @@ def test_adapters_over_a_base_in_four_bits_train_like_the_plain_model(
         assert torch.equal(run.extra["codes"][name], value), name
 
 
+def resumed_by(world: sw.World, model: nn.Module, preset: str, folder: Path) -> dict[str, Tensor]:
+    """What is in `folder`, read into a copy of `model` without its values."""
+    mine = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in mine.parameters():
+            param.zero_()
+    with sw.shard(mine, preset, optimizer=adamw_of_trainable(mine), world=world) as engine:
+        assert engine.resume(folder) is not None
+        return engine.state_dict()
+
+
 def test_a_base_in_four_bits_is_saved_and_resumed_by_another_world(tmp_path: Path) -> None:
     model = quantized()
 
@@ -107,16 +118,8 @@ def test_a_base_in_four_bits_is_saved_and_resumed_by_another_world(tmp_path: Pat
             engine.save(tmp_path)
             return engine.state_dict()
 
-    def resume(world: sw.World) -> dict[str, Tensor]:
-        mine = copy.deepcopy(model)
-        with torch.no_grad():
-            for param in mine.parameters():
-                param.zero_()
-        with sw.shard(mine, "zero2", optimizer=adamw_of_trainable(mine), world=world) as engine:
-            assert engine.resume(tmp_path) is not None
-            return engine.state_dict()
-
-    saved, resumed = run_ranks(2, save)[0], run_ranks(3, resume)[0]
+    saved = run_ranks(2, save)[0]
+    resumed = run_ranks(3, lambda world: resumed_by(world, model, "zero2", tmp_path))[0]
     assert saved.keys() == resumed.keys()
     for name, value in saved.items():
         assert torch.equal(resumed[name], value), name
@@ -219,16 +222,8 @@ def test_checkpoints_with_whole_codes_resume(tmp_path: Path, monkeypatch: pytest
             former.setattr(f"shardwise.storage.{module}.CODES", {})
         run_ranks(1, save)
 
-    def resume(world: sw.World) -> dict[str, Tensor]:
-        mine = copy.deepcopy(model)
-        with torch.no_grad():
-            for param in mine.parameters():
-                param.zero_()
-        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
-            assert engine.resume(tmp_path) is not None
-            return engine.state_dict()
-
-    for name, value in run_ranks(2, resume)[0].items():
+    resumed = run_ranks(2, lambda world: resumed_by(world, model, "zero3", tmp_path))[0]
+    for name, value in resumed.items():
         assert torch.equal(value, model.state_dict()[name]), name
 
 

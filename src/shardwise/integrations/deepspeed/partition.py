@@ -28,7 +28,13 @@ class Function(nn.Module):
 
 def check_method(method: str) -> None:
     """Raise `ConfigError` for a method that is not supported."""
-    if method.lower() in (*_BY_ENGINE, "uniform") or method.lower().startswith(_BY_TYPE):
+    if method.lower() in (*_BY_ENGINE, "uniform"):
+        return
+    if method.lower().startswith(_BY_TYPE):
+        try:
+            re.compile(method[len(_BY_TYPE) :])
+        except re.error as error:
+            raise ConfigError(f"partition_method is {method!r}, which is no regular expression: {error}.") from error
         return
     raise ConfigError(
         f"partition_method is {method!r}; it must be 'parameters', 'best', 'uniform' or 'type:REGEX'. List other "
