@@ -258,7 +258,8 @@ class StagedModel:
         and `sends_others` what happens to other tensors (see `_Running`)."""
         first, last = self._firsts[stage], self._lasts[stage]
         stand_ins = StandIns(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
-        now = _Running(called or self.model, stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
+        called = self.model if called is None else called  # a module may have a length, of zero too
+        now = _Running(called, stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
         others = [one for one in self._slots if one.own is not None and not first <= self._number(one) <= last]
         for one in others:
             one.holder[one.key] = one.absent
