@@ -33,6 +33,9 @@ class EchoTransport:
     def closed_ranks(self) -> tuple[int, ...]:
         return ()
 
+    def end_lost_waits(self) -> None:
+        """None is ever lost."""
+
     def abort(self) -> None:
         """There is nobody whose message one could wait for."""
 

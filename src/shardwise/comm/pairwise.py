@@ -46,6 +46,10 @@ class Transport(Protocol):
         """The same, and ranks whose link was closed at this end because it broke. From any thread."""
         ...
 
+    def end_lost_waits(self) -> None:
+        """End waits for ranks whose link is closed, should any go on. From any thread, several times a second."""
+        ...
+
     def abort(self) -> None:
         """End every wait of this rank, now and from now on. From any thread."""
         ...
@@ -69,6 +73,9 @@ class Nobody:
 
     def closed_ranks(self) -> tuple[int, ...]:
         return ()
+
+    def end_lost_waits(self) -> None:
+        return
 
     def watch_peers(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """There are no other ranks."""

@@ -53,10 +53,13 @@ class Sockets:
         return {self._ranks[descriptor] for descriptor in closed if _is_still(descriptor, self.ports[descriptor])}
 
     def closed_ranks(self) -> set[int]:
-        """The same, and ranks whose connection is closed at this end: gloo closes it when it finds the other end
-        closed, but also when one of its waits times out."""
-        ended = {rank for descriptor, rank in self._ranks.items() if not _is_still(descriptor, self.ports[descriptor])}
-        return ended | self.lost_ranks()
+        """The same, and ranks whose connection is closed at this end."""
+        return self.ranks_closed_here() | self.lost_ranks()
+
+    def ranks_closed_here(self) -> set[int]:
+        """Ranks whose connection is closed at this end: gloo closes it when it finds the other end closed, but also
+        when one of its waits times out."""
+        return {rank for descriptor, rank in self._ranks.items() if not _is_still(descriptor, self.ports[descriptor])}
 
     def shut_down(self) -> None:
         """Shut each connection down, so that whatever is blocked on either end wakes. Listening sockets are never among

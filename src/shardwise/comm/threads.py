@@ -81,6 +81,9 @@ class ThreadTransport:
     def closed_ranks(self) -> tuple[int, ...]:
         return ()
 
+    def end_lost_waits(self) -> None:
+        return
+
     def abort(self) -> None:
         self._is_aborted.set()
 

@@ -61,9 +61,10 @@ class Watchdog:
         patience_seconds: float,
         timeout_seconds: float,
         lost_ranks: Callable[[], Collection[int]] = tuple,
+        end_lost_waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """`abort` breaks this rank's links, and `lost_ranks` returns the ranks whose links are closed already; from any
-        thread."""
+        """`abort` breaks this rank's links, `lost_ranks` returns the ranks whose links are closed already, and
+        `end_lost_waits` ends waits for them that would go on; from any thread."""
         self.patience_seconds = patience_seconds
         self.goes_on = False
         """Whether the surviving ranks form a new world after a fault; the text of the fault says so."""
@@ -72,6 +73,7 @@ class Watchdog:
         self._board = board
         self._abort = abort
         self._lost_ranks = lost_ranks
+        self._end_lost_waits = end_lost_waits
         self._hosts: Hosts | None = None
         self._closed_ranks = lost_ranks
         self._timeout_seconds = timeout_seconds
@@ -146,6 +148,7 @@ class Watchdog:
             self._wake.clear()
             if self._closing:
                 return
+            self._end_lost_waits()
             try:
                 self._check()
             except BoardError as error:

@@ -144,6 +144,7 @@ class World:
                 patience_seconds=watched.patience_seconds,
                 timeout_seconds=watched.timeout_seconds,
                 lost_ranks=transport.lost_ranks,
+                end_lost_waits=transport.end_lost_waits,
             )
         if host.shares_memory:
             self._share_memory(transport, host.name)

@@ -63,6 +63,9 @@ class MpiTransport:
     def closed_ranks(self) -> Collection[int]:
         return self.lost_ranks()
 
+    def end_lost_waits(self) -> None:
+        """Waits look at `abort` themselves."""
+
     def abort(self) -> None:
         self._is_aborted.set()
         self._session.break_off()
