@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelined import Decoder, unsplit
+from pipelined import batches as token_batches
 from safetensors.torch import load_file
 from test_adapters import adamw_of_trainable
+from test_pipeline import CLIP, pipelined
+from test_pipeline import assert_same as assert_same_stages
 from torch import nn
 from twins import Transformer, assert_same, batches, plain_run, sharded_run
 
@@ -239,3 +243,52 @@ def test_codes_of_a_lost_rank_are_found_elsewhere(plan: dict[str, Any], tmp_path
     torch.manual_seed(0)
     model = QuantizedNet()
     race(plan, DiesAt({1: 17, 3: 40}), tmp_path, model=model)
+
+
+class QuantizedDecoder(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.qkv, block.down = FourBit(block.qkv), FourBit(block.down)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [
+        ("zero1", {"pp": 2}),
+        ("zero3", {"pp": 2, "dp": 2}),
+        ("ddp", {"pp": 2, "dp": 2}),
+        ("zero2", {"dp": 2, "pp": 2}),
+        ("zero3-offload", {"pp": 2, "dp": 2}),
+    ],
+)
+@one_in(3)
+def test_stages_of_a_base_in_four_bits_train_like_the_plain_model(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, data = QuantizedDecoder(), token_batches(3, 8)
+    runs = pipelined(model, mesh, data, preset=preset, optimizer=adamw_of_trainable)
+    assert_same_stages(runs, unsplit(model, data, clip=CLIP, make_optimizer=adamw_of_trainable))
+    for name, codes in model.named_parameters():
+        if name.endswith("codes"):
+            assert all(torch.equal(run.params[name], codes) for run in runs), name
+
+
+def test_stages_of_a_base_in_four_bits_are_saved_and_resumed_without_stages(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = QuantizedDecoder()
+
+    def save(world: sw.World) -> dict[str, Tensor]:
+        mine = copy.deepcopy(model)
+        plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2}
+        with sw.shard(mine, plan, optimizer=adamw_of_trainable(mine), world=world) as engine:
+            engine.forward_backward(token_batches(1, 4)[0])
+            engine.step()
+            engine.save(tmp_path)
+            return engine.state_dict()
+
+    saved = run_ranks(4, save)[0]
+    resumed = run_ranks(3, lambda world: resumed_by(world, model, "zero2", tmp_path))[0]
+    assert saved.keys() == resumed.keys()
+    for name, value in saved.items():
+        assert torch.equal(resumed[name], value), name
