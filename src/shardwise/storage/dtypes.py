@@ -14,8 +14,18 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "uint8": torch.uint8,
     "int8": torch.int8,
 }
-CODES: dict[torch.dtype, Dtype] = {torch.uint8: "uint8", torch.int8: "int8"}
-"""The integers that parameters in flat buffers may be."""
+_CODES: dict[torch.dtype, Dtype] = {torch.uint8: "uint8", torch.int8: "int8"}
+_QUANT_STORAGE = "quant_storage"
+"""bitsandbytes' parameters have it: the dtype in which their codes are packed, which may be one of floating point."""
+
+
+def dtype_of_codes(param: torch.Tensor) -> Dtype | None:
+    """The dtype of a parameter that lies in a flat buffer and is no number per element, but codes of a quantizer, which
+    are never converted; `None` for all others."""
+    if param.dtype in _CODES:
+        return _CODES[param.dtype]
+    is_packed = not param.requires_grad and getattr(param, _QUANT_STORAGE, None) is param.dtype
+    return next((name for name, dtype in TORCH_DTYPES.items() if dtype is param.dtype), None) if is_packed else None
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ from shardwise.placement import (
     ruled_tables,
     table_for,
 )
-from shardwise.storage.dtypes import CODES
+from shardwise.storage.dtypes import dtype_of_codes
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 
 SMALL = "small"
@@ -65,7 +65,8 @@ def tables_for(
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
     if plan.offload != Offload():
         rows = _offloaded(rows, model, plan, mesh, boxes)
-    return {param: row.stored_as(CODES[param.dtype]) if param.dtype in CODES else row for param, row in rows.items()}
+    codes = {param: dtype for param in rows if (dtype := dtype_of_codes(param)) is not None}
+    return rows | {param: rows[param].stored_as(dtype) for param, dtype in codes.items()}
 
 
 def _offloaded(

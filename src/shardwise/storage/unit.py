@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.mesh import Mesh
 from shardwise.placement import WIDTH, Slot, padded_numel
 from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update
-from shardwise.storage.dtypes import CODES
+from shardwise.storage.dtypes import dtype_of_codes
 from shardwise.storage.flat import Flat
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.select import UnitChoice
@@ -199,4 +199,4 @@ def _by_kind(choice: UnitChoice, rows: Mapping[nn.Parameter, LabelledTable]) -> 
 def lies_in_units(param: torch.Tensor) -> bool:
     """Whether a parameter has its place in a flat buffer: floating-point values, and codes. Others are whole on every
     rank."""
-    return param.is_floating_point() or param.dtype in CODES
+    return param.is_floating_point() or dtype_of_codes(param) is not None
