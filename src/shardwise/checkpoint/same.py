@@ -127,8 +127,11 @@ def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer
         return
     is_stateless = True
     for saved, group, member in zip(index.groups, optimizer.groups, optimizer.group_owners, strict=True):
-        needed = state_keys(member, {**group, **settings_of(saved, member)})
+        settings = {**group, **settings_of(saved, member)}
+        dims = {name: len(index.shapes[name]) for name in saved["params"]}
+        every = {num_dims: state_keys(member, settings, num_dims) for num_dims in set(dims.values())}
         for name in saved["params"]:
+            needed = every[dims[name]]
             there = _keys_there(reader, name)
             is_stateless = is_stateless and not there
             if there and needed is not None and there != needed:

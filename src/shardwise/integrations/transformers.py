@@ -32,6 +32,14 @@ _SCHEDULER = "scheduler.pt"
 _REPORT_TO = "Trainer logs to the trackers set by report_to of TrainingArguments"
 
 
+def sharded_adafactor(plain: torch.optim.Optimizer) -> sw.optim.Adafactor:
+    """Ours, which updates sharded parameters, with the groups and settings of a transformers' Adafactor that has not
+    stepped yet."""
+    names = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
+    groups = [{names.get(key, key): value for key, value in group.items()} for group in plain.param_groups]
+    return sw.optim.Adafactor(groups, variant="transformers")
+
+
 class ShardwiseTrainerMixin(_Base):
     """Makes any Trainer use our engine: `class MyTrainer(ShardwiseTrainerMixin, Seq2SeqTrainer)`.
 
@@ -101,7 +109,11 @@ class ShardwiseTrainerMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self._sections is not None and self._sections.has("optimizer") and self.optimizer is None:
             self.optimizer = self._sections.optimizer(self.model)
-        return super().create_optimizer(model)
+        is_ours_to_make = self.optimizer is None
+        made = super().create_optimizer(model)
+        if is_ours_to_make and type(made) is transformers.Adafactor:
+            self.optimizer = made = sharded_adafactor(made)
+        return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self._sections is not None and self._sections.has("scheduler") and self.lr_scheduler is None:
