@@ -308,7 +308,7 @@ def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
 
 _CURES = {
     "matrix": "Put split parameters into a group that is updated element by element (Muon: use_muon=False).",
-    "sums": "Use an optimizer that is elementwise, or shardwise.optim.Lamb.",
+    "sums": "Give split parameters to an elementwise optimizer beside it, such as AdamW, or use shardwise.optim.Lamb.",
 }
 
 

@@ -32,9 +32,15 @@ PLANS: list[tuple[Any, int]] = [
 ]
 
 
+SPLIT: dict[str, dict[str, Any]] = {
+    "pp": {"mesh": {"pp": 2, "dp": 2}, "accumulate": 2},
+    "tp": {"mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "1": "row"}}},
+}
+
+
 class Odd(nn.Module):
-    """A parameter of each kind of shape: convolutions, one row, one column, a vector, a number, and one that is not
-    always used."""
+    """A parameter of each kind of shape: convolutions, one row, one column, a vector, a number, integers, and one that
+    is not always used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +49,7 @@ class Odd(nn.Module):
         self.column, self.row = nn.Linear(1, 7), nn.Linear(7, 1)
         self.sometimes = nn.Linear(7, 7)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.codes = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
 
     def forward(self, x: Tensor, *, uses_all: bool = True) -> Tensor:
         pooled = self.point(self.conv(x).tanh()).mean((1, 2, 3))
@@ -144,11 +151,45 @@ def test_the_program_has_both_messages_with_their_bytes() -> None:
     program = work_on_ranks(2, work, "zero3", model_of, lambda model: Adafactor(model.parameters()))[0]
     lines = [line.split() for line in program.splitlines() if line.split()[:2] == ["agree", "*"]]
     sent = {line[2]: int(line[line.index("B") - 1]) for line in lines}
-    params = list(model_of().parameters())
+    params = [param for param in model_of().parameters() if param.requires_grad]
     num_sums = sum(factored_update(tuple(param.shape)).num_sums for param in params)
     assert num_sums == 12 * 6 + 30 * 2 + 8 + 8 + 14
     assert sent["sums"] == num_sums // 2 * 2 * 4
     assert sent["norms"] == 2 * len(params) // 2 * 2 * 4
+
+
+@pytest.mark.parametrize("axis", SPLIT)
+def test_with_stages_and_beside_split_layers(axis: str) -> None:
+    """Of split layers AdamW updates the weights; parameters that both ranks along `tp` have count once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    inputs = [torch.randn(8, 8) for _ in range(3)]
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        params = dict(model.named_parameters())
+        split = [param for name, param in params.items() if axis == "tp" and name in ("0.weight", "0.bias", "1.weight")]
+        others = [param for param in params.values() if all(param is not one for one in split)]
+        beside = [torch.optim.AdamW(split, lr=0.01, eps=1e-3)] if split else []
+        return [Adafactor(others, lr=0.05), *beside]
+
+    twin = copy.deepcopy(model)
+    optimizers = make(twin)
+    for x in inputs:
+        twin.zero_grad()
+        twin(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def work(world: sw.World) -> dict[str, Tensor]:
+        own = copy.deepcopy(model)
+        with sw.shard(own, {"preset": "zero1", **SPLIT[axis]}, optimizer=make(own), world=world) as engine:
+            for x in inputs:
+                share = x.chunk(engine.data_ranks[1])[engine.data_ranks[0]]
+                engine.train_step(share, loss_fn=lambda out: out.square().mean())
+            return engine.state_dict()
+
+    for params in run_ranks(4, work):
+        assert_close(params, twin)
 
 
 def test_what_an_update_needs() -> None:
@@ -170,8 +211,8 @@ def test_what_cannot_be_is_refused() -> None:
 
     def split(world: sw.World) -> None:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": {"plan": {"0": "column", "1": "row"}}}
-        with pytest.raises(ModelError, match=r"0\.weight is split along tp.* elementwise, or shardwise\.optim\.Lamb"):
+        plan = {"preset": "zero1", **SPLIT["tp"], "mesh": {"dp": 1, "tp": 2}}
+        with pytest.raises(ModelError, match=r"0\.weight is split along tp.*, such as AdamW, or use shardwise"):
             sw.shard(model, plan, optimizer=Adafactor(model.parameters()), world=world)
 
     run_ranks(2, split)

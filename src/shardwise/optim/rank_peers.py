@@ -73,11 +73,14 @@ class RankPeers:
     # -- what an optimizer asks -------------------------------------------------------------------------
 
     def shape_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        piece = self._by_param[param]
+        piece = self._by_param.get(param)
+        if piece is None:  # of an integer dtype: it is in no flat buffer
+            return tuple(param.shape)
         return piece.flat.slots[piece.index].whole_shape
 
     def start_of(self, param: nn.Parameter) -> int:
-        return self._by_param[param].span.start
+        piece = self._by_param.get(param)
+        return 0 if piece is None else piece.span.start
 
     def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:
         if self._rows is None:
