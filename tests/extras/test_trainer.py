@@ -283,8 +283,9 @@ def test_other_arguments(settings: dict[str, Any]) -> None:
         assert_same(ours, plain)
 
 
-def test_checkpoints_of_plain_trainer_and_models_without_values(tmp_path: Path) -> None:
-    plain, *ours = on_ranks(1, jobs.from_elsewhere, str(tmp_path))[0]
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_checkpoints_of_plain_trainer_and_models_without_values(optim: str, tmp_path: Path) -> None:
+    plain, *ours = on_ranks(1, jobs.from_elsewhere, str(tmp_path), optim)[0]
     for run in ours:
         assert_same(run, plain)
 

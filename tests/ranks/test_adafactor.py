@@ -209,6 +209,11 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             Adafactor(params, **settings)
 
+    state = Adafactor(params).state_dict()
+    state["param_groups"][0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize=True, which this one lacks: negate the loss"):
+        Adafactor(params).load_state_dict(state)
+
     def split(world: sw.World) -> None:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         plan = {"preset": "zero1", **SPLIT["tp"], "mesh": {"dp": 1, "tp": 2}}

@@ -32,14 +32,6 @@ _SCHEDULER = "scheduler.pt"
 _REPORT_TO = "Trainer logs to the trackers set by report_to of TrainingArguments"
 
 
-def sharded_adafactor(plain: torch.optim.Optimizer) -> sw.optim.Adafactor:
-    """Ours, which updates sharded parameters, with the groups and settings of a transformers' Adafactor that has not
-    stepped yet."""
-    names = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
-    groups = [{names.get(key, key): value for key, value in group.items()} for group in plain.param_groups]
-    return sw.optim.Adafactor(groups, variant="transformers")
-
-
 class ShardwiseTrainerMixin(_Base):
     """Makes any Trainer use our engine: `class MyTrainer(ShardwiseTrainerMixin, Seq2SeqTrainer)`.
 
@@ -112,7 +104,7 @@ class ShardwiseTrainerMixin(_Base):
         is_ours_to_make = self.optimizer is None
         made = super().create_optimizer(model)
         if is_ours_to_make and type(made) is transformers.Adafactor:
-            self.optimizer = made = sharded_adafactor(made)
+            self.optimizer = made = sw.optim.Adafactor.from_transformers(made)  # which updates sharded parameters
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

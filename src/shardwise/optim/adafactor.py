@@ -77,8 +77,19 @@ class Adafactor(Cooperative):
         }
         super().__init__(params, settings)
 
+    @classmethod
+    def from_transformers(cls, plain: torch.optim.Optimizer) -> Adafactor:
+        """An optimizer with the parameters and settings of a transformers' Adafactor, without its states, which
+        `load_state_dict` reads."""
+        return cls([_group_in_our_names(group) for group in plain.param_groups])
+
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
         return factored_update(tuple(param.shape), has_first_moment=group["beta1"] is not None)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this class, of torch's Adafactor, or of transformers'. Raises `ValueError` for one with
+        `maximize=True`, which this class lacks."""
+        super().load_state_dict(_in_our_names(state_dict))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -174,6 +185,45 @@ def _eps(param: Tensor, group: Mapping[str, Any]) -> float:
     if eps is not None:
         return float(eps)
     return torch.finfo(param.dtype).eps if group["variant"] == "torch" else 1e-30
+
+
+_NAMES_IN_TRANSFORMERS = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
+"""Names of settings there, and here."""
+_MISSING_IN_TORCH = {
+    "beta1": None,
+    "scale_parameter": True,
+    "relative_step": True,
+    "warmup_init": False,
+    "variant": "torch",
+}
+
+
+def _group_in_our_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group of transformers' Adafactor as one of this class."""
+    renamed = {_NAMES_IN_TRANSFORMERS.get(key, key): value for key, value in group.items()}
+    return {**renamed, "variant": "transformers"}
+
+
+def _in_our_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state`, with a state of torch's or transformers' Adafactor as this class has it."""
+    groups = state["param_groups"]
+    if any(group.get("maximize") for group in groups):
+        raise ValueError("This state is of an Adafactor with maximize=True, which this one lacks: negate the loss.")
+    if not any("clip_threshold" in group for group in groups):
+        return {**state, "param_groups": [{**_MISSING_IN_TORCH, **group} for group in groups]}
+    states = {number: _state_in_our_names(entry) for number, entry in state["state"].items()}
+    return {**state, "state": states, "param_groups": [_group_in_our_names(group) for group in groups]}
+
+
+def _state_in_our_names(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state, without `RMS`, which is computed in every step."""
+    ours: dict[str, Any] = {"step": torch.tensor(float(entry["step"]))}
+    if "exp_avg" in entry:
+        ours["exp_avg"] = entry["exp_avg"]
+    if "exp_avg_sq" in entry:
+        return {**ours, "variance": entry["exp_avg_sq"]}
+    rows, cols = entry["exp_avg_sq_row"], entry["exp_avg_sq_col"]
+    return {**ours, "row_var": rows.unsqueeze(-1), "col_var": cols.unsqueeze(-2)}
 
 
 @dataclass(frozen=True)
