@@ -193,7 +193,8 @@ class Assembly:
     def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives, executor: Executor) -> None:
         """Give optimizers pieces of the flat buffers instead of parameters, and bind their actions in the program."""
         peers = RankPeers(self._flats, collectives, self._mesh, self._world.rank, self._steps.during_step)
-        executor.provide("norms", peers.add_norms)
+        executor.provide("sums", peers.add_up)
+        executor.provide("norms", peers.add_up)
         executor.provide("matrix", peers.exchange_matrices)
         executor.provide("update", peers.exchange_matrices)
         disk = self._sharding.disk

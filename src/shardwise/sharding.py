@@ -306,15 +306,23 @@ def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
     return ViewCheck(model, {1 if isinstance(rule, str) else int(rule.get("parts", 1)) for rule in asked.values()})
 
 
+_CURES = {
+    "matrix": "Put split parameters into a group that is updated element by element (Muon: use_muon=False).",
+    "sums": "Give split parameters to an elementwise optimizer beside it, such as AdamW, or use shardwise.optim.Lamb.",
+}
+
+
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that needs whole matrices if ranks have only parts of them."""
+    """Raise `ModelError` for an optimizer that needs whole matrices, or sums of their rows, if ranks have only parts of
+    them."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
-        if box is not None and box.is_split and param in updates and updates[param].matrix:
+        update = updates.get(param)
+        if box is not None and box.is_split and update is not None and (update.matrix or update.num_sums):
             axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
                 f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
-                f"Put split parameters into a group that is updated element by element (Muon: use_muon=False)."
+                f"{_CURES['matrix' if update.matrix else 'sums']}"
             )
 
 

@@ -252,20 +252,20 @@ def resumed(plan: Any, model: str, folder: str, checkpoint: str, **settings: Any
     return told(trainer, trainer.engine)
 
 
-def from_elsewhere(folder: str) -> list[dict[str, Any]]:
+def from_elsewhere(folder: str, optim: str) -> list[dict[str, Any]]:
     """Four steps of plain Trainer with a checkpoint after two; ours resumed from it; and a model that has no values
     before it is sharded."""
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": optim}
     plain = make(None, "llama", folder, **settings)
     plain.train()
-    ours = make("zero3", "llama", folder, max_steps=4)
+    ours = make("zero3", "llama", folder, max_steps=4, optim=optim)
     ours.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     resumed = told(ours, ours.engine)
     ours.accelerator.release()
     torch.manual_seed(0)
     with sw.deferred_init():
         model = llama()
-    ours = make("zero3", model, max_steps=4)
+    ours = make("zero3", model, max_steps=4, optim=optim)
     ours.train()
     return [told(plain, None), resumed, told(ours, ours.engine)]
 

@@ -273,9 +273,13 @@ def test_the_simulation_finds_what_is_wrong() -> None:
         simulate(without(program, first), units, itertools.repeat(True))
 
 
-PROVIDED = {("agree", "verdict"), ("agree", "norms"), ("broadcast", "buffers"), ("update", "master")} | {
-    entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states")
-}
+PROVIDED = {
+    ("agree", "verdict"),
+    ("agree", "sums"),
+    ("agree", "norms"),
+    ("broadcast", "buffers"),
+    ("update", "master"),
+} | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states")}
 """What is not of one flat buffer, or an optimizer's: given to the executor by `sharded.py`."""
 
 

@@ -383,6 +383,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Lion": lambda model: sw.optim.Lion(model.parameters()),
     "our AdamW": lambda model: sw.optim.AdamW(model.parameters()),
     "our narrow AdamW": lambda model: sw.optim.AdamW(model.parameters(), state_dtype="bf16"),
+    "Adafactor": lambda model: sw.optim.Adafactor(model.parameters()),
     "Adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
 }
 ADAMS = {"AdamW", "Adam", "our AdamW", "our narrow AdamW"}

@@ -83,6 +83,10 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Lamb(model.parameters(), lr=3e-3, eps=1e-5)
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Adafactor(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     """Muon for the blocks' matrices, in fp32 so that rounding does not make ranks differ; AdamW for everything else."""
     matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
@@ -116,6 +120,7 @@ FEATURES: dict[str, Feature] = {
     "compile": Feature(plan={"compile": "aot_eager"}),
     "LAMB": Feature(optimizer=lamb, excludes=("Muon",)),
     "Muon": Feature(optimizer=muon, rel=1e-5, atol=1e-4),
+    "Adafactor": Feature(optimizer=adafactor, excludes=("LAMB", "Muon")),
     "another plan": Feature(loop="reshard"),
     "deferred birth": Feature(deferred=True),
     "inference between": Feature(loop="infer"),

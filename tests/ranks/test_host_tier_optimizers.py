@@ -316,6 +316,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 NEEDS_WHOLE: dict[str, MakeOptimizer] = {
     "lamb": lambda model: sw.optim.Lamb(model.parameters(), lr=0.01, eps=1e-5),
+    "adafactor": lambda model: sw.optim.Adafactor(model.parameters(), beta1=0.9, weight_decay=0.1),
     "muon": muon,
 }
 PLANS_ON_HOST: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -115,6 +115,10 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Lamb(model.parameters())
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Adafactor(model.parameters(), beta1=0.9)
+
+
 def lion(model: nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Lion(model.parameters())
 
@@ -191,6 +195,7 @@ NEVER: dict[str, tuple[Plan, MakeOptimizer]] = {
     "AdamW bf16": (plan_of("zero3", None), narrow("bf16")),
     "AdamW int8": (plan_of("zero3", None), narrow("int8")),
     "Lamb": (plan_of("zero3", None), lamb),
+    "Adafactor": (plan_of("zero3", None), adafactor),
     "Lion": (plan_of("zero3", None), lion),
     "Muon": (plan_of("zero3", None), muon),
 }

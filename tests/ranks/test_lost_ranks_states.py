@@ -125,6 +125,18 @@ def test_muon(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
 
 
 @one_in(12)
+@pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 50}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_adafactor(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
+    """The states of rows and columns, which every rank has whole, survive with the others."""
+
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+        return sw.optim.Adafactor([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+    race(PLANS[name], DiesAt(deaths), tmp_path, make=adafactor, bound=2e-5)
+
+
+@one_in(12)
 @pytest.mark.parametrize("deaths", [{3: 12}, {1: 25}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 def test_fp16_while_its_scale_is_found(name: str, deaths: dict[int, int], tmp_path: Path) -> None:

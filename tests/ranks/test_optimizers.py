@@ -29,7 +29,7 @@ from twins import (
 import shardwise as sw
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import ConfigError, ModelError
-from shardwise.optim import AdamW, Lamb, Lion, Muon, hidden_matrices
+from shardwise.optim import Adafactor, AdamW, Lamb, Lion, Muon, hidden_matrices
 from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
@@ -53,6 +53,10 @@ def muon(model: nn.Module, **settings: Any) -> Muon:
 
 OURS: dict[str, MakeOptimizer] = {
     "lamb": lambda model: Lamb(model.parameters(), lr=0.01, eps=1e-5),
+    "adafactor": lambda model: Adafactor(model.parameters(), lr=0.02, weight_decay=0.1),
+    "adafactor-transformers": lambda model: Adafactor(
+        model.parameters(), lr=None, beta1=0.9, weight_decay=0.1, variant="transformers"
+    ),
     "muon": muon,
     "muon-bf16": lambda model: muon(model, iterate_in="bf16", adjust_lr_fn="match_rms_adamw"),
     "lion": lambda model: Lion(model.parameters(), lr=1e-4, weight_decay=0.1),
@@ -118,8 +122,8 @@ def watch_update(engine: sw.Engine) -> list[int]:
 
 
 FEW = [("ddp", 2, None), ("zero1", 3, None), ("zero3", 2, None), ("hsdp", 4, {"node": 2, "local": 2})]
-RACES = [(name, *case) for name in ("lamb", "muon") for case in CASES]
-RACES += [(name, *case) for name in OURS if name not in ("lamb", "muon") for case in FEW]
+RACES = [(name, *case) for name in ("lamb", "adafactor", "muon") for case in CASES]
+RACES += [(name, *case) for name in OURS if name not in ("lamb", "adafactor", "muon") for case in FEW]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,8 @@ def test_ours_train_like_the_plain_model(
     run = sharded_run(model, batches(6, rows=12), preset, num_ranks, mesh, OURS[name], after=measure_step)
     tolerance = PARAM_TOLERANCE.get(name, 1e-5)
     assert_same(run, twins[name], loss=max(1e-6, tolerance / 10), param=tolerance, norm=max(1e-5, tolerance))
-    looks = name.startswith("muon") or (name == "lamb" and preset != "ddp" and num_ranks > 1)
+    sums = name == "lamb" or name.startswith("adafactor")
+    looks = name.startswith("muon") or (sums and preset != "ddp" and num_ranks > 1)
     assert ("during step" in run.extra["program"]) == looks
 
 
@@ -160,8 +165,9 @@ def on_ranks(
     return work_on_ranks(num_ranks, work, plan_of(preset, mesh), lambda: copy.deepcopy(model), make)
 
 
+KEPT = ("lamb", "adafactor", "adafactor-transformers", "muon", "adamw-bf16", "adamw-int8")
 STATEFUL = {
-    **{name: OURS[name] for name in ("lamb", "muon", "adamw-bf16", "adamw-int8")},
+    **{name: OURS[name] for name in KEPT},
     "torch-adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5),
     "torch-asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=0.01),
 }
@@ -217,7 +223,7 @@ def test_the_whole_state_is_the_plain_optimizers_and_goes_back(
         assert (sharded[key] - value).abs().max() <= PARAM_TOLERANCE.get(name, 1e-5), key
 
 
-@pytest.mark.parametrize("name", ["lamb", "muon", "adamw-bf16", "adamw-int8"])
+@pytest.mark.parametrize("name", ["lamb", "adafactor-transformers", "muon", "adamw-bf16", "adamw-int8"])
 def test_resume_is_bit_exact_and_another_mesh_can_read_it(name: str, model: Transformer, tmp_path: Path) -> None:
     def first(engine: sw.Engine) -> Any:
         fed(engine, range(3))
@@ -297,7 +303,7 @@ def test_states_by_name_can_be_read_and_written(model: Transformer) -> None:
 
 
 def test_steps_taken_before_sharding_count(model: Transformer) -> None:
-    for name in ("muon", "adamw-int8", "lamb"):
+    for name in ("muon", "adamw-int8", "lamb", "adafactor"):
 
         def warmed(plain: nn.Module, make: MakeOptimizer = OURS[name]) -> torch.optim.Optimizer:
             optimizer = make(plain)

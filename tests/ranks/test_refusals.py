@@ -146,7 +146,10 @@ def of_matrices(model: nn.Module) -> list[nn.Parameter]:
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "norms": (lambda model: Norms(model.parameters()), "Norms is not elementwise: it updates a matrix differently"),
     "closure": (lambda model: torch.optim.LBFGS(model.parameters()), "all parameters together; use AdamW or SGD"),
-    "factored": (lambda model: torch.optim.Adafactor(model.parameters()), "shardwise.optim.AdamW(state_dtype='int8')"),
+    "factored": (
+        lambda model: torch.optim.Adafactor(model.parameters()),
+        "Use shardwise.optim.Adafactor, which sums rows",
+    ),
     "sparse": (lambda model: torch.optim.SparseAdam(model.parameters()), "Make the embedding with sparse=False"),
     "muon": (lambda model: torch.optim.Muon(of_matrices(model)), "Use shardwise.optim.Muon, which takes the same"),
 }

@@ -17,7 +17,7 @@ from shardwise.checkpoint.document import read_document
 from shardwise.checkpoint.folder import newest
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.recipe import Recipe, fill, plan, read_and_check
-from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer
+from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer, check_same_settings
 from shardwise.checkpoint.schema import read_index
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, CommError
@@ -86,6 +86,7 @@ def load(
             check_same_model(path, reader, content, world)
             check_same_groups(path, reader.index, content, optimizer)
             check_same_optimizer(path, reader, content, optimizer)
+            check_same_settings(path, reader.index, optimizer)
             recipe = plan(reader, content, optimizer)
             _check_files(reader, world)
             read_and_check(recipe, reader, optimizer)

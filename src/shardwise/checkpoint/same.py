@@ -90,18 +90,21 @@ def check_same_groups(path: Path, index: Index, content: Content, optimizer: Ado
                 f"Group {number} of the optimizer in {path} has other parameters: {odd[0]} is in it only in {where}. "
                 f"Create the optimizer with the same groups."
             )
-        settings = settings_of(saved, optimizer.group_owners[number])
-        _check_settings(path, number, settings, optimizer.groups[number])
 
 
-def _check_settings(path: Path, number: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Numbers stay numbers. A setting that is `None` on either side may become anything."""
-    for key, value in saved.items():
-        if not _fits(value, group.get(key)):
-            raise CheckpointError(
-                f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, but this one has "
-                f"{group[key]!r}."
-            )
+def check_same_settings(path: Path, index: Index, optimizer: AdoptedOptimizer | None) -> None:
+    """Raise unless the settings of the groups, which are the same, are of the same types. Numbers stay numbers. A
+    setting that is `None` on either side may become anything."""
+    if optimizer is None:
+        return
+    for number, saved in enumerate(index.groups):
+        group = optimizer.groups[number]
+        for key, value in settings_of(saved, optimizer.group_owners[number]).items():
+            if not _fits(value, group.get(key)):
+                raise CheckpointError(
+                    f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, but this one has "
+                    f"{group[key]!r}."
+                )
 
 
 def _fits(value: Any, own: Any) -> bool:
@@ -117,7 +120,8 @@ def _fits(value: Any, own: Any) -> bool:
 
 
 def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> None:
-    """Raise unless this optimizer, with the settings of the checkpoint, keeps exactly the states that are there.
+    """Raise unless this optimizer, with the settings of the checkpoint that it knows, keeps exactly the states that are
+    there.
 
     So `Adam` takes what `AdamW` wrote, and our AdamW what torch's did, but no optimizer silently starts over, or lacks
     a moment.
@@ -127,8 +131,12 @@ def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer
         return
     is_stateless = True
     for saved, group, member in zip(index.groups, optimizer.groups, optimizer.group_owners, strict=True):
-        needed = state_keys(member, {**group, **settings_of(saved, member)})
+        known = {key: value for key, value in settings_of(saved, member).items() if _fits(value, group.get(key))}
+        settings = {**group, **known}
+        dims = {name: len(index.shapes[name]) for name in saved["params"]}
+        every = {num_dims: state_keys(member, settings, num_dims) for num_dims in set(dims.values())}
         for name in saved["params"]:
+            needed = every[dims[name]]
             there = _keys_there(reader, name)
             is_stateless = is_stateless and not there
             if there and needed is not None and there != needed:

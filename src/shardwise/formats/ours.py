@@ -26,7 +26,7 @@ from shardwise.checksum import crc32
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import BUFFER, PARAM, STATE, Source, Spec, StoredFile
 from shardwise.formats.stream import SafetensorsFile, split_by_size
-from shardwise.optim import SCALAR_STATES
+from shardwise.optim import SCALAR_STATES, WHOLE_STATES
 from shardwise.placement import Span
 from shardwise.version import __version__
 
@@ -189,10 +189,10 @@ def _chunk(file: str, spec: Spec, shapes: dict[str, tuple[int, ...]], offset: in
 
 
 def _stays_whole(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether it is a state that is not made of its parameter's elements. Scalar states are such even for a parameter
-    with a single element."""
-    is_scalar = spec.kind.removeprefix(STATE) in SCALAR_STATES
-    return spec.is_state and (is_scalar or spec.shape != shapes[spec.name])
+    """Whether it is a state that is not made of its parameter's elements. Some are such even where they have its
+    shape."""
+    is_other = spec.kind.removeprefix(STATE) in SCALAR_STATES | WHOLE_STATES
+    return spec.is_state and (is_other or spec.shape != shapes[spec.name])
 
 
 def _file(path: Path) -> File:

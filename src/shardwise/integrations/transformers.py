@@ -101,7 +101,11 @@ class ShardwiseTrainerMixin(_Base):
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self._sections is not None and self._sections.has("optimizer") and self.optimizer is None:
             self.optimizer = self._sections.optimizer(self.model)
-        return super().create_optimizer(model)
+        is_ours_to_make = self.optimizer is None
+        made = super().create_optimizer(model)
+        if is_ours_to_make and type(made) is transformers.Adafactor:
+            self.optimizer = made = sw.optim.Adafactor.from_transformers(made)  # which updates sharded parameters
+        return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self._sections is not None and self._sections.has("scheduler") and self.lr_scheduler is None:

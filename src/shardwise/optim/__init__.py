@@ -1,7 +1,8 @@
 """Optimizers over this rank's pieces of the parameters: any elementwise one of torch, and some of our own."""
 
+from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adam import AdamW
-from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
+from shardwise.optim.adopted import SCALAR_STATES, WHOLE_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
 from shardwise.optim.disk_check import require_states_for_disk
 from shardwise.optim.hyper import hyper_digest, hyperparameters
@@ -15,6 +16,8 @@ from shardwise.optim.step_method import replaced_step
 
 __all__ = [
     "SCALAR_STATES",
+    "WHOLE_STATES",
+    "Adafactor",
     "AdamW",
     "AdoptedOptimizer",
     "Cooperative",

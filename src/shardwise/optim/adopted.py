@@ -34,6 +34,9 @@ REPLACED_METHODS = ("zero_grad", "add_param_group", "state_dict", "load_state_di
 """Methods of an adopted optimizer that are replaced until it is released."""
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are a single number for any parameter, even for a parameter that is a number."""
+WHOLE_STATES = frozenset({"row_var", "col_var"})
+"""States of torch's optimizers that are of rows or columns, even where they have the parameter's shape: never cut, and
+the same on all ranks."""
 
 
 class AdoptedOptimizer:
@@ -364,6 +367,8 @@ def _slice_of(key: str, value: Any, piece: Piece) -> Any:
         value = value.to(device)
     if value.dim() == 0 and key in SCALAR_STATES:
         return value
+    if key in WHOLE_STATES:
+        return value.to(device, copy=True)
     if piece.box is not None and piece.box.is_split and tuple(value.shape) == piece.box.shape:
         part = part_of(value, piece.box).reshape(-1)
         return part[piece.span.start : piece.span.stop].to(device, copy=True)

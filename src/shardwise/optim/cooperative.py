@@ -19,6 +19,8 @@ Tensor = torch.Tensor
 Params = Any
 """Parameters, named parameters, or dicts of them, as for every torch optimizer."""
 
+SquaresOf = Callable[[Sequence[Tensor]], Tensor]
+"""From sums over whole parameters, one vector per parameter, to local sums of squares, one row per parameter."""
 Make = Callable[[nn.Parameter], Tensor]
 """This rank's contribution to a parameter's matrix: its elements, flat, in the dtype of the iteration."""
 Compute = Callable[[nn.Parameter, Tensor], Tensor]
@@ -42,6 +44,11 @@ class Peers(Protocol):
         """`squares`, one row per parameter of sums over the local elements, summed over all ranks. All ranks call."""
         ...
 
+    def sum_in_turn(self, params: Sequence[nn.Parameter], sums: Sequence[Tensor], squares_of: SquaresOf) -> Tensor:
+        """The `sums` of each parameter, flat and in fp32, summed over all ranks, then the result of `squares_of` on
+        them, as in `sum_squares`. Their sizes are the parameters' `Update.num_sums`. All ranks call."""
+        ...
+
     def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:
         """For each of `params` with a gradient: make pieces, compute on the whole matrix, apply to pieces. All ranks
         call."""
@@ -59,6 +66,9 @@ class Alone:
 
     def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:  # noqa: ARG002
         return squares
+
+    def sum_in_turn(self, params: Sequence[nn.Parameter], sums: Sequence[Tensor], squares_of: SquaresOf) -> Tensor:  # noqa: ARG002
+        return squares_of(sums)
 
     def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:
         for param in params:

@@ -1,8 +1,8 @@
 """Tests whether an optimizer is elementwise, instead of keeping a list.
 
 An optimizer that updates each element from that element's own gradient and state may be given any piece of a parameter.
-One that looks at a whole matrix (Adafactor) or at all parameters (LBFGS) may not: on a shard it would silently compute
-something else. Those of our own that look further declare what they need (`cooperative.py`).
+One that looks at a whole matrix (torch's Adafactor) or at all parameters (LBFGS) may not: on a shard it would silently
+compute something else. Those of our own that look further declare what they need (`cooperative.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADVICE = {
     "Muon": "Use shardwise.optim.Muon, which takes the same settings and works on whole matrices.",
     "Lamb": "Use shardwise.optim.Lamb, which sums the norms over all ranks.",
     "LAMB": "Use shardwise.optim.Lamb, which sums the norms over all ranks.",
-    "Adafactor": "To save the memory of its states use shardwise.optim.AdamW(state_dtype='int8') or Lion.",
+    "Adafactor": "Use shardwise.optim.Adafactor, which sums rows and columns over all ranks.",
     "LBFGS": "It evaluates the model several times in a step and looks at all parameters together; use AdamW or SGD.",
     "SparseAdam": "Make the embedding with sparse=False, and use Adam or AdamW.",
 }
@@ -111,12 +111,16 @@ def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> States:
     return states
 
 
-def state_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, StateForm] | None:
-    """The names of the states that `optimizer` keeps for a parameter with the settings of `group`, and their forms.
+def state_keys(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dims: int = 2
+) -> dict[str, StateForm] | None:
+    """The names of the states that `optimizer` keeps for a parameter of `num_dims` dimensions (0 counts as 1) with the
+    settings of `group`, and their forms.
 
     `None` if that cannot be probed: not every setting works on a small matrix in host memory.
     """
-    param = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(SHAPE))
+    shape = (24,) if num_dims < 2 else (*(1,) * (num_dims - 2), *SHAPE)
+    param = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(shape))
     try:
         twin = _stepped(optimizer, group, [param], num_steps=1)
     except Exception:  # an optimizer that raises anything here has unknown states

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import Collectives, Group, Work, sum_small
 from shardwise.mesh import Mesh
-from shardwise.optim.cooperative import Apply, Compute, Make, on_device
+from shardwise.optim.cooperative import Apply, Compute, Make, SquaresOf, on_device
 from shardwise.optim.piece import Piece
 from shardwise.placement import Axes
 from shardwise.program import Action, Matrix, MatrixExchange, matrix_exchanges, norms_axes
@@ -39,11 +39,15 @@ class RankPeers:
         self._flats = {flat.name: flat for flat in flats}
         self._device = flats[0].device if flats else torch.device("cpu")
         """Of messages; pieces may be on the host."""
+        self._nothing = torch.zeros(0, device=self._device)
         self._matrix_exchanges = matrix_exchanges([flat.spec for flat in flats])
         self._norms_axes = norms_axes([flat.spec for flat in flats])
         self._by_param: dict[nn.Parameter, Piece] = {}
         self._by_parameter: dict[tuple[str, int], Piece] = {}
-        self._norms: Tensor | None = None
+        self._sums: Tensor | None = None
+        """The message that is being summed."""
+        self._make_norms: Callable[[Tensor], Tensor] | None = None
+        """Makes the next message, of norms, from sums that are complete."""
         self._rows: tuple[Tensor, Tensor] | None = None
         """The result of `_rows_of` for the optimizer's parameters."""
         self._groups: dict[str, Group] = {}
@@ -69,22 +73,59 @@ class RankPeers:
     # -- what an optimizer asks -------------------------------------------------------------------------
 
     def shape_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        piece = self._by_param[param]
+        piece = self._by_param.get(param)
+        if piece is None:  # of an integer dtype: it is in no flat buffer
+            return tuple(param.shape)
         return piece.flat.slots[piece.index].whole_shape
 
     def start_of(self, param: nn.Parameter) -> int:
-        return self._by_param[param].span.start
+        piece = self._by_param.get(param)
+        return 0 if piece is None else piece.span.start
 
     def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:
         if self._rows is None:
             self._rows = self._rows_of(params, squares)
         trained, copies = self._rows
-        self._norms = on_device((squares[trained] / copies).flatten(), self._device)
+        self._sums = on_device((squares[trained] / copies).flatten(), self._device)
         self._during()
+        return self._summed(squares)
+
+    def _summed(self, squares: Tensor) -> Tensor:
+        """The message of norms, as `squares` are, when it is complete."""
+        assert self._sums is not None
+        assert self._rows is not None
         summed = torch.zeros_like(squares)
-        summed[trained] = on_device(self._norms.view(-1, 2), squares.device)
-        self._norms = None
+        summed[self._rows[0]] = on_device(self._sums.view(-1, 2), squares.device)
+        self._sums = None
         return summed
+
+    def sum_in_turn(self, params: Sequence[nn.Parameter], sums: Sequence[Tensor], squares_of: SquaresOf) -> Tensor:
+        trained = [row for row, param in enumerate(params) if self._is_trained(param)]
+        message = [sums[row] / self._copies(self._by_param[params[row]]) for row in trained]
+        self._sums = torch.cat([on_device(one, self._device) for one in [self._nothing, *message]])
+        squares: list[Tensor] = []
+
+        def make_norms(summed: Tensor) -> Tensor:
+            whole = list(sums)
+            parts = torch.split(summed, [one.numel() for one in message])
+            for row, part in zip(trained, parts, strict=True):
+                whole[row] = on_device(part, sums[row].device)
+            squares.append(squares_of(whole))
+            self._rows = self._rows or self._rows_of(params, squares[0])
+            rows, copies = self._rows
+            return on_device((squares[0][rows] / copies).flatten(), self._device)
+
+        self._make_norms = make_norms
+        self._during()
+        self._begin_norms()
+        return self._summed(squares[0])
+
+    def _begin_norms(self) -> None:
+        """The sums are complete: go on to the norms that need them, if this has not been done."""
+        if self._make_norms is not None:
+            assert self._sums is not None
+            make_norms, self._make_norms = self._make_norms, None
+            self._sums = make_norms(self._sums)
 
     def _rows_of(self, params: Sequence[nn.Parameter], squares: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of trained parameters, and how many ranks have each. Created once, on the device of `squares`,
@@ -103,14 +144,16 @@ class RankPeers:
 
     # -- what the program has done ----------------------------------------------------------------------
 
-    def add_norms(self, action: Action) -> None:
-        """Carry out `agree * norms`: sum them over one axis."""
-        assert self._norms is not None
+    def add_up(self, action: Action) -> None:
+        """Carry out `agree * sums` or `agree * norms`: sum them over one axis."""
+        if action.subject == "norms":
+            self._begin_norms()
+        assert self._sums is not None
         group = self._groups.get(action.over)
         if group is None:
             ranks = self._mesh.group(self._rank, action.over)
             group = self._groups[action.over] = Group(action.over, ranks, self._place_on(action.over))
-        self._norms = sum_small(self._norms, self._collectives, group, "norms")
+        self._sums = sum_small(self._sums, self._collectives, group, action.subject)
 
     def exchange_matrices(self, action: Action) -> None:
         """Carry out `collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""

@@ -50,7 +50,17 @@ from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec, straight_trace
 from shardwise.program.streams import overlap, pipelined, serial
-from shardwise.program.update import BLOCK, OPTIMIZERS, SMALL_NUMEL, PlacedUpdate, States, Update, state_of, update_by
+from shardwise.program.update import (
+    BLOCK,
+    OPTIMIZERS,
+    SMALL_NUMEL,
+    PlacedUpdate,
+    States,
+    Update,
+    factored_update,
+    state_of,
+    update_by,
+)
 from shardwise.program.whole_schedule import (
     PassTraces,
     build_schedule,
@@ -109,6 +119,7 @@ __all__ = [
     "crossing_bytes",
     "disk_bytes",
     "drop_due",
+    "factored_update",
     "fills_grad",
     "footprint",
     "gather_due",

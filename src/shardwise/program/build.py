@@ -346,9 +346,20 @@ def norms_numel(flats: Sequence[FlatSpec]) -> int:
     return 2 * sum(placed.update.needs_norm for flat in flats for placed in flat.updates)
 
 
+def sums_numel(flats: Sequence[FlatSpec]) -> int:
+    """Elements of the sums over parts of parameters that updates need before the norms."""
+    return sum(placed.update.num_sums for flat in flats for placed in flat.updates)
+
+
 def _norms(flats: Sequence[FlatSpec]) -> list[Action]:
-    numel = norms_numel(flats)
-    return _agree(flats[0].mesh, norms_axes(flats), "norms", numel) if numel else []
+    """What updates need to know of whole parameters: sums over their parts, then norms, which may depend on these."""
+    needed: tuple[tuple[Subject, int], ...] = (("sums", sums_numel(flats)), ("norms", norms_numel(flats)))
+    return [
+        action
+        for subject, numel in needed
+        if numel
+        for action in _agree(flats[0].mesh, norms_axes(flats), subject, numel)
+    ]
 
 
 def _matrices(over: Sequence[MatrixExchange]) -> list[Action]:

@@ -38,6 +38,7 @@ Subject = Literal[
     "outgoing",
     "verdict",
     "buffers",
+    "sums",
     "norms",
     "matrix",
     "update",
@@ -142,6 +143,7 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("wait", "due"): Effect(waits="sum", keeps="due", frees=("staging",)),
     ("agree", "verdict"): Effect(reads=("due",), sends=True),
     # what an update needs of whole parameters
+    ("agree", "sums"): Effect(reads=("due",), sends=True),
     ("agree", "norms"): Effect(reads=("due",), sends=True),
     ("collect", "update"): Effect(
         "matrix",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardwise.placement import WIDTH, Dtype, Span
@@ -12,30 +13,37 @@ class States:
     """What an optimizer keeps for one parameter.
 
     `copies` tensors of its size in the dtype of the row `optim` (Adam: 2), plus `element_bytes` per element, plus
-    `block_bytes` per block of `block` elements, counted from the parameter's first.
+    `block_bytes` per block of `block` elements, counted from the parameter's first, plus `whole_bytes` on every rank
+    with elements of it.
     """
 
     copies: int = 0
     element_bytes: int = 0
     block: int = 1
     block_bytes: int = 0
+    whole_bytes: int = 0
 
     def num_bytes(self, span: Span, dtype: Dtype) -> int:
         """Bytes for elements `span` of the parameter."""
-        blocks = -(-span.stop // self.block) - span.start // self.block if span.numel else 0
-        return span.numel * (self.copies * WIDTH[dtype] + self.element_bytes) + blocks * self.block_bytes
+        if not span.numel:
+            return 0
+        blocks = -(-span.stop // self.block) - span.start // self.block
+        by_element = self.copies * WIDTH[dtype] + self.element_bytes
+        return span.numel * by_element + blocks * self.block_bytes + self.whole_bytes
 
 
 @dataclass(frozen=True)
 class Update:
     """How one parameter is updated. The default is elementwise, wherever its elements lie.
 
-    `needs_norm`: it needs two norms over the whole parameter. `matrix`: (rows, columns), if the whole matrix must be on
-    one rank; it is sent there and orthogonalized in `dtype`.
+    `needs_norm`: it needs two norms over the whole parameter. `num_sums`: before these, it needs that many sums over
+    parts of the whole parameter, such as its rows and columns. `matrix`: (rows, columns), if the whole matrix must be
+    on one rank; it is sent there and orthogonalized in `dtype`.
     """
 
     states: States = States()
     needs_norm: bool = False
+    num_sums: int = 0
     matrix: tuple[int, int] | None = None
     dtype: Dtype = "bf16"
 
@@ -63,6 +71,16 @@ def state_of(dtype: str, num_states: int, numel: int) -> States:
     return States(copies=num_states)
 
 
+def factored_update(shape: tuple[int, ...], *, has_first_moment: bool = False) -> Update:
+    """Adafactor's update of a parameter of `shape`: of two or more dimensions, it keeps a second moment for each row
+    and each column of the last two."""
+    first = int(has_first_moment)
+    if len(shape) < 2 or not math.prod(shape):
+        return Update(States(copies=first + 1), needs_norm=True)
+    num_sums = math.prod(shape[:-2]) * (shape[-2] + shape[-1])
+    return Update(States(first, whole_bytes=num_sums * WIDTH["fp32"]), needs_norm=True, num_sums=num_sums)
+
+
 OPTIMIZERS: dict[str, str] = {
     "sgd": "SGD without momentum: no state",
     "momentum": "SGD with momentum: 1 state",
@@ -70,6 +88,7 @@ OPTIMIZERS: dict[str, str] = {
     "adamw-bf16": "AdamW with bf16 states (shardwise.optim.AdamW)",
     "adamw-int8": "AdamW with 8-bit states (shardwise.optim.AdamW)",
     "lamb": "shardwise.optim.Lamb: 2 states, norms of whole parameters",
+    "adafactor": "shardwise.optim.Adafactor: a state per row and column, norms of whole parameters",
     "lion": "shardwise.optim.Lion: 1 state",
     "muon": "shardwise.optim.Muon: hidden matrices whole, 1 state; AdamW for the others",
 }
@@ -80,9 +99,7 @@ def update_by(optimizer: str, shape: tuple[int, ...], *, is_hidden: bool) -> Upd
 
     `is_hidden`: it is neither an embedding nor the head.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     match optimizer:
         case "sgd":
             return Update()
@@ -92,6 +109,8 @@ def update_by(optimizer: str, shape: tuple[int, ...], *, is_hidden: bool) -> Upd
             return Update(state_of(optimizer.removeprefix("adamw-"), 2, numel))
         case "lamb":
             return Update(States(copies=2), needs_norm=True)
+        case "adafactor":
+            return factored_update(shape)
         case "muon" if is_hidden and len(shape) == 2:
             return Update(States(copies=1), matrix=(shape[0], shape[1]))
     return Update(States(copies=2))
