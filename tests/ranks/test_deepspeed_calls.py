@@ -17,6 +17,7 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.integrations.deepspeed import topology
 from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
 from tests.ranks.threads_as_members import ThreadMembership, run_members
@@ -490,11 +491,15 @@ def losses_of(model: nn.Module, steps: Tensor) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("grid", [None, topology.PipeDataParallelTopology(num_pp=2, num_dp=1)])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
+def test_a_list_of_layers_trains_in_stages(stages: int, grid: topology.ProcessTopology | None, tmp_path: Path) -> None:
+    if grid is not None and stages == 1:
+        grid = topology.PipeDataParallelTopology(num_pp=1, num_dp=2)
     torch.manual_seed(1)
     defaults = {"seed_layers": False, "seed_fn": None, "base_seed": 1234, "checkpointable_layers": None}
-    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy, **defaults)
+    model = deepspeed.PipelineModule(layers(), None if grid else stages, grid, loss_fn=cross_entropy, **defaults)
+    assert grid is None or model.topology() is grid
     assert model[0].weight is model[-1].weight
     twin = copy.deepcopy(model)
     models = [copy.deepcopy(model) for _ in range(2)]

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
-from shardwise.integrations.deepspeed import absent_names, facade, stored, zero
+from shardwise.integrations.deepspeed import absent_names, facade, stored, topology, zero
 from shardwise.integrations.deepspeed.config import ComponentConfig
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.testing import run_ranks
@@ -231,3 +231,45 @@ def test_partition_methods_that_cannot_be_had() -> None:
     for method, words in cases.items():
         with pytest.raises(ConfigError, match=words):
             deepspeed.PipelineModule(layers, num_stages=2, partition_method=method)
+
+
+def test_a_topology_counts_ranks_as_deepspeed_does() -> None:
+    grid = topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
+    assert (grid.world_size(), grid.get_axis_names()) == (12, ["pipe", "data", "model"])
+    assert (grid.get_dim("pipe"), grid.get_dim("data"), grid.get_dim("expert")) == (2, 3, 0)
+    assert [grid.get_rank(pipe=pp, data=dp, model=mp) for pp in range(2) for dp in range(3) for mp in range(2)] == list(
+        range(12)
+    )
+    assert grid.get_coord(9) == grid.ProcessCoord(pipe=1, data=1, model=1)
+    assert grid.get_axis_list("pipe", 1) == [6, 7, 8, 9, 10, 11]
+    assert grid.filter_match(pipe=0, model=1) == [1, 3, 5]
+    assert grid.get_axis_comm_lists("pipe") == [[rank, rank + 6] for rank in range(6)]
+    assert grid.get_axis_comm_lists("expert") == []
+    assert grid.get_rank_repr(9) == "model_01"
+    assert grid.get_rank_repr(9, omit_axes=["model"]) == "pipe_01-data_01"
+    with pytest.raises(ValueError, match="takes an index of each of"):
+        grid.get_rank(pipe=2, data=0, model=0)
+    with pytest.raises(ValueError, match="no rank 12 among 12"):
+        grid.get_coord(12)
+    with pytest.raises(ConfigError, match="one size of 1 or more for each"):
+        topology.ProcessTopology(["pipe"], [2, 3])
+
+
+def test_topologies_that_a_pipeline_cannot_have() -> None:
+    layers = [nn.Embedding(4, 2), nn.Linear(2, 2)]
+    with pytest.raises(ConfigError, match="needs num_stages or a topology"):
+        deepspeed.PipelineModule(layers)
+    with pytest.raises(ConfigError, match="num_stages is 1, but the topology has 2"):
+        deepspeed.PipelineModule(layers, num_stages=1, topology=topology.PipeDataParallelTopology(2, 1))
+    with pytest.raises(
+        ConfigError, match=r"has the axes data, pipe\. Supported are pipe, data and model, in this order"
+    ):
+        deepspeed.PipelineModule(layers, topology=topology.ProcessTopology(["data", "pipe"], [2, 2]))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for grid, words in [
+        (topology.PipeDataParallelTopology(1, 2), "has 2 ranks along data, but 1 take part"),
+        (topology.PipeModelDataParallelTopology(1, 2, 1), "has 2 ranks along model, the config 1. Set tensor_parallel"),
+    ]:
+        module = deepspeed.PipelineModule(layers, topology=grid)
+        with pytest.raises(ConfigError, match=words):
+            run_ranks(1, lambda world, module=module: deepspeed.initialize(model=module, config=config, world=world))

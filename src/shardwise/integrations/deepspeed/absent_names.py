@@ -8,18 +8,14 @@ from typing import NoReturn
 
 _FULL = "parts of a parameter cannot be read or written; use {}, which all ranks call"
 _ESTIMATES = "use engine.shardwise.rehearse(batch), or `shardwise explain PLAN --world N --model FILE:CALLABLE`"
-_STAGES = "pass num_stages to PipelineModule; engine.shardwise.mesh has the coordinates of each rank"
 INSTEAD = {
     "deepspeed.init_inference": "use engine.shardwise.inference()",
     "deepspeed.tp_model_init": "set tensor_parallel.autotp_size in the config",
     "deepspeed.autotuning": "use `budget` in a plan and `shardwise explain`",
     "deepspeed.compression": "quantize after training",
     "deepspeed.inference": "use engine.shardwise.inference()",
-    "deepspeed.pipe.PipeModelDataParallelTopology": _STAGES,
-    "deepspeed.pipe.ProcessTopology": _STAGES,
     "deepspeed.profiling": "use torch.profiler, whose traces name shardwise's actions",
     "deepspeed.runtime.fp16": "compressing optimizers are not supported; use AdamW, Lamb or Lion of deepspeed.ops",
-    "deepspeed.runtime.pipe.topology": _STAGES,
     "deepspeed.runtime.zero.stage3": _ESTIMATES,
     "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATES,
     "deepspeed.sequence": "set sequence_parallel_size in the config",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, stored, tensors, zero
+from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, stored, tensors, topology, zero
 from shardwise.integrations.deepspeed.absent_names import RefusedImports, attribute_errors
 from shardwise.integrations.deepspeed.accelerator import Accelerator
 from shardwise.integrations.deepspeed.config import ComponentConfig
@@ -66,6 +66,7 @@ def _modules() -> dict[str, dict[str, Any]]:
     utils |= {"logger": logger, "log_dist": log_dist, "RepeatingLoader": RepeatingLoader, "OnDevice": zero.OnDevice}
     own_zero = {name: getattr(zero, name) for name in ("Init", "GatheredParameters", "register_external_parameter")}
     pipeline = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
+    grid = {name: value for name, value in vars(topology).items() if name.endswith("Topology")}
     lr_schedules = {name: kind for name, kind in vars(schedules).items() if name in schedules.SCHEDULES}
     checkpointing = {"checkpoint": pipe.recompute, "configure": configure_recomputing, "is_configured": lambda: True}
     comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
@@ -103,8 +104,9 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime.lr_schedules": {**lr_schedules, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
         "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
         "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": pipe.set_random_seed},
-        "deepspeed.runtime.pipe": pipeline,
+        "deepspeed.runtime.pipe": {**pipeline, "ProcessTopology": topology.ProcessTopology},
         "deepspeed.runtime.pipe.module": pipeline,
+        "deepspeed.runtime.pipe.topology": grid,
         "deepspeed.runtime.activation_checkpointing": {},
         "deepspeed.runtime.activation_checkpointing.checkpointing": checkpointing,
         "deepspeed.runtime.zero": {},

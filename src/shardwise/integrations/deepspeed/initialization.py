@@ -22,6 +22,7 @@ from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.muon import make_muon
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
+from shardwise.integrations.deepspeed.topology import require_topology
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -71,6 +72,9 @@ def initialize(
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         translated = read_config(source, world_size=joined.size, num_stages=stages)
+        if isinstance(model, PipelineModule) and model.given_topology is not None:
+            tensor = translated.plan.get("mesh", {}).get("tp", 1)
+            require_topology(model.given_topology, translated.num_replicas, tensor)
         require_monitors(translated.monitors)
         plan = _with_stages(_with_experts(translated, expert_ranks_of(model)), model)
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -18,6 +19,7 @@ from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
 from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
 from shardwise.integrations.deepspeed.partition import Function, check_method, stages_of
+from shardwise.integrations.deepspeed.topology import PipeDataParallelTopology, ProcessTopology, stages_in
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -71,7 +73,8 @@ class TiedLayerSpec(LayerSpec):
 class PipelineModule(nn.Sequential):
     """A sequence of layers: modules, specs or functions. Each gets the output of the one before.
 
-    They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`) by `partition_method`: with about equal
+    They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`), or those of a `topology`, by
+    `partition_method`: with about equal
     numbers of parameters, or of layers (`uniform`), or of layers of some classes (`type:REGEX`).
     With `seed_layers`, the generators are seeded with `base_seed` plus a layer's number before it is built, by
     `seed_fn(seed)` if it is given. `loss_fn(output, label)` computes the loss of a micro-batch. With
@@ -84,7 +87,7 @@ class PipelineModule(nn.Sequential):
         self,
         layers: Iterable[nn.Module | LayerSpec | Callable[[Any], Any]],
         num_stages: int | None = None,
-        topology: object | None = None,
+        topology: ProcessTopology | None = None,
         loss_fn: LossFunction | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], object] | None = None,
@@ -95,11 +98,7 @@ class PipelineModule(nn.Sequential):
         checkpointable_layers: Iterable[str] | None = None,
         dynamic_shape: bool = False,
     ) -> None:
-        if num_stages is None or topology is not None:
-            raise ConfigError(
-                "PipelineModule needs num_stages, and does not support topology: data parallelism follows from the "
-                "number of ranks."
-            )
+        num_stages = _num_stages(num_stages, topology)
         check_method(partition_method)
         if activation_checkpoint_interval < 0:
             raise ConfigError(
@@ -114,11 +113,19 @@ class PipelineModule(nn.Sequential):
             built.append(_built_layer(layer, first_of_key))
         super().__init__(*built)
         self.num_stages = num_stages
+        self.given_topology = topology
         self.stages = stages_of(self, partition_method, num_stages)
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+
+    def topology(self) -> ProcessTopology:
+        """The ranks by stage and copy: the topology that was given, or the one that `num_stages` makes of all ranks of
+        torch's process group, which must be initialized."""
+        if self.given_topology is not None:
+            return self.given_topology
+        return PipeDataParallelTopology(self.num_stages, max(1, dist.get_world_size() // self.num_stages))
 
     def forward(self, value: Any) -> Any:
         """The output of the last layer."""
@@ -240,6 +247,16 @@ class PipelineEngine(DeepSpeedEngine):
                 f"The data ended after {len(pairs)} of {count} micro-batches (gradient_accumulation_steps)."
             )
         return [_to(pair[0], self.device) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
+
+
+def _num_stages(given: int | None, topology: ProcessTopology | None) -> int:
+    if topology is None:
+        if given is None:
+            raise ConfigError("PipelineModule needs num_stages or a topology.")
+        return given
+    if given is not None and given != stages_in(topology):
+        raise ConfigError(f"num_stages is {given}, but the topology has {stages_in(topology)}. Leave one of them out.")
+    return stages_in(topology)
 
 
 def _computed(layers: list[nn.Module], is_tuple: bool, *inputs: Any) -> Any:
