@@ -40,6 +40,17 @@ def rules_inside(path: str, module: nn.Module, rule: TensorRule) -> dict[str, Te
     return inside
 
 
+def refuse_prefixes(model: nn.Module) -> None:
+    """Raise `ModelError` for prefix tuning (arXiv:2101.00190), which adds keys and values of all heads to the cache."""
+    kinds = [getattr(config, "peft_type", None) for config in (getattr(model, "peft_config", None) or {}).values()]
+    if "PREFIX_TUNING" in kinds:
+        raise ModelError(
+            f"{type(model).__name__} is trained by prefix tuning, whose keys and values are those of all heads, but "
+            f"tensor parallelism gives each rank some of them. Use prompt tuning, P-tuning or LoRA, or leave 'tp' out "
+            f"of the mesh."
+        )
+
+
 def trained_copies(path: str, module: nn.Module) -> list[str]:
     """The modules with which peft replaces a fully trained one (`modules_to_save`): the original and its copies, of
     which the active one is called."""

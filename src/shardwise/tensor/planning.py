@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.config import Plan
 from shardwise.errors import ModelError
 from shardwise.placement import Span
-from shardwise.tensor.adapters import BASE, dropouts
+from shardwise.tensor.adapters import BASE, dropouts, refuse_prefixes
 from shardwise.tensor.forwards import AdapterDropout, OwnHeads, RegionEntry, SequenceEdge, SummedGrads
 from shardwise.tensor.loss import CausalLoss
 from shardwise.tensor.model_split import ModelSplit
@@ -27,6 +27,7 @@ def split_for(model: nn.Module, plan: Plan, index: int, num_ranks: int, excluded
     Raises `ConfigError` or `ModelError` if the model cannot be split as planned. Changes nothing.
     """
     names = {param: name for name, param in model.named_parameters()}
+    refuse_prefixes(model)
     split = ModelSplit(index, num_ranks, names=names, modules=dict(model.named_modules()))
     targets = targets_for(model, plan.tensor, excluded)
     if plan.tensor.sequence:
