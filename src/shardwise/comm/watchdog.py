@@ -148,8 +148,8 @@ class Watchdog:
             self._wake.clear()
             if self._closing:
                 return
-            self._end_lost_waits()
             try:
+                self._end_lost_waits()
                 self._check()
             except BoardError as error:
                 self._check_without_board(error)
