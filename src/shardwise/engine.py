@@ -187,7 +187,7 @@ class Engine(EngineTraining):
     @property
     def num_steps(self) -> int:
         """Optimizer steps taken, including those before a resume."""
-        return self._sharded.progress.num_steps
+        return self._sharded.progress.num_steps if self._session is None else self._session.num_steps
 
     @num_steps.setter
     def num_steps(self, number: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -402,6 +403,71 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
     assert len(results) == 2
     for state, num_steps in results.values():
         assert num_steps == NUM_STEPS
+        for name, value in plain.state_dict().items():
+            assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
+
+
+def hear_in_commit(engine: sw.Engine, version: int) -> None:
+    """Let this rank leave the commit of `version` so late that it hears there of a death after it. The copies of that
+    step are not complete, since this rank sends none yet."""
+    session = engine._session
+    assert session is not None
+    share = session._share_change_wishes
+
+    def late(subject: str, refusal: str = "") -> None:
+        share(subject, refusal)
+        if subject == "commit" and session._version == version and engine.num_void == 0:
+            while (fault := session._world.fault) is None:
+                time.sleep(0.001)
+            raise fault.error()
+
+    session._share_change_wishes = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("asks", ["always", "if it has taken a step"])
+@pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
+@one_in(2)
+def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended(
+    loop: str, asks: str, tmp_path: Path
+) -> None:
+    """All go on with the same calls, also where the loop asks `engine.num_steps` whether a step was taken."""
+    _, plain = trained_alone(start := Net(), adamw, clip=None, scheduled=False)
+    models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
+    others_are_on, num_void = threading.Event(), []
+
+    def work(world: World, member: int) -> dict[str, torch.Tensor]:
+        own, optimizer = models[member], adamw(models[member])
+        engine = sw.shard(own, PLANS["zero2"], optimizer=optimizer, world=world)
+        HostDiesAt({})(engine, member)
+        assert isinstance(world.membership, ThreadMembership)
+        if member == 2:
+            hear_in_commit(engine, 3)
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            x, y = batches()[step]  # the same on all ranks, so that a lost share changes nothing
+            if loop == "train_step":
+                engine.train_step(x, y, loss_fn=loss_of)
+            else:
+                loss = loss_of(own(x), y)
+                engine.backward(loss) if loop == "engine" else loss.backward()
+                engine.step() if loop == "engine" else optimizer.step()
+                optimizer.zero_grad()
+            if member == 3 and engine.num_steps == 3:
+                others_are_on.set()
+            if member < 2 and engine.num_steps == 3:
+                assert others_are_on.wait(20)
+                world.membership.crowd.kill_host(0)
+                raise Killed
+            if asks == "always" or engine.num_steps > step:
+                engine.mean(0.0)
+        num_void.append(engine.num_void)
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
+    assert num_void == [1, 1]
+    for state in results.values():
         for name, value in plain.state_dict().items():
             assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
 

@@ -100,6 +100,8 @@ class Recovery(ABC):
         """Whether an iteration has begun and not ended."""
         self._void_after = self._void_until = 0
         """Iterations after the first and up to the second are void."""
+        self._ended_anywhere = 0
+        """The last iteration that any rank had ended when ranks regrouped."""
         self._quiet = QuietMode()
         self._outside = Outside()
         self._num_layouts = 0
@@ -169,6 +171,16 @@ class Recovery(ABC):
     def progress(self) -> Progress:
         return self._sharded.progress
 
+    @property
+    def image_bytes(self) -> int:
+        """Memory of this rank's images: states updated in place, which would be elsewhere otherwise, and a copy."""
+        return sum(one.directory.num_bytes for one in self._survival.images)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the copies that this rank keeps for ranks of other hosts."""
+        return self._survival.copies.kept_bytes if self._survival.copies is not None else 0
+
     def _recover(self, error: CommError | None) -> None:
         """Continue with another set of ranks: after a fault, or without one where ranks join or leave, at the beginning
         of an iteration.
@@ -236,6 +248,7 @@ class Recovery(ABC):
         self._void_after = next(one.iterations[version] for one in reports)
         begun = max(one.begun for one in reports)
         self._void_until = begun if begun > self._void_after else 0
+        self._ended_anywhere = max(one.ended for one in reports)
         self._outside.hear(reports)
 
     def _undo_ended_iteration(self) -> None:
@@ -269,7 +282,8 @@ class Recovery(ABC):
             if one.survival is not None
         }
         results = self._outside.results
-        report = Report(self._begun, self._iterations, self._complete_label, steps, results, self._num_layouts)
+        ended = self._begun - self._is_open
+        report = Report(self._begun, ended, self._iterations, self._complete_label, steps, results, self._num_layouts)
         regrouped = self._membership.regroup(self._world, report.message(), lets_in=lets_in)
         self._world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)

@@ -20,6 +20,8 @@ class Report:
 
     begun: int
     """Iterations that it has begun."""
+    ended: int
+    """The last iteration that it has ended."""
     iterations: dict[int, int]
     """By version of the state, the iteration that produced it."""
     label: int

@@ -10,6 +10,11 @@ In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*)
 `engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
 restored afterwards. For exchanges outside a step (`engine.mean`, `save`) see `outside.py`.
 
+[Note: ended elsewhere] A rank may hear in the commit of a step that the step is undone, when others have ended it and
+are in a call after it, such as `engine.mean`. That call, and what their loops did before it, they have made with the
+step taken. So this rank ends the step as taken too, and the loop hears that it is undone where the others' do: in the
+next call.
+
 [Note: where ranks join] The last commit, or regrouping after a fault, tells all ranks whether any wants to join or
 leave. They do so at the beginning of the next iteration, which becomes void. Every loop reaches the forward of a
 training step, whatever it does before, so there a new loop and those of the others are at the same point. No rank joins
@@ -77,6 +82,8 @@ class Session(Recovery):
         exchange this call takes part in."""
         super().__init__(host, sharded, membership, arrival)
         self._num_micro_batches = 0
+        self._shown_steps: int | None = None
+        """See [Note: ended elsewhere]."""
         self._must_follow = self.plan.bad_batch == "skip"
         if self._must_follow and membership.folder is not None:
             (membership.folder / BAD_BATCH).write_text("skip")
@@ -105,6 +112,11 @@ class Session(Recovery):
         """The loop changes parameters or states by hand, on all ranks."""
         self._is_edited = True
 
+    @property
+    def num_steps(self) -> int:
+        """The steps that the loop is told of."""
+        return self._sharded.progress.num_steps if self._shown_steps is None else self._shown_steps
+
     def close(self, error: BaseException | None = None) -> None:
         """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
         do until all ranks have closed."""
@@ -119,16 +131,6 @@ class Session(Recovery):
                 layout.leave(self._world)
             else:
                 layout.survival.close(removes=False)
-
-    @property
-    def image_bytes(self) -> int:
-        """Memory of this rank's images: states updated in place, which would be elsewhere otherwise, and a copy."""
-        return sum(one.directory.num_bytes for one in self._survival.images)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of the copies that this rank keeps for ranks of other hosts."""
-        return self._survival.copies.kept_bytes if self._survival.copies is not None else 0
 
     def _wrap(self) -> None:
         """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
@@ -200,9 +202,10 @@ class Session(Recovery):
                 return None
             self._commit()
         except CommError as error:
+            taken = self._sharded.progress.num_steps
             self._recover(error)
             if self.is_void():
-                return self._end_void()
+                return self._end_void(taken)
             norm = self._sharded.progress.gradient_norm
         self._end()
         return norm
@@ -212,7 +215,7 @@ class Session(Recovery):
         self._handle_noted_fault()
         if not self._is_open:  # no forward since the last step: nothing to repeat
             return step()
-        result = None
+        result, taken = None, 0
         if not self.is_void():
             try:
                 with self._steps.inside():
@@ -220,10 +223,11 @@ class Session(Recovery):
                 if is_last:
                     self._commit()
             except CommError as error:
+                taken = self._sharded.progress.num_steps
                 self._recover(error)
         if self.is_void():
             if is_last:
-                self._end_void()
+                self._end_void(taken)
         elif is_last:
             self._end()
         return result
@@ -256,6 +260,7 @@ class Session(Recovery):
     def outside(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
         """Call `work`, in which ranks communicate outside a step. A result that `is_small` is kept for ranks that a
         fault keeps from getting theirs; others: see [Note: large results] in `outside.py`."""
+        self._shown_steps = None
         self._handle_noted_fault()
         confirm = None if is_small else lambda: self._world.exchange(b"", "read")
         return self._outside.call(self._begun, work, confirm, self._recover_outside)
@@ -272,7 +277,7 @@ class Session(Recovery):
             raise ConfigError(_CANNOT_SKIP)
         self._must_follow = False
         self._begun += 1
-        self._is_open = True
+        self._is_open, self._shown_steps = True, None
         self.is_arriving = self._world.is_arriving = False
         if self._arrival is not None:
             self.loop_state.load(self._arrival.groups, self._arrival.schedules)
@@ -336,14 +341,18 @@ class Session(Recovery):
             return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
         return Loaded(folder, num_steps, decode(state))
 
-    def _end_void(self) -> float:
+    def _end_void(self, taken: int = 0) -> Norm | None:
+        """`taken` are the steps taken with this one, if it was complete here until it was undone."""
         self._sharded.zero_grad()
         if self._begun >= self._void_until:
             self._quiet.leave()
         self.loop_state.restore()
         self._is_open = False
         self._sharded.progress.num_void += 1
-        return math.nan
+        if not taken or self._begun > self._ended_anywhere:
+            return math.nan
+        self._shown_steps = taken
+        return self._sharded.progress.gradient_norm
 
     def _commit(self) -> None:
         """See [Note: the commit] and [Note: reads between steps]."""
