@@ -27,7 +27,8 @@ class EngineReports(EngineState):
         report = memory_of(self._sharded)
         if self._session is None:
             return report
-        return replace(report, image_bytes=self._session.image_bytes, kept_bytes=self._session.kept_bytes)
+        image_bytes, kept_bytes = self._session.bytes_for_survival
+        return replace(report, image_bytes=image_bytes, kept_bytes=kept_bytes)
 
     @property
     def copies(self) -> dict[str, float]:

@@ -172,14 +172,9 @@ class Recovery(ABC):
         return self._sharded.progress
 
     @property
-    def image_bytes(self) -> int:
-        """Memory of this rank's images: states updated in place, which would be elsewhere otherwise, and a copy."""
-        return sum(one.directory.num_bytes for one in self._survival.images)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of the copies that this rank keeps for ranks of other hosts."""
-        return self._survival.copies.kept_bytes if self._survival.copies is not None else 0
+    def bytes_for_survival(self) -> tuple[int, int]:
+        """Of this rank's images, and of the copies that it keeps: see `Survival`."""
+        return self._survival.image_bytes, self._survival.kept_bytes
 
     def _recover(self, error: CommError | None) -> None:
         """Continue with another set of ranks: after a fault, or without one where ranks join or leave, at the beginning
@@ -281,9 +276,10 @@ class Recovery(ABC):
             for one in layouts
             if one.survival is not None
         }
-        results = self._outside.results
-        ended = self._begun - self._is_open
-        report = Report(self._begun, ended, self._iterations, self._complete_label, steps, results, self._num_layouts)
+        began, ended = self._begun, self._begun - self._is_open
+        report = Report(
+            began, ended, self._iterations, self._complete_label, steps, self._outside.results, self._num_layouts
+        )
         regrouped = self._membership.regroup(self._world, report.message(), lets_in=lets_in)
         self._world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)

@@ -114,7 +114,6 @@ class Session(Recovery):
 
     @property
     def num_steps(self) -> int:
-        """The steps that the loop is told of."""
         return self._sharded.progress.num_steps if self._shown_steps is None else self._shown_steps
 
     def close(self, error: BaseException | None = None) -> None:
@@ -225,11 +224,8 @@ class Session(Recovery):
             except CommError as error:
                 taken = self._sharded.progress.num_steps
                 self._recover(error)
-        if self.is_void():
-            if is_last:
-                self._end_void(taken)
-        elif is_last:
-            self._end()
+        if is_last:
+            self._end_void(taken) if self.is_void() else self._end()
         return result
 
     def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:

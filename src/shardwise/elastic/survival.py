@@ -90,6 +90,16 @@ class Survival:
         self._write_numbers()
         self.image.live_step = step
 
+    @property
+    def image_bytes(self) -> int:
+        """Memory of this rank's images: states updated in place, which would be elsewhere otherwise, and a copy."""
+        return sum(one.directory.num_bytes for one in self.images)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the copies that this rank keeps for ranks of other hosts."""
+        return self.copies.kept_bytes if self.copies is not None else 0
+
     def follow(self, step: int) -> None:
         """The update is done on all ranks: start copying it, to run during the next step."""
         self._start(partial(self._follow, step, self._outgoing() if self.copies is not None else None))
