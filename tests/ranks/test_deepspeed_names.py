@@ -241,8 +241,12 @@ def test_a_topology_counts_ranks_as_deepspeed_does() -> None:
         range(12)
     )
     assert grid.get_coord(9) == grid.ProcessCoord(pipe=1, data=1, model=1)
+    assert [grid.get_rank(**grid.get_coord(rank)._asdict()) for rank in range(12)] == list(range(12))
     assert grid.get_axis_list("pipe", 1) == [6, 7, 8, 9, 10, 11]
     assert grid.filter_match(pipe=0, model=1) == [1, 3, 5]
+    assert grid.filter_match(pipe=2) == []
+    with pytest.raises(ValueError, match="There is no axis expert among pipe, data, model"):
+        grid.filter_match(expert=0)
     assert grid.get_axis_comm_lists("pipe") == [[rank, rank + 6] for rank in range(6)]
     assert grid.get_axis_comm_lists("expert") == []
     assert grid.get_rank_repr(9) == "model_01"
@@ -253,6 +257,14 @@ def test_a_topology_counts_ranks_as_deepspeed_does() -> None:
         grid.get_coord(12)
     with pytest.raises(ConfigError, match="one size of 1 or more for each"):
         topology.ProcessTopology(["pipe"], [2, 3])
+
+
+def test_a_pipeline_without_a_topology_has_one_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = deepspeed.PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 6)
+    grid = module.topology()
+    assert type(grid) is facade._modules()["deepspeed.runtime.pipe.topology"]["PipeDataParallelTopology"]
+    assert grid.get_axis_comm_lists("data") == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_topologies_that_a_pipeline_cannot_have() -> None:

@@ -4,6 +4,7 @@ which are sharded, gathered, saved and offloaded like any frozen ones; adapters 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +114,30 @@ def resumed_by(world: sw.World, model: nn.Module, preset: str, folder: Path) -> 
         return engine.state_dict()
 
 
-def test_a_base_in_four_bits_is_saved_and_resumed_by_another_world(tmp_path: Path) -> None:
-    model = quantized()
+def saved_and_resumed(
+    model: nn.Module, plan: Any, num_ranks: int, folder: Path, train: Callable[[sw.Engine], object] | None = None
+) -> dict[str, Tensor]:
+    """The values that ranks with `plan` save, after they `train`; they are those that three ranks then resume."""
 
     def save(world: sw.World) -> dict[str, Tensor]:
         mine = copy.deepcopy(model)
-        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
-            engine.save(tmp_path)
+        with sw.shard(mine, plan, optimizer=adamw_of_trainable(mine), world=world) as engine:
+            if train is not None:
+                train(engine)
+            engine.save(folder)
             return engine.state_dict()
 
-    saved = run_ranks(2, save)[0]
-    resumed = run_ranks(3, lambda world: resumed_by(world, model, "zero2", tmp_path))[0]
+    saved: dict[str, Tensor] = run_ranks(num_ranks, save)[0]
+    resumed = run_ranks(3, lambda world: resumed_by(world, model, "zero2", folder))[0]
     assert saved.keys() == resumed.keys()
     for name, value in saved.items():
         assert torch.equal(resumed[name], value), name
+    return saved
+
+
+def test_a_base_in_four_bits_is_saved_and_resumed_by_another_world(tmp_path: Path) -> None:
+    model = quantized()
+    saved = saved_and_resumed(model, "zero3", 2, tmp_path)
     for name, value in model.named_parameters():
         assert torch.equal(saved[name], value), name
 
@@ -274,20 +285,10 @@ def test_stages_of_a_base_in_four_bits_train_like_the_plain_model(preset: str, m
 
 
 def test_stages_of_a_base_in_four_bits_are_saved_and_resumed_without_stages(tmp_path: Path) -> None:
+    def train(engine: sw.Engine) -> None:
+        engine.forward_backward(token_batches(1, 4)[0])
+        engine.step()
+
     torch.manual_seed(0)
-    model = QuantizedDecoder()
-
-    def save(world: sw.World) -> dict[str, Tensor]:
-        mine = copy.deepcopy(model)
-        plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2}
-        with sw.shard(mine, plan, optimizer=adamw_of_trainable(mine), world=world) as engine:
-            engine.forward_backward(token_batches(1, 4)[0])
-            engine.step()
-            engine.save(tmp_path)
-            return engine.state_dict()
-
-    saved = run_ranks(4, save)[0]
-    resumed = run_ranks(3, lambda world: resumed_by(world, model, "zero2", tmp_path))[0]
-    assert saved.keys() == resumed.keys()
-    for name, value in saved.items():
-        assert torch.equal(resumed[name], value), name
+    plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2}
+    saved_and_resumed(QuantizedDecoder(), plan, 4, tmp_path, train)

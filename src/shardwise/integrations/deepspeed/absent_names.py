@@ -16,6 +16,7 @@ INSTEAD = {
     "deepspeed.inference": "use engine.shardwise.inference()",
     "deepspeed.profiling": "use torch.profiler, whose traces name shardwise's actions",
     "deepspeed.runtime.fp16": "compressing optimizers are not supported; use AdamW, Lamb or Lion of deepspeed.ops",
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": "use engine.shardwise.mesh, or model.topology()",
     "deepspeed.runtime.zero.stage3": _ESTIMATES,
     "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATES,
     "deepspeed.sequence": "set sequence_parallel_size in the config",

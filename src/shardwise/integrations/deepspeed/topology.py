@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError
@@ -48,7 +48,11 @@ class ProcessTopology:
         """The indices of `rank`, a named tuple. Raises `ValueError` for a rank that there is not."""
         if not 0 <= rank < self.world_size():
             raise ValueError(f"There is no rank {rank} among {self.world_size()}.")
-        return self.ProcessCoord(*list(self._places())[rank])
+        coord = []
+        for dim in reversed(self.dims):
+            rank, index = divmod(rank, dim)
+            coord.append(index)
+        return self.ProcessCoord(*reversed(coord))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
@@ -67,19 +71,16 @@ class ProcessTopology:
         return [self.filter_match(**dict(zip(others, line, strict=True))) for line in lines]
 
     def filter_match(self, **coord: int) -> list[int]:
-        """The ranks at these indices, in order."""
-        return [rank for rank in range(self.world_size()) if self._is_at(rank, coord)]
+        """The ranks at these indices, in order. Raises `ValueError` for an axis that there is not."""
+        if unknown := coord.keys() - set(self.axes):
+            raise ValueError(f"There is no axis {', '.join(sorted(unknown))} among {', '.join(self.axes)}.")
+        sizes = zip(self.axes, self.dims, strict=True)
+        allowed = [[index for index in range(dim) if coord.get(axis, index) == index] for axis, dim in sizes]
+        return [self.get_rank(**dict(zip(self.axes, place, strict=True))) for place in itertools.product(*allowed)]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks whose index on `axis` is `idx`."""
         return self.filter_match(**{axis: idx})
-
-    def _is_at(self, rank: int, coord: dict[str, int]) -> bool:
-        own = self.get_coord(rank)
-        return all(getattr(own, axis) == index for axis, index in coord.items())
-
-    def _places(self) -> Iterator[tuple[int, ...]]:
-        return itertools.product(*map(range, self.dims))
 
 
 class PipeDataParallelTopology(ProcessTopology):
