@@ -223,6 +223,70 @@ def test_codes_are_exported_as_they_are(tmp_path: Path) -> None:
         assert torch.equal(value, model.state_dict()[name]), name
 
 
+class Codes(nn.Parameter):
+    """As the library's own parameters."""
+
+    @property
+    def quant_storage(self) -> torch.dtype:
+        return self.dtype
+
+
+class Packed(FourBit):
+    """Its codes are in a floating-point dtype, as bitsandbytes may pack them, and are no numbers."""
+
+    def __init__(self, base: nn.Linear, storage: torch.dtype) -> None:
+        super().__init__(base)
+        self.codes = Codes(self.codes.detach().view(storage), requires_grad=False)
+
+    def weight(self) -> Tensor:
+        codes = self.codes.view(torch.uint8)
+        apart = torch.stack([codes & 15, codes >> 4], -1).to(self.scales.dtype) - 8
+        return (apart.reshape(-1, BLOCK) * self.scales).reshape(self.shape)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "zero3-offload"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@one_in(3)
+def test_codes_packed_into_a_floating_point_dtype_are_never_converted(
+    precision: str, preset: str, storage: torch.dtype, tmp_path: Path
+) -> None:
+    model = quantized()
+    for block in model.blocks:
+        for name, layer in (("qkv", block.qkv), ("down", block.down)):
+            block.register_module(name, Packed(nn.Linear(layer.shape[1], layer.shape[0]), storage))
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        mine, losses = models[world.rank], []
+        plan = {"preset": preset, "precision": precision}
+        with sw.shard(mine, plan, optimizer=adamw_of_trainable(mine), world=world) as engine:
+            for x, y in batches(2, rows=12):
+                loss = mine(x, y)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            engine.save_pretrained(tmp_path, dtype="fp16")
+            return losses, engine.state_dict()
+
+    plain, expected = copy.deepcopy(model), []
+    optimizer = adamw_of_trainable(plain)
+    for x, y in batches(2, rows=12):
+        optimizer.zero_grad()
+        loss = plain(x, y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    results = run_ranks(2, rank)
+    stored = load_file(tmp_path / "model.safetensors")
+    for losses, params in results:
+        assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.02)
+        for name, value in model.named_parameters():
+            if name.endswith("codes"):
+                for found in (params, stored):
+                    assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
 def test_checkpoints_with_whole_codes_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were written when every rank kept codes whole, like buffers."""
     model = quantized()

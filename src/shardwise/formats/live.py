@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardwise.formats.drafts import drafted
 from shardwise.formats.hf import HfWriter
 from shardwise.formats.hf_names import ModelNames
 from shardwise.formats.source import BUFFER, PARAM, Spec
+from shardwise.storage.dtypes import dtype_of_codes
 
 Tensor = torch.Tensor
 
@@ -67,7 +68,8 @@ def _write(
 ) -> None:
     names = ModelNames.of(model)
     loose = _loose(model, names, kept)
-    dtypes = {name: dtype if dtype and own.is_floating_point() else own.dtype for name, own in kept.items()}
+    codes = {name for name, param in model.named_parameters() if dtype_of_codes(param) is not None}
+    dtypes = {name: dtype if dtype and _is_value(own, name, codes) else own.dtype for name, own in kept.items()}
     specs = {name: _spec(PARAM, name, names, dtypes[name], own) for name, own in kept.items()}
     specs |= {name: _spec(BUFFER, name, names, tensor.dtype, tensor) for name, tensor in loose.items()}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -86,6 +88,11 @@ def _write(
                 writer.write(_made(made, one), one.contiguous())
     weights = (spec.dtype for spec in specs.values() if spec.kind == PARAM)
     _write_configuration(model, draft, next((one for one in weights if one.is_floating_point), None))
+
+
+def _is_value(tensor: Tensor, name: str, codes: Collection[str]) -> bool:
+    """Whether a parameter may be converted to another dtype."""
+    return tensor.is_floating_point() and name not in codes
 
 
 def _chained(whole: Iterator[tuple[str, Tensor]], loose: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
