@@ -55,7 +55,11 @@ def test_a_queue_is_not_endless() -> None:
     assert paths.num_lost == 1000 - arrived
 
 
-@pytest.mark.parametrize("content", [b"", b"\x45", packet("10.78.0.9"), packet("224.0.0.1"), b"\x60" + bytes(39)])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x45", packet("10.78.0.9"), packet("224.0.0.1"), b"\x60" + bytes(39)],
+    ids=["nothing", "a byte", "an unknown host", "multicast", "version 6"],  # packets are drawn, names may not be
+)
 def test_what_is_for_no_host_is_dropped(content: bytes) -> None:
     paths = Paths([A, B], 0.0)
     paths.take(content, 0.0)

@@ -258,7 +258,10 @@ class AdoptedOptimizer:
             if isinstance(member, Cooperative):
                 member.accept_state(piece.tensor, cut)
             else:
-                member.state[piece.tensor] = cut
+                settings = self._groups[member].settings_of(piece)
+                member.state[piece.tensor] = {
+                    key: _on_its_device(key, value, piece.tensor.device, settings) for key, value in cut.items()
+                }
         self.rows.find(piece, moves=True)
 
     def numbered(self, member: torch.optim.Optimizer | None = None) -> Iterator[tuple[int, Piece]]:
@@ -375,6 +378,16 @@ def _slice_of(key: str, value: Any, piece: Piece) -> Any:
     if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
         return value.reshape(-1)[piece.span.start : piece.span.stop].to(device, copy=True)
     return value
+
+
+def _on_its_device(key: str, value: Any, device: torch.device, settings: Mapping[str, Any]) -> Any:
+    """A state where `Optimizer.load_state_dict` would put it.
+
+    Everything goes to the parameter's device, except the number of steps: only fused and capturable updates read it
+    there (torch's fused kernels refuse one on the host), the others read it on the host.
+    """
+    stays = key == "step" and not (settings.get("fused") or settings.get("capturable"))
+    return value if stays or not isinstance(value, Tensor) else value.to(device)
 
 
 def _own(cut: Any, value: Any) -> Any:

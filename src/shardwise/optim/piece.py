@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,12 +52,19 @@ class GroupsOfPieces:
         by_param = {piece.param: piece for piece in pieces}
         self.entries = [[by_param.get(param) for param in group["params"]] for group in member.param_groups]
         """Group by group; `None` for parameters that are in no flat buffer."""
+        self._group_numbers = {
+            piece.tensor: number for number, group in enumerate(self.entries) for piece in group if piece is not None
+        }
         self._params: list[list[nn.Parameter]] = [group["params"] for group in member.param_groups]
         self._tensors = [
             [param if piece is None else piece.tensor for param, piece in zip(params, entries, strict=True)]
             for params, entries in zip(self._params, self.entries, strict=True)
         ]
         self.lists_pieces = False
+
+    def settings_of(self, piece: Piece) -> dict[str, Any]:
+        """The optimizer's group that lists `piece`."""
+        return self.member.param_groups[self._group_numbers[piece.tensor]]
 
     def list_pieces(self) -> None:
         self._list(self._tensors)
