@@ -1,7 +1,7 @@
 """Fake devices and process groups: threads as ranks and tensors on the CPU, beneath the library's real code.
 
 A collective on a device runs some time between the call and `wait`. Here it runs at one of these two ends, or at a
-random one of them, and until then its outputs have wrong values (see `_wrong_values`). Code that reads them too early,
+random one of them, and until then its outputs have wrong values (see `wrong_values`). Code that reads them too early,
 frees or changes tensors that are in flight, or never waits, is therefore detected.
 """
 
@@ -243,9 +243,9 @@ class FakeWork:
         self.devices.give(self.key, self.place, self._kept)
         with torch.no_grad():
             for out in self.outs:
-                self._poisoned += [part.detach() for part in self._outside_of_sources(out)]
+                self._poisoned += [part.detach() for part in outside_of(out, self.sources)]
             for part in self._poisoned:
-                part.copy_(_wrong_values(part))
+                part.copy_(wrong_values(part))
         if at_once:
             self.finish()
 
@@ -263,7 +263,7 @@ class FakeWork:
         for part in self._poisoned:
             if not part.untyped_storage().nbytes():
                 raise Race(f"{self.key}: what is to be filled was freed on its way")
-            if not torch.equal(_bits(part), _bits(_wrong_values(part))):
+            if not torch.equal(_bits(part), _bits(wrong_values(part))):
                 raise Race(f"{self.key}: what is to be filled was written to on its way")
         if self.act is not None:
             given = self.devices.take(self.key, len(self.key[0]))
@@ -271,29 +271,30 @@ class FakeWork:
                 self.act(given, self.place)
         self.is_done = True
 
-    def _outside_of_sources(self, out: Tensor) -> list[Tensor]:
-        """The flat parts of `out` that do not overlap with a source."""
-        if not out.numel():
-            return []
-        size, parts, start = out.element_size(), [], 0
-        first = out.data_ptr()
-        inside = [(s.data_ptr() - first) // size for s in self.sources if first <= s.data_ptr() < first + out.nbytes]
-        numels = [s.numel() for s in self.sources if first <= s.data_ptr() < first + out.nbytes]
-        for begin, numel in sorted(zip(inside, numels, strict=True)):
-            parts.append(out[start:begin])
-            start = begin + numel
-        return [part for part in (*parts, out[start:]) if part.numel()]
+
+def outside_of(out: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+    """The flat parts of `out` that do not overlap with a source."""
+    if not out.numel():
+        return []
+    size, parts, start = out.element_size(), [], 0
+    first = out.data_ptr()
+    inside = [(s.data_ptr() - first) // size for s in sources if first <= s.data_ptr() < first + out.nbytes]
+    numels = [s.numel() for s in sources if first <= s.data_ptr() < first + out.nbytes]
+    for begin, numel in sorted(zip(inside, numels, strict=True)):
+        parts.append(out[start:begin])
+        start = begin + numel
+    return [part for part in (*parts, out[start:]) if part.numel()]
 
 
-def _wrong_values(tensor: Tensor) -> Tensor:
+def wrong_values(tensor: Tensor) -> Tensor:
     """What is in `tensor` until it is filled.
 
     NaN, which spreads. -1 as an integer: no size and no count, as an index another row than was meant. Bools, and bytes
     (which may be those of bools), alternate: all of one value could be the right mask.
     """
     if tensor.dtype in (torch.bool, torch.uint8):
-        alternating = torch.arange(tensor.numel()).view(tensor.shape) % 2 == 0
-        return alternating if tensor.dtype == torch.bool else alternating * torch.tensor(255, dtype=torch.uint8)
+        alternating = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape) % 2 == 0
+        return alternating if tensor.dtype == torch.bool else alternating.to(torch.uint8) * 255
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return torch.full_like(tensor, -1 if is_integer else torch.nan, requires_grad=False)
 
@@ -371,7 +372,7 @@ class FakeCopy:
         self.out, self.source, self.kept = out, source, source.detach().clone()
         self.is_ordered = self.is_landed = self.is_done = False
         with torch.no_grad():
-            out.copy_(_wrong_values(out))
+            out.copy_(wrong_values(out))
         if at_once:
             self._fill()
 
@@ -487,7 +488,7 @@ class FakeAccelerator:
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         pinned = (memory.untyped_storage() for memory in self._pinned)
-        ranges = [*self._locked.items(), *((memory.data_ptr(), memory.nbytes()) for memory in pinned)]
+        ranges = [*tuple(self._locked.items()), *((memory.data_ptr(), memory.nbytes()) for memory in pinned)]
         return any(start <= address < start + num_bytes for start, num_bytes in ranges)
 
     def copy(self, out: Tensor, source: Tensor) -> None:
