@@ -35,5 +35,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """`AGAIN=1` repeats what failed in a whole run. After one that broke off, with other tests not run at all, there is
     nothing to repeat: continuous integration would take it for passed."""
     is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if not is_whole and session.config.pluginmanager.hasplugin("dsession") and session.config.cache is not None:
-        session.config.cache.set("cache/lastfailed", {})
+    cache = getattr(session.config, "cache", None)  # there is none with `-p no:cacheprovider`
+    if not is_whole and session.config.pluginmanager.hasplugin("dsession") and cache is not None:
+        cache.set("cache/lastfailed", {})
