@@ -33,7 +33,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive extras test-cluster docs lint types imports train bench clean
+.PHONY: help test check thorough exhaustive extras test-cluster docs lint types imports train bench device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,18 @@ train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/s
 
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
+
+# A Python that has torch with a GPU and what the tests need is used as it is: such machines often reach no package
+# index. What it lacks may lie as wheels in the folder wheels/, which git ignores.
+HAS_GPU = $(PYTHON) -c 'import torch, pydantic, pytest, xdist, transformers; assert torch.cuda.is_available()' 2> /dev/null
+GIVEN = command line environment
+device: ## what only a GPU can show, in seven minutes: SECONDS=400, NPROC=8 for several; DEVICE=cpu rehearses it
+	@export PYTHONPATH=$(CURDIR)/runs/wheels:$(CURDIR)/src:$(CURDIR):$$PYTHONPATH; \
+	$(HAS_GPU) || { ls wheels/*.whl && $(PYTHON) -m pip install -q --no-index --no-deps --upgrade \
+	  --target runs/wheels wheels/*.whl; } > /dev/null 2>&1; \
+	if $(HAS_GPU); then python=$(PYTHON); else $(MAKE) .venv/.test && python=$(BIN)/python || exit 1; fi; \
+	exec $$python -m benchmarks.device $(if $(DEVICE),--device $(DEVICE)) $(if $(SECONDS),--seconds $(SECONDS)) \
+	  $(if $(filter $(GIVEN),$(origin NPROC)),--nproc $(NPROC)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean: ## remove every .venv and caches; runs/ stays
 	rm -rf .venv .venv-bench .venv-extras .venv-openmpi .venv-mpich .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

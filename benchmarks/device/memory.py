@@ -1,0 +1,90 @@
+"""Peak memory of a step over the promise, for models of several families and all presets.
+
+The promise is what `engine.rehearse(batch)` says before the first step. Measured is what torch's allocator had handed
+out at most, and what it had reserved, in the steps after the first two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from benchmarks.device.models import FAMILIES, Family
+from benchmarks.device.rows import Rows, rows_of_part
+
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "offload", "zero3-offload")
+NUM_STEPS = 4
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """Most telling first: every family and preset once, then other precisions."""
+    for family in FAMILIES:
+        yield family, "zero3", "bf16"
+    for preset in PRESETS:
+        if preset != "zero3":
+            yield "llama", preset, "bf16"
+    for preset in PRESETS:
+        yield "llama", preset, "fp32"
+    for family in FAMILIES:
+        for preset in PRESETS:
+            if family != "llama" and preset != "zero3":
+                yield family, preset, "bf16"
+
+
+def measured(rows: Rows, family: Family, preset: str, precision: str) -> dict[str, Any]:
+    before = torch.cuda.memory_allocated() if rows.is_real else 0
+    model, batch = family(rows.device, not rows.is_real)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    plan = {"preset": preset, "precision": precision}
+    with sw.shard(model, plan, optimizer=optimizer, world=rows.world) as engine:
+        promise = engine.rehearse(batch)
+        peaks: list[int] = []
+        reserved = 0
+        for step in range(NUM_STEPS):
+            if rows.is_real and step == 2:
+                torch.cuda.empty_cache()  # what building the model and learning its order has left behind
+                torch.cuda.reset_peak_memory_stats()
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            del loss
+        rows.synchronize()
+        if rows.is_real:
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            reserved = torch.cuda.max_memory_reserved()
+        report = engine.memory()
+        tensors = promise.total - promise.process
+        result: dict[str, Any] = {
+            "promised_bytes": tensors,
+            "promised": promise.by_kind,
+            "peak_at": str(promise.peak_at),
+            "at_rest_promised": report.promised,
+            "at_rest_measured": report.measured,
+        }
+        if rows.is_real:
+            result |= {
+                "allocated_bytes": peaks[0],
+                "reserved_bytes": reserved,
+                "allocated_over_promised": round(peaks[0] / tensors, 4),
+                "reserved_over_promised": round(reserved / tensors, 4),
+            }
+        return result
+
+
+def main() -> None:
+    with rows_of_part() as rows:
+        for family, preset, precision in cases():
+            rows.measure(
+                f"{family} {preset} {precision}",
+                lambda family=family, preset=preset, precision=precision: measured(  # type: ignore[misc]
+                    rows, FAMILIES[family], preset, precision
+                ),
+                needs_seconds=2,
+            )
+
+
+if __name__ == "__main__":
+    main()

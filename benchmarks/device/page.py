@@ -1,0 +1,110 @@
+"""The page that a person reads, and the verdict in the last lines of the output. Pure: results in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+GIB = 1 << 30
+
+
+def page_of(whole: Mapping[str, Any]) -> str:
+    gpus = ", ".join(whole["machine"]["gpus"]) or "no GPU: a rehearsal, whose figures mean nothing"
+    versions = ", ".join(f"{name} {version}" for name, version in whole["versions"].items())
+    lines = ["# Device run", "", f"{gpus}; {whole['machine']['cores']} cores; {versions}; {whole['started']}.", ""]
+    for name, part in whole["parts"].items():
+        lines += [f"## {name}: {part['status']}, {part['seconds']} s", ""]
+        lines += _SECTIONS.get(name, _plain)(part)
+        lines += ["", *(f"- **{error.splitlines()[0][:300]}**" for error in part["errors"]), ""]
+    return "\n".join(lines)
+
+
+def verdict_of(whole: Mapping[str, Any]) -> str:
+    """At most about 60 lines."""
+    lines = ["", "=== verdict: " + (", ".join(whole["machine"]["gpus"]) or "rehearsed on the CPU")]
+    for name, part in whole["parts"].items():
+        lines.append(f"{name}: {part['status']}, {part['seconds']} s, {len(part['errors'])} errors")
+        lines += [f"    {line}" for line in _SECTIONS.get(name, _plain)(part)[:12] if line]
+        lines += [f"    ! {error.splitlines()[0][:160]}" for error in part["errors"][:6]]
+    return "\n".join(lines)
+
+
+def _correctness(part: Row) -> list[str]:
+    return [f"{part.get('passed', 0)} passed, {part.get('failed', 0)} failed, {part.get('skipped', 0)} skipped"]
+
+
+def _memory(part: Row) -> list[str]:
+    lines = _table(("model, preset, precision", "promised GiB", "allocated over", "reserved over"))
+    for row in part["rows"]:
+        if "promised_bytes" in row:
+            lines.append(
+                f"| {row['name']} | {row['promised_bytes'] / GIB:.2f} | {row.get('allocated_over_promised', '')} "
+                f"| {row.get('reserved_over_promised', '')} |"
+            )
+    return lines
+
+
+def _speed(part: Row) -> list[str]:
+    lines = _table(("variant", "ms", "tokens/s", "MFU", "host ms", "waits", "launches", "peak GiB"))
+    for row in part["rows"]:
+        if "seconds" in row:
+            lines.append(
+                f"| {row['name']} | {row['seconds'] * 1e3:.1f} | {row['tokens_per_second']:,.0f} "
+                f"| {_share(row.get('mfu'))} | {row['host_seconds'] * 1e3:.1f} | {row.get('host_waits', '')} "
+                f"| {row.get('launches', '')} | {row.get('peak_allocated_bytes', 0) / GIB:.1f} |"
+            )
+    return lines
+
+
+def _offload(part: Row) -> list[str]:
+    lines = []
+    for row in part["rows"]:
+        if "fetch_gb" in row:
+            lines.append(
+                f"bare copies, GB/s: {row['fetch_gb']:.1f} to the device, {row['evict_gb']:.1f} to the host, "
+                f"{row['both_gb']:.1f} both at once"
+            )
+        elif "params_per_second" in row:
+            lines.append(
+                f"fused AdamW on {row['threads']} threads: {row['params_per_second'] / 1e9:.2f} G parameters/s"
+            )
+        elif "seconds" in row:
+            busy = row.get("busy_seconds", {})
+            lines.append(
+                f"{row['name']}: {row['seconds'] * 1e3:.0f} ms, forward and backward "
+                f"{row['forward_backward_seconds'] * 1e3:.0f}; profiled, s: {busy}"
+            )
+    return lines
+
+
+def _gaps(part: Row) -> list[str]:
+    lines = []
+    for row in part["rows"]:
+        if "gaps" in row:
+            largest = ", ".join(f"{gap['us']} us in {gap['in'] or gap['before']}" for gap in row["gaps"][:3])
+            lines.append(f"{row['name']}: {row['busy_seconds']}; largest gaps: {largest}")
+    return lines
+
+
+def _plain(part: Row) -> list[str]:
+    good = sum("error" not in row and "left_out" not in row for row in part["rows"])
+    return [f"{good} of {len(part['rows'])} right"]
+
+
+def _table(columns: Iterable[str]) -> list[str]:
+    names = list(columns)
+    return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+_SECTIONS = {
+    "correctness": _correctness,
+    "memory": _memory,
+    "speed": _speed,
+    "offload": _offload,
+    "gaps": _gaps,
+}
