@@ -134,11 +134,14 @@ ENGINES: dict[str, Callable[[Build, Race], Step]] = {
 
 
 class MasterAdamW:
-    """Parameters in bf16, masters and states in fp32, as one writes it by hand. Makes `model` bf16."""
+    """Parameters in bf16, masters and states in fp32, as one writes it by hand. Makes the parameters of `model` bf16,
+    and leaves its buffers: rotary frequencies in bf16 would be another model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._masters = [param.detach().clone() for param in model.parameters()]
-        self._params: list[Tensor] = list(model.bfloat16().parameters())
+        for param in model.parameters():
+            param.data = param.data.bfloat16()
+        self._params: list[Tensor] = list(model.parameters())
         self._adamw = torch.optim.AdamW(groups_by_class(self._masters), lr=LEARNING_RATE, fused=True)
 
     @torch.no_grad()

@@ -84,8 +84,8 @@ def _run(part: Part, device: str, num_ranks: int, seconds: float, out: Path) -> 
     if part.on_ranks:
         threads = max(1, (os.cpu_count() or 1) // num_ranks)
         begin += ["-m", "shardwise", "launch", "--nproc", str(num_ranks), "--threads", str(threads)]
-    command = [*begin, "-m", f"benchmarks.device.{part.name}", "--device", device, "--out", str(file)]
-    command += ["--seconds", str(seconds - 5)]
+    module = ["benchmarks.device.on_ranks", part.name] if part.on_ranks else [f"benchmarks.device.{part.name}"]
+    command = [*begin, "-m", *module, "--device", device, "--out", str(file), "--seconds", str(seconds - 5)]
     env = {**environment(on_cpu=device == "cpu"), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     process = subprocess.Popen(command, env=env, cwd=ROOT)

@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from benchmarks.device.models import ONE_BILLION, TINY, llama, tokens_of
-from benchmarks.device.rows import Rows, rows_of_part
+from benchmarks.device.rows import Rows
 from benchmarks.engines import adamw
 
 NUM_GAPS = 10
@@ -139,15 +139,10 @@ def one_step(rows: Rows, plan: dict[str, Any], name: str) -> dict[str, Any]:
         return traced(step, rows.out.with_name(f"trace-{name}.json")) if rows.is_real else {}
 
 
-def main() -> None:
-    with rows_of_part() as rows:
-        for name in ("zero3", "ddp", "offload", "zero3-offload"):
-            rows.measure(
-                name,
-                lambda name=name: one_step(rows, {"preset": name}, name),  # type: ignore[misc]
-                needs_seconds=8 if rows.is_real else 0,
-            )
-
-
-if __name__ == "__main__":
-    main()
+def run(rows: Rows) -> None:
+    for name in ("zero3", "ddp", "offload", "zero3-offload"):
+        rows.measure(
+            name,
+            lambda name=name: one_step(rows, {"preset": name}, name),  # type: ignore[misc]
+            needs_seconds=8 if rows.is_real else 0,
+        )

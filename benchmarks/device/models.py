@@ -37,6 +37,8 @@ class Shape:
         return matrices + attention
 
 
+FIFTH = Shape(12, 1024, 2816, 16, 8, 32_000, 1024, 4)
+"""0.2 billion parameters."""
 TINY = Shape(2, 64, 96, 4, 2, 128, 32, 2)
 ONE_BILLION = Shape(20, 2048, 5632, 16, 8, 32_000, 4096, 4)
 """1.03 billion parameters."""
@@ -73,7 +75,7 @@ Family = Callable[[torch.device, bool], tuple[nn.Module, Batch]]
 
 
 def _llama(device: torch.device, is_small: bool) -> tuple[nn.Module, Batch]:
-    shape = TINY if is_small else Shape(12, 1024, 2816, 16, 8, 32_000, 1024, 4)
+    shape = TINY if is_small else FIFTH
     return llama(shape, device), tokens_of(shape, device)
 
 
@@ -82,6 +84,7 @@ def _gpt2(device: torch.device, is_small: bool) -> tuple[nn.Module, Batch]:
 
     width, blocks, length = (64, 2, 32) if is_small else (1024, 12, 1024)
     config: Any = GPT2Config(n_embd=width, n_layer=blocks, n_head=width // 16, n_positions=length, use_cache=False)
+    config.vocab_size = 128 if is_small else config.vocab_size
     return _made(GPT2LMHeadModel, config, device), _drawn(config.vocab_size, 4, length, device)
 
 
@@ -92,6 +95,7 @@ def _bert(device: torch.device, is_small: bool) -> tuple[nn.Module, Batch]:
     config: Any = BertConfig(
         hidden_size=width, num_hidden_layers=blocks, num_attention_heads=width // 16, intermediate_size=4 * width
     )
+    config.vocab_size = 128 if is_small else config.vocab_size
     return _made(BertForMaskedLM, config, device), _drawn(config.vocab_size, 8, length, device)
 
 

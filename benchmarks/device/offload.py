@@ -17,13 +17,13 @@ import torch
 
 import shardwise as sw
 from benchmarks.device.gaps import traced
-from benchmarks.device.models import ONE_BILLION, TINY, TWO_BILLION, Shape, llama, tokens_of
-from benchmarks.device.rows import Rows, rows_of_part
+from benchmarks.device.models import FIFTH, ONE_BILLION, TINY, TWO_BILLION, Shape, llama, tokens_of
+from benchmarks.device.rows import Rows
 from benchmarks.device.speed import shape_params
 from benchmarks.engines import adamw
 
 COPIED_BYTES = 1 << 30
-NUM_STEPS = 5
+NUM_STEPS = 7
 
 
 def copies(rows: Rows) -> dict[str, Any]:
@@ -105,6 +105,7 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
             "tokens": shape.tokens,
             "made_seconds": made_seconds,
             "seconds": median(whole[2:]),
+            "all_seconds": [round(one, 4) for one in whole],
             "forward_backward_seconds": median(forward_backward[2:]),
             "losses": [round(loss.item(), 4) for loss in losses],
             "host_process_bytes": psutil.Process().memory_info().rss,
@@ -121,19 +122,19 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
         return row
 
 
-def main() -> None:
-    with rows_of_part() as rows, tempfile.TemporaryDirectory(prefix="shardwise-device-") as folder:
+def run(rows: Rows) -> None:
+    with tempfile.TemporaryDirectory(prefix="shardwise-device-") as folder:
         rows.measure("bare copies", lambda: copies(rows))
         rows.measure("fused AdamW on the host", lambda: host_adam(rows))
-        small, large = (ONE_BILLION, TWO_BILLION) if rows.is_real else (TINY, TINY)
+        few, small, large = (FIFTH, ONE_BILLION, TWO_BILLION) if rows.is_real else (TINY, TINY, TINY)
         recompute = {"activations": "recompute"}
         cases: list[tuple[str, Shape, dict[str, Any], float]] = [
             ("1 B offload", small, {"preset": "offload"}, 15),
             ("1 B zero3-offload, parameters on the host too", small,
              {"preset": "zero3-offload", "rows": {"param": {"tier": "host"}}}, 15),
             ("1 B zero3, activations on the host", small, {"preset": "zero3", "activations": "offload"}, 10),
-            ("1 B infinity", small, {"preset": "infinity", "disk": folder}, 30),
             ("2 B offload, recomputed", large, {"preset": "offload", **recompute}, 30),
+            ("0.2 B infinity", few, {"preset": "infinity", "disk": folder}, 15),
         ]  # fmt: skip
         for name, shape, plan, needed in cases:
             rows.measure(
@@ -141,7 +142,3 @@ def main() -> None:
                 lambda shape=shape, plan=plan: offloaded(rows, shape, plan),  # type: ignore[misc]
                 needs_seconds=needed if rows.is_real else 0,
             )
-
-
-if __name__ == "__main__":
-    main()

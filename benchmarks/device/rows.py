@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,16 +70,3 @@ class Rows:
             write_result(self.out, {"rows": self.rows, "took_seconds": time.monotonic() - self.started})
             print({key: value for key, value in row.items() if key != "trace"}, flush=True)
         return row
-
-
-@contextmanager
-def rows_of_part() -> Iterator[Rows]:
-    """The arguments that every part has, and its ranks."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    args = parser.parse_args()
-    with World.join() as world:
-        device = world.device if args.device != "cpu" else torch.device("cpu")
-        yield Rows(args.out, device, args.seconds, world)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.device.models import TINY, Batch, llama
-from benchmarks.device.rows import Rows, rows_of_part
+from benchmarks.device.rows import Rows
 
 NUM_STEPS, ROWS = 4, 4
 
@@ -90,17 +90,12 @@ def trained(rows: Rows, preset: str, mesh: dict[str, int] | None, precision: str
     return {"apart": apart, "allowed": allowed}
 
 
-def main() -> None:
-    with rows_of_part() as rows:
-        for precision in ("fp32", "bf16"):
-            for preset, mesh in meshes(rows.world.size):
-                rows.measure(
-                    f"{preset} {mesh or ''} {precision}",
-                    lambda preset=preset, mesh=mesh, precision=precision: trained(  # type: ignore[misc]
-                        rows, preset, mesh, precision
-                    ),
-                )
-
-
-if __name__ == "__main__":
-    main()
+def run(rows: Rows) -> None:
+    for precision in ("fp32", "bf16") if rows.is_real else ("fp32",):
+        for preset, mesh in meshes(rows.world.size):
+            rows.measure(
+                f"{preset} {mesh or ''} {precision}",
+                lambda preset=preset, mesh=mesh, precision=precision: trained(  # type: ignore[misc]
+                    rows, preset, mesh, precision
+                ),
+            )
