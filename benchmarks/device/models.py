@@ -62,7 +62,8 @@ def llama(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with device:
-        return LlamaForCausalLM(config).to(dtype).train()
+        model: nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype).train()
 
 
 def tokens_of(shape: Shape, device: torch.device, rank: int = 0) -> Batch:
@@ -109,8 +110,8 @@ def _vit(device: torch.device, is_small: bool) -> tuple[nn.Module, Batch]:
         num_attention_heads=width // 16,
         intermediate_size=4 * width,
         image_size=size,
-        num_labels=10,
     )
+    config.num_labels = 10
     pixels = torch.randn(16, 3, size, size, generator=torch.Generator().manual_seed(1)).to(device)
     return _made(ViTForImageClassification, config, device), {
         "pixel_values": pixels,

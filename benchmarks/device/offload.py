@@ -31,7 +31,7 @@ def copies(rows: Rows) -> dict[str, Any]:
     num_bytes = COPIED_BYTES if rows.is_real else 1 << 20
     host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=rows.is_real) for _ in range(2)]
     there = [torch.empty(num_bytes, dtype=torch.uint8, device=rows.device) for _ in range(2)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if rows.is_real else []
+    streams: list[Any] = [torch.Stream(rows.device) for _ in range(2)] if rows.is_real else []
 
     def fetch() -> None:
         there[0].copy_(host[0], non_blocking=True)

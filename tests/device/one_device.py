@@ -23,13 +23,14 @@ import torch
 from fake_devices import HANG_SECONDS, Devices, FakeAccelerator, FakeGroups, Group, outside_of, wrong_values
 
 import shardwise as sw
+from shardwise.comm.pairwise import Nobody
 from shardwise.devices import Accelerator, RankDevice, TorchAccelerator
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
 Act = Callable[[list[list[Tensor]], int], object]
 LATE_CYCLES = 100_000
-"""Clock cycles of the device, about 50 microseconds, by which a collective begins late."""
+"""Clock cycles of the device, about 50 microseconds, by which a collective or a copy begins late."""
 
 
 class OneDevice(Devices):
@@ -39,7 +40,7 @@ class OneDevice(Devices):
         super().__init__("early")
         self.kind = kind
         self.device = torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")
-        self.real = TorchAccelerator(kind) if kind != "cpu" else None
+        self.real = LateAccelerator(kind) if kind != "cpu" else None
         self._meetings: dict[object, Meeting] = {}
         self._streams: dict[object, Any] = {}
         self._lock = threading.Lock()
@@ -51,7 +52,8 @@ class OneDevice(Devices):
     def run(self, num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:
         """What `work` returns on each of the ranks. One rank is a world of its own, as in a script without launcher."""
         if num_ranks == 1:
-            with sw.World.join(environment={}) as world:
+            device = RankDevice.of(self.real, 0) if self.real is not None else RankDevice.cpu()
+            with sw.World(0, 1, Nobody(), device=device) as world:
                 return [work(world)]
         self.num_works.clear()
         self.num_waited.clear()
@@ -91,6 +93,14 @@ class OneDevice(Devices):
     def _forget(self, key: object) -> None:
         with self._lock:
             del self._meetings[key]
+
+
+class LateAccelerator(TorchAccelerator):
+    """Copies between host and device begin late, so that what does not wait for them reads wrong values."""
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        torch.cuda._sleep(LATE_CYCLES)
+        super().copy(out, source)
 
 
 class StreamedGroups(FakeGroups):
