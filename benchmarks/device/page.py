@@ -35,13 +35,12 @@ def _correctness(part: Row) -> list[str]:
 
 
 def _memory(part: Row) -> list[str]:
-    lines = _table(("model, preset, precision", "promised GiB", "allocated over", "reserved over"))
+    kinds = ("requested", "allocated", "reserved")
+    lines = _table(("model, preset, precision", "promised GiB", *(f"{kind} over" for kind in kinds)))
     for row in part["rows"]:
         if "promised_bytes" in row:
-            lines.append(
-                f"| {row['name']} | {row['promised_bytes'] / GIB:.2f} | {row.get('allocated_over_promised', '')} "
-                f"| {row.get('reserved_over_promised', '')} |"
-            )
+            over = " | ".join(str(row.get(f"{kind}_over_promised", "")) for kind in kinds)
+            lines.append(f"| {row['name']} | {row['promised_bytes'] / GIB:.2f} | {over} |")
     return lines
 
 

@@ -48,6 +48,12 @@ class TestEnvironment:
         assert environment()["MALLOC_MMAP_THRESHOLD_"] == "1000000"
         assert "MALLOC_MMAP_THRESHOLD_" not in environment(on_cpu=False)
 
+    def test_segments_of_devices_are_expandable_unless_the_user_set_them(self) -> None:
+        assert "PYTORCH_ALLOC_CONF" not in environment()
+        assert environment(on_cpu=False)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+            assert "PYTORCH_ALLOC_CONF" not in environment({name: "max_split_size_mb:128"}, on_cpu=False)
+
 
 def raised(rank: int, time: float, **options: object) -> Outcome:
     fields = {"exit_code": 1, "sent": None, "summary": f"ValueError: {rank}", "recorded": True} | options

@@ -21,6 +21,14 @@ MALLOC_SETTINGS = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
+# [Note: expandable segments]
+# By default torch's allocator takes fixed segments of a device, does not split the last MiB of a large block, and
+# cannot use what is free in one segment together with what is free in the next. Segments that grow in place have
+# neither cost (docs/gpus.md has what was measured). Nothing of ours shares device memory between processes, which is
+# what they cannot do. A setting of the user's own, under any of torch's three names, is kept.
+SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_SAME_AS_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -77,7 +85,7 @@ def environment_at(
     """Variables that the rank at `position` gets in addition to the `inherited` environment.
 
     Names and meanings are those of torchrun. What the user has set is kept: the thread count (unless `threads` is
-    given), glibc's thresholds, the buffering of output.
+    given), glibc's thresholds, the allocator of devices, the buffering of output.
     """
     settings = {
         "RANK": str(position.rank),
@@ -106,6 +114,7 @@ def environment_at(
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # see [Note: aborts] in comm/nccl.py
         **(MALLOC_SETTINGS if on_cpu else {}),
+        **({} if on_cpu or any(name in inherited for name in _SAME_AS_SEGMENTS) else SEGMENTS),
     }
     unset = {name: value for name, value in defaults.items() if name not in inherited}
     return unset | settings
