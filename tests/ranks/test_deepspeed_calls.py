@@ -18,6 +18,7 @@ import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed import topology
+from shardwise.integrations.deepspeed.engine import engines_of
 from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
 from tests.ranks.threads_as_members import ThreadMembership, run_members
@@ -684,3 +685,49 @@ def test_what_init_cannot_do_is_refused() -> None:
             pass
     with pytest.raises(TypeError), deepspeed.zero.Init(config_dict={}):
         pass
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gathers_parameters_of_several_engines(stage: int) -> None:
+    """A moving average beside its model; ranks list the engines in one order wherever their objects lie in memory."""
+    torch.manual_seed(0)
+    tokens = batches(1)[0]
+    nets = [[Transformer(num_blocks=1) for _ in range(2)] for _ in range(2)]
+    for others in nets[1:]:
+        for one, other in zip(nets[0], others, strict=True):
+            other.load_state_dict(one.state_dict())
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1}
+    config.pop("scheduler")
+    frozen = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": stage}}
+
+    def of_rank(world: sw.World) -> float:
+        net, average = nets[world.rank]
+        average.requires_grad_(False)
+        engine, *_ = deepspeed.initialize(model=net, config={**config, "gradient_clipping": 0.0}, world=world)
+        shadow, *_ = deepspeed.initialize(model=average, config=frozen, world=world)
+        wanted = shadow.module_state_dict()
+        engine.backward(loss_of(engine, tokens[0, world.rank]))
+        engine.step()
+        wanted = {name: 0.9 * value + 0.1 * engine.module_state_dict()[name] for name, value in wanted.items()}
+        both = [*net.parameters(), *average.parameters()]
+        with deepspeed.zero.GatheredParameters(both, modifier_rank=0):
+            if world.rank == 0:
+                for param, mean in zip(net.parameters(), average.parameters(), strict=True):
+                    mean.data.mul_(0.9).add_(param.data, alpha=0.1)
+        got = shadow.module_state_dict()
+        return max(float((got[name] - value).abs().max()) for name, value in wanted.items())
+
+    assert max(run_ranks(RANKS, of_rank)) < 1e-6
+
+
+def test_engines_are_found_in_the_order_in_which_they_were_made() -> None:
+    def of_rank(world: sw.World) -> None:
+        config = {"train_micro_batch_size_per_gpu": 1}
+        nets = [nn.Linear(2, 2) for _ in range(20)]
+        engines = [deepspeed.initialize(model=net, config=config, world=world)[0] for net in nets]
+        params = [param for net in reversed(nets) for param in net.parameters()]
+        found = engines_of(params)
+        assert [engine for engine, _ in found] == engines
+        assert [names for _, names in found] == [["weight", "bias"]] * len(nets)
+
+    run_ranks(RANKS, of_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,10 @@ from shardwise.integrations.deepspeed.properties import EngineProperties
 from shardwise.integrations.deepspeed.stored import StoredWeights
 from shardwise.integrations.deepspeed.tags import latest_tag, write_latest
 
-_LIVE: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+_LIVE: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
+"""All engines, by the order in which they were made, which is the same on all ranks. A `WeakSet` would be ordered by
+addresses, which are not."""
+_numbers = itertools.count()
 
 
 class Scheduler(Protocol):
@@ -76,7 +80,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         engine.remember(deepspeed=_Counters(self))
         if lr_scheduler is not None:
             engine.remember(lr_scheduler=lr_scheduler)
-        _LIVE.add(self)
+        _LIVE[next(_numbers)] = self
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -359,11 +363,13 @@ class _Counters:
             setattr(self._engine, name, int(state[name]))
 
 
-def engine_of(params: Iterable[nn.Parameter]) -> tuple[DeepSpeedEngine, list[str]] | None:
-    """The open engine that has `params`, and their names in its model; `None` if no engine has any of them."""
+def engines_of(params: Iterable[nn.Parameter]) -> list[tuple[DeepSpeedEngine, list[str]]]:
+    """The open engines that have any of `params`, each with their names in its model, in an order shared by all
+    ranks."""
     wanted = {id(param) for param in params}
-    for engine in list(_LIVE):
+    found = []
+    for _, engine in sorted(_LIVE.items()):
         names = [name for name, param in engine.module.named_parameters() if id(param) in wanted]
         if names:
-            return engine, names
-    return None
+            found.append((engine, names))
+    return found

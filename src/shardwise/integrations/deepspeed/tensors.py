@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import StateError
-from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
+from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, engines_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -57,7 +57,8 @@ def _set(param: nn.Parameter, value: torch.Tensor, what: str) -> None:
 
 
 def _owner(param: nn.Parameter) -> tuple[DeepSpeedEngine, str]:
-    found = engine_of([param])
-    if found is None:
+    found = engines_of([param])
+    if not found:
         raise StateError("This parameter does not belong to an open engine. Call initialize() with its model first.")
-    return found[0], found[1][0]
+    engine, names = found[0]
+    return engine, names[0]

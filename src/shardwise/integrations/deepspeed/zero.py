@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import is_deferred
-from shardwise.integrations.deepspeed.engine import engine_of
+from shardwise.integrations.deepspeed.engine import engines_of
 
 OneOrSeveral = nn.Parameter | Iterable[nn.Parameter] | nn.Module
 
@@ -77,31 +77,37 @@ def GatheredParameters(  # noqa: N802
 ) -> Iterator[None]:
     """Inside, `params` are whole on every rank. With `modifier_rank=0`, changes by rank 0 are kept. All ranks call.
 
+    They may be of several engines, such as a model and its moving average.
+
     Before `initialize`, changes to parameters that were built inside `Init` are recorded, and parameters that have
     values are left alone: `initialize` gives every rank the values of rank 0.
     """
-    with _gathered(params, modifier_rank) if enabled else nullcontext():
+    with ExitStack() as stack:
+        if enabled:
+            _gather(_listed(params), modifier_rank, stack)
         yield
 
 
-def _gathered(params: OneOrSeveral, modifier_rank: int | None) -> AbstractContextManager[object]:
-    listed = _listed(params)
+def _gather(params: list[nn.Parameter], modifier_rank: int | None, stack: ExitStack) -> None:
+    """Make `params` whole until `stack` is closed."""
     if modifier_rank not in (None, 0):
         raise StateError(
             f"GatheredParameters(modifier_rank={modifier_rank}) is not supported: only changes by rank 0 can be kept. "
             f"Use modifier_rank=0."
         )
-    found = engine_of(listed)
-    if found is None:
-        if any(param.is_meta for param in listed):
-            raise StateError(
-                "GatheredParameters was used on parameters without values, on the meta device. Build the model inside "
-                "deepspeed.zero.Init, or move it after initialize()."
-            )
-        deferred = nn.ParameterList(param for param in listed if is_deferred(param))
-        return sw.deferred_init(deferred) if len(deferred) else nullcontext()
-    engine, names = found
-    return engine.shardwise.gathered(*names, write=modifier_rank is not None)
+    found = engines_of(params)
+    for engine, names in found:
+        stack.enter_context(engine.shardwise.gathered(*names, write=modifier_rank is not None))
+    if found:
+        return
+    if any(param.is_meta for param in params):
+        raise StateError(
+            "GatheredParameters was used on parameters without values, on the meta device. Build the model inside "
+            "deepspeed.zero.Init, or move it after initialize()."
+        )
+    deferred = nn.ParameterList(param for param in params if is_deferred(param))
+    if len(deferred):
+        stack.enter_context(sw.deferred_init(deferred))
 
 
 def _listed(params: OneOrSeveral) -> list[nn.Parameter]:
