@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
+from shardwise.init.shared_memory import check_memory
 from shardwise.storage import is_at_rest
 
 _MOST_SHOWN = 4
@@ -44,6 +45,7 @@ def check_model(model: nn.Module) -> torch.device:
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
             )
+    check_memory(model)
     if not by_device:
         raise ModelError("The model has no parameters, so there is nothing to shard.")
     if len(by_device) > 1:
