@@ -124,7 +124,7 @@ class Engine(EngineTraining):
             return
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
-        progress = Progress(scaler=scaler_for(plan), replan=self._replan)
+        progress = Progress(scaler=scaler_for(sharding.plan), replan=self._replan)
         self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
         self._sharded.runner.step.close_params()
         self._ask_for_room_first()

@@ -45,6 +45,7 @@ from shardwise.storage import (
     Unit,
     UnitChoice,
     choose_units,
+    in_own_precision,
     make_unit,
     open_disk,
     share,
@@ -255,6 +256,7 @@ def lay(
     device = check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
+    plan = in_own_precision(plan, model)
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
     budget, plan = plan.budget, fitted.plan
     designed = design(model, plan, world)

@@ -279,6 +279,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
             "resume."
         )
     model, world, progress = sharded.model, sharded.world, sharded.progress
+    if plan.follows_model and sharded.plan.has_own_precision:
+        plan = plan.with_own_precision(sharded.plan.precision)
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)

@@ -119,6 +119,7 @@ def _explained(args: argparse.Namespace) -> Explanation:
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("The plan has a budget, which needs a model. Add --model FILE:CALLABLE.")
     plan, subject = _subject(args, plan, table, mesh)
+    table = table_for(plan, mesh)
     calibration = read_calibration(args.calibration)
     return explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
 
@@ -133,7 +134,7 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     model = model_file.build_model(args.model)
     per_host = args.per_host or args.world
     fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
-    plan = fitted.plan
+    plan, table = fitted.plan, table_for(fitted.plan, mesh)  # in the model's own precision, if the plan says none
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
     experts, row_numel = model_file.experts_of(model, plan, mesh)

@@ -35,7 +35,7 @@ from shardwise.placement import WIDTH, Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import Around, StageRehearsal, nothing_around, rehearse
 from shardwise.sequence import rehearsed_by
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -62,7 +62,7 @@ def within_budget_of(
     """`plan` with the offload that its budget requires, with `per_host` ranks on each host."""
     updates = _updates(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=_device().type == "cpu", num_local=per_host)
-    return within_budget(model, plan, mesh, ranks, updates, num_states)
+    return within_budget(model, in_own_precision(plan, model), mesh, ranks, updates, num_states)
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:

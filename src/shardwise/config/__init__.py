@@ -5,6 +5,7 @@ from shardwise.config.load import PlanSource, load_plan
 from shardwise.config.schema import (
     Activations,
     Budget,
+    DtypeName,
     LossScale,
     Offload,
     PlaceEdit,
@@ -22,6 +23,7 @@ from shardwise.config.schema import (
 __all__ = [
     "Activations",
     "Budget",
+    "DtypeName",
     "LossScale",
     "Offload",
     "PlaceEdit",

@@ -302,7 +302,10 @@ class Plan(Strict):
         default=None,
         description="axis sizes, outermost first; one may be -1 (the rest); default: the preset's axes",
     )
-    precision: DtypeName = Field(default="fp32", description="dtype of parameters in forward and backward")
+    precision: DtypeName = Field(
+        default="fp32",
+        description="dtype of parameters in forward and backward; default: the model's own, fp32 where none is known",
+    )
     rows: Rows = Field(default=Rows(), description="changes to the preset's table")
     rules: dict[str, Rule] = Field(
         default={},
@@ -389,6 +392,22 @@ class Plan(Strict):
         """Whether any activations go to a disk, on any rank."""
         rules = (rule.activations for rule in self.rules.values())
         return any(one.policy == "disk" for one in (self.activations, *rules))
+
+    @property
+    def follows_model(self) -> bool:
+        """Whether each parameter computes in its own dtype, because the plan says no precision."""
+        return "precision" not in self.model_fields_set
+
+    @property
+    def has_own_precision(self) -> bool:
+        """Whether the precision is that of the model, and not one that was asked for."""
+        return self._origins.get("precision") == "model"
+
+    def with_own_precision(self, precision: DtypeName) -> Plan:
+        """The same plan, in the precision of the model."""
+        plan = self.model_copy(update={"precision": precision})
+        plan._origins = {**self._origins, "precision": "model"}
+        return plan
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""

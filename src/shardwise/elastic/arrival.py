@@ -27,7 +27,7 @@ from shardwise.placement import table_for
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import Sharding, Updates, check_device
 from shardwise.state import Former
-from shardwise.storage import Unit, choose_units, make_unit, unit_specs
+from shardwise.storage import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.telemetry import ByteMeter
 
 
@@ -60,6 +60,7 @@ def arrive(
     The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
     check_device(model, world)
+    plan = in_own_precision(plan, model)
     vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
     messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]

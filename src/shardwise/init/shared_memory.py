@@ -114,8 +114,8 @@ def _shared(param: _Place, other: _Place) -> ModelError:
         )
     if param.is_like(other):
         return ModelError(
-            f"The parameters {param.name} and {other.name} share memory, but are two objects, which a step would update "
-            f"one after the other. Make them one before the optimizer is made: {other.name} = {param.name}."
+            f"The parameters {param.name} and {other.name} share memory, but are two objects, which a step would "
+            f"update one after the other. Make them one before the optimizer is made: {other.name} = {param.name}."
         )
     return ModelError(
         f"The parameters {param.name} and {other.name} share a part of their memory, and only whole parameters can be "

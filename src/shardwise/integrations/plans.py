@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 
 PlanLike = sw.Plan | str | Path | dict[str, Any]
-_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HALVES = {"bf16", "fp16"}
 
@@ -38,12 +38,10 @@ def data_share(plan: sw.Plan, rank: int, size: int) -> tuple[int, int]:
 def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str | None, library: str) -> sw.Plan:
     """`plan` with the precision and compiler set in the library, if the plan does not set them.
 
-    `mixed_precision` is `no`, `bf16` or `fp16`. With `no`, a model that was loaded in bf16 is computed in bf16. Raises
-    `ConfigError` if plan and library contradict each other.
+    `mixed_precision` is `no`, `bf16` or `fp16`. With `no`, parameters compute in the dtype in which they were loaded.
+    Raises `ConfigError` if plan and library contradict each other.
     """
     overrides = []
-    if mixed_precision == "no" and "precision" not in plan.model_fields_set:
-        plan = _with_frozen_dtypes(plan, model)
     given = plan.precision if "precision" in plan.model_fields_set else None
     if mixed_precision not in _PRECISIONS:
         raise ConfigError(f"mixed_precision {mixed_precision!r} is not supported. Use bf16, fp16 or no.")
@@ -51,9 +49,9 @@ def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compile
         raise ConfigError(
             f"The plan sets precision {given}, but {library} is set to {mixed_precision}. Set only one of them."
         )
-    if given is None:
-        own = dtype_of(model)
-        overrides.append(f"precision={own if mixed_precision == 'no' and own else _PRECISIONS[mixed_precision]}")
+    own = dtype_of(model) if mixed_precision == "no" else _PRECISIONS[mixed_precision]
+    if given is None and own is not None:
+        overrides.append(f"precision={own}")
     if compiler is not None:
         if plan.compile not in (None, compiler):
             raise ConfigError(
@@ -61,22 +59,6 @@ def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compile
             )
         overrides.append(f"compile={compiler}")
     return sw.load_plan(plan, overrides)
-
-
-def _with_frozen_dtypes(plan: sw.Plan, model: nn.Module) -> sw.Plan:
-    """`plan` with rules that keep frozen bf16 and fp16 parameters in their dtype while others are fp32, as in a base
-    model with adapters."""
-    if dtype_of(model) is not None:
-        return plan
-    names: dict[str, list[str]] = {}
-    for name, param in model.named_parameters():
-        if not param.requires_grad and param.dtype in _NAMES:
-            names.setdefault(_NAMES[param.dtype], []).append(name)
-    if not names:
-        return plan
-    rules = {f"frozen in {dtype}": {"params": found, "precision": dtype} for dtype, found in names.items()}
-    kept = {name: getattr(plan, name) for name in plan.model_fields_set}
-    return sw.load_plan({**kept, "rules": {**(plan.rules or {}), **rules}})
 
 
 def dtype_of(model: nn.Module) -> str | None:

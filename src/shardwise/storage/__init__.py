@@ -14,7 +14,7 @@ from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 from shardwise.storage.shared import share
-from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for, unit_numel
+from shardwise.storage.tables import LabelledTable, fits, in_own_precision, owners_of, tables_for, unit_numel
 from shardwise.storage.unit import Unit, make_unit, unit_specs
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "choose_units",
     "copy_into",
     "fits",
+    "in_own_precision",
     "is_at_rest",
     "is_dense",
     "let_go",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from shardwise.config import DtypeName
 from shardwise.placement import Dtype
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -26,6 +29,13 @@ def dtype_of_codes(param: torch.Tensor) -> Dtype | None:
         return _CODES[param.dtype]
     is_packed = not param.requires_grad and getattr(param, _QUANT_STORAGE, None) is param.dtype
     return next((name for name, dtype in TORCH_DTYPES.items() if dtype is param.dtype), None) if is_packed else None
+
+
+def own_precision(param: torch.Tensor) -> DtypeName | None:
+    """The precision that a parameter has by itself; `None` for codes, integers and dtypes in which none computes."""
+    if dtype_of_codes(param) is not None:
+        return None
+    return next((name for name in get_args(DtypeName) if TORCH_DTYPES[name] is param.dtype), None)
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:

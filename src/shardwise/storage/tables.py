@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.config import Offload, Plan, Rule
+from shardwise.config import DtypeName, Offload, Plan, Rule
 from shardwise.errors import ConfigError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement import (
@@ -22,7 +22,7 @@ from shardwise.placement import (
     ruled_tables,
     table_for,
 )
-from shardwise.storage.dtypes import dtype_of_codes
+from shardwise.storage.dtypes import dtype_of_codes, own_precision
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 
 SMALL = "small"
@@ -44,7 +44,12 @@ def tables_for(
     model: nn.Module, plan: Plan, mesh: Mesh, known: Mapping[nn.Parameter, Box] | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
     """The table of every parameter, by the sizes of whole ones; `known` are the boxes of a model that is already split.
-    Raises `ConfigError` for a rule that fits no parameter."""
+
+    If plan and rule say no precision, a parameter computes in its own dtype. Raises `ConfigError` for a rule that fits
+    no parameter.
+    """
+    if plan.follows_model:
+        return _tables_by_precision(model, plan, mesh, known)
     boxes = known or {}
     owners = owners_of(model)
     common = LabelledTable("", table_for(plan, mesh))
@@ -61,12 +66,38 @@ def tables_for(
             rows[param] = ruled[fitting]
         else:
             rows[param] = small if whole_numel(param, boxes) < plan.resident_below else common
-    for unused in set(ruled) - used:
+    for unused in sorted(set(ruled) - used):
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
     if plan.offload != Offload():
         rows = _offloaded(rows, model, plan, mesh, boxes)
     codes = {param: dtype for param in rows if (dtype := dtype_of_codes(param)) is not None}
     return rows | {param: rows[param].stored_as(dtype) for param, dtype in codes.items()}
+
+
+def in_own_precision(plan: Plan, model: nn.Module) -> Plan:
+    """`plan` in the precision that all parameters of `model` have; unchanged if it says one, or if they have several.
+    Then each parameter keeps its own."""
+    kinds = _own_precisions(model)
+    return plan.with_own_precision(kinds[0]) if plan.follows_model and len(kinds) == 1 else plan
+
+
+def _own_precisions(model: nn.Module) -> list[DtypeName]:
+    kinds = map(own_precision, model.parameters())
+    return list(dict.fromkeys(kind for kind in kinds if kind is not None))
+
+
+def _tables_by_precision(
+    model: nn.Module, plan: Plan, mesh: Mesh, known: Mapping[nn.Parameter, Box] | None
+) -> dict[nn.Parameter, LabelledTable]:
+    """The tables of a plan that says no precision. Labels name those that are not in the first, fp32 if there is
+    any."""
+    kinds = sorted(_own_precisions(model) or ["fp32"], key=lambda kind: kind != "fp32")
+    rows, *others = (tables_for(model, plan.with_own_precision(kind), mesh, known) for kind in kinds)
+    for kind, tables in zip(kinds[1:], others, strict=True):
+        for param, row in tables.items():
+            if own_precision(param) == kind and row != rows[param]:
+                rows[param] = LabelledTable(f"{row.label}-{kind}" if row.label else kind, row.table)
+    return rows
 
 
 def _offloaded(
@@ -121,6 +152,6 @@ def _fits_nothing(name: str, rule: Rule, model: nn.Module, owners: Mapping[nn.Pa
         names = [known for known, _ in model.named_parameters()]
         if not any(fnmatch.fnmatchcase(known, pattern) for known in names):
             hint = f"No parameter is called {pattern!r}. {nearest(pattern, names)}"
-    for owner in set(rule.classes or ()) - set(owners.values()):
+    for owner in sorted(set(rule.classes or ()) - set(owners.values())):
         hint = f"No module of class {owner!r} has parameters. {nearest(owner, owners.values())}"
     return ConfigError(f"The plan's rule {name!r} fits none of the model's parameters. {hint}")

@@ -1,0 +1,141 @@
+"""A plan that says no precision: every parameter computes in its own dtype, as in the plain loop."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+
+PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+SETTINGS = [{"preset": preset} for preset in PRESETS] + [{"preset": "hsdp", "mesh": {"node": 1, "local": 2}}]
+Tensor = torch.Tensor
+
+
+class Mixed(nn.Module):
+    """An fp32 model with one layer in another dtype, which casts where they meet."""
+
+    def __init__(self, inner: torch.dtype, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 8), nn.Linear(8, 8).to(inner), nn.Linear(8, 2)
+        self.inner.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last(self.inner(hidden.to(self.inner.weight.dtype)).to(hidden.dtype))
+
+
+def uniform(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def data(dtype: torch.dtype) -> Tensor:
+    return torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def plain(model: nn.Module, batches: Tensor) -> dict[str, Tensor]:
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for x in batches:
+        loss_of(twin, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return twin.state_dict()
+
+
+def trained(model: nn.Module, batches: Tensor, plan: dict[str, object]) -> tuple[sw.Plan, dict[str, Tensor]]:
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def of_rank(world: sw.World) -> tuple[sw.Plan, dict[str, Tensor]]:
+        mine = models[world.rank]
+        dtypes = [param.dtype for param in mine.parameters()]
+        engine = sw.shard(mine, plan, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world)
+        assert [param.dtype for param in mine.parameters()] == dtypes
+        for x in batches:
+            engine.backward(loss_of(mine, x[2 * world.rank : 2 * world.rank + 2]))
+            engine.step()
+        return engine.plan, engine.state_dict()
+
+    return run_ranks(2, of_rank)[0]
+
+
+def largest_error(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(float((state[name].double() - value.double()).abs().max()) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one["preset"])
+def test_a_float64_model_computes_in_float64(settings: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model, batches = uniform(torch.float64), data(torch.float64)
+    plan, state = trained(model, batches, settings)
+    assert plan.precision == "fp64"
+    assert plan.origin("precision") == "model"
+    assert {value.dtype for value in state.values()} == {torch.float64}
+    assert largest_error(state, plain(model, batches)) < 1e-14
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one["preset"])
+def test_one_layer_in_float64_stays_there(settings: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model, batches = Mixed(torch.float64), data(torch.float32)
+    _, state = trained(model, batches, settings)
+    assert state["inner.weight"].dtype == torch.float64
+    assert state["first.weight"].dtype == torch.float32
+    assert largest_error(state, plain(model, batches)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_one_narrow_layer_stays_narrow(dtype: torch.dtype, frozen: bool) -> None:
+    """Where it is trained, its master weights are in fp32, so that the result is at least as exact as the plain one."""
+    torch.manual_seed(0)
+    model, batches = Mixed(dtype, frozen=frozen), data(torch.float32)
+    wanted = plain(model, batches)
+    _, state = trained(model, batches, {"preset": "zero3"})
+    assert state["inner.weight"].dtype == (dtype if frozen else torch.float32)
+    assert largest_error(state, wanted) < (1e-6 if frozen else 4 * torch.finfo(dtype).eps)
+
+
+def test_a_rule_and_a_plan_may_say_another_precision() -> None:
+    torch.manual_seed(0)
+    model = Mixed(torch.float64)
+
+    def dtypes(plan: dict[str, object]) -> list[torch.dtype]:
+        mine = copy.deepcopy(model)
+
+        def of_rank(world: sw.World) -> list[torch.dtype]:
+            sw.shard(mine, plan, world=world)
+            return [mine.first.weight.dtype, mine.inner.weight.dtype]
+
+        return run_ranks(1, of_rank)[0]
+
+    rules = {"inner": {"params": ["inner.*"], "precision": "bf16"}}
+    assert dtypes({"preset": "zero3", "precision": "fp32"}) == [torch.float32, torch.float32]
+    assert dtypes({"preset": "zero3", "rules": rules}) == [torch.float32, torch.bfloat16]
+    assert dtypes({"preset": "zero3", "rules": {"inner": {"params": ["inner.*"], "max_numel": 10**6}}}) == [
+        torch.float32,
+        torch.float64,
+    ]
+
+
+def test_another_plan_keeps_the_models_precision() -> None:
+    torch.manual_seed(0)
+    model = uniform(torch.float64)
+
+    def of_rank(world: sw.World) -> list[str]:
+        engine = sw.shard(model, "zero3", world=world)
+        found = [engine.plan.precision]
+        for plan in ({"preset": "ddp"}, {"preset": "ddp", "precision": "fp32"}):
+            engine.reshard(plan)
+            found.append(engine.plan.precision)
+        return found
+
+    assert run_ranks(1, of_rank) == [["fp64", "fp64", "fp32"]]
