@@ -33,7 +33,7 @@ from shardwise.model_axes import (
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
-from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, hooks_in_stages, stage_layout
+from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout, stage_warnings
 from shardwise.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
@@ -274,7 +274,7 @@ def lay(
         world.collectives(values.device).prepare(mesh)
         values.give_to_stages(world)
         parts = sequence_parts(designed.split, mesh, designed.stages)
-        if (warning := hooks_in_stages(model, designed.stages)) and world.rank == 0:
+        for warning in stage_warnings(model, designed.stages) if world.rank == 0 else ():
             _log.warning("%s", warning)
         staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES], parts)
         staged.take_from(optimizers)

@@ -552,6 +552,67 @@ def test_a_list_of_layers_trains_in_stages(stages: int, grid: topology.ProcessTo
     assert rows[-1]["Train/Samples/eval_loss"] < wanted[0]
 
 
+class OneArgument(nn.Module):
+    """A loss that does not fail if it is called as a layer."""
+
+    def forward(self, output: Tensor, label: Tensor | None = None) -> Tensor:
+        return output * 2 if label is None else (output - label).square().mean()
+
+
+class WithParameters(nn.Module):
+    """A loss with parameters of its own, more of them than the layers have, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proxies = nn.Linear(4, 60)
+        self.register_buffer("weights", torch.linspace(0, 1, 4))
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        return (self.weights * (output - label) ** 2).mean() + self.proxies(output).logsumexp(-1).mean()
+
+
+@one_in(4)
+@pytest.mark.parametrize("method", ["parameters", "uniform", "type:linear"])
+@pytest.mark.parametrize(("stages", "zero"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1)])
+@pytest.mark.parametrize("kind", [nn.MSELoss, OneArgument, WithParameters])
+def test_the_loss_may_be_a_module(kind: type[nn.Module], stages: int, zero: int, method: str) -> None:
+    """It is no layer, and its parameters are trained. There are fewer micro-batches than stages."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = deepspeed.PipelineModule(layers, stages, loss_fn=kind(), partition_method=method)
+    assert [len(model), len(list(model)), model[-1]] == [4, 4, layers[-1]]
+    twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+    replicas = 2 // stages
+    steps = torch.randn(2, replicas, 2, 3, 4, generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    wanted = []
+    for step in steps:
+        loss = torch.stack([twin.loss_fn(twin(value), label) for value, label in step]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+    }
+
+    def rank_of(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        mine = models[world.rank]
+        engine, *_ = deepspeed.initialize(model=mine, optimizer=sgd, config=config, world=world)
+        place = engine.shardwise.data_ranks[0]
+        losses = [engine.train_batch(iter([tuple(step[place])])).item() for step in steps]
+        evaluated = engine.eval_batch(iter([tuple(steps[0, 0])])).item()
+        assert evaluated == pytest.approx(twin.loss_fn(twin(steps[0, 0, 0]), steps[0, 0, 1]).item(), rel=1e-5)
+        return losses, engine.module_state_dict()
+
+    for losses, state in run_ranks(2, rank_of):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_shapes_may_change_from_step_to_step() -> None:
     models = [counted_layers(0, dynamic_shape=True) for _ in range(2)]
 

@@ -156,6 +156,70 @@ def test_values_that_a_constructor_is_given_are_kept() -> None:
     assert torch.equal(state["0.weight"], torch.arange(12.0).view(4, 3))
 
 
+def two_of_torch() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def first_changed(first: nn.Module, other: nn.Module) -> nn.Module:
+    """`first` after a change that reads a value of both models."""
+    first[0].weight.data.add_(other[0].weight.data)
+    return first
+
+
+def test_one_inside_another_is_part_of_it() -> None:
+    """As with `from_pretrained` under stage 3, which is called inside a script's own `zero.Init`."""
+    twin = plain(lambda: first_changed(two_of_torch(), two_of_torch()))
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        with sw.deferred_init():
+            model = two_of_torch()
+        with sw.deferred_init() as building:
+            other = two_of_torch()
+            assert building is not None
+        with sw.deferred_init(model):
+            first_changed(model, other)
+        with pytest.raises(KeyError), sw.deferred_init():
+            raise KeyError
+        assert model[0].weight.untyped_storage().nbytes() == 0
+    assert all(isinstance(param, Deferred) for param in model.parameters())
+    assert_equal(sw.shard(model, "zero3").state_dict(), twin)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_models_of_two_recordings_may_be_computed_with_together(is_inside: bool) -> None:
+    twin = plain(lambda: first_changed(two_of_torch(), two_of_torch()))
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = two_of_torch()
+    with sw.deferred_init():
+        other = two_of_torch()
+        if is_inside:
+            with sw.deferred_init(model):
+                first_changed(model, other)
+    if not is_inside:
+        with sw.deferred_init(nn.ModuleList([model, other])):
+            first_changed(model, other)
+    assert_equal(sw.shard(model, "zero3").state_dict(), twin)
+
+
+def test_ranks_whose_models_have_their_values_exchanged_are_found_out() -> None:
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        return sw.shard(models[world.rank], "zero3", world=world).state_dict()
+
+    def build(swapped: bool) -> nn.Module:
+        one, two = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        return nn.Sequential(two, one) if swapped else nn.Sequential(one, two)
+
+    models = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        with sw.deferred_init():
+            models.append(build(swapped))
+    twin = plain(lambda: build(False))
+    for state in run_ranks(2, rank):
+        assert_equal(state, twin)
+
+
 def test_what_cannot_be_put_off_is_refused() -> None:
     def grows() -> None:
         torch.zeros(3).resize_(9)

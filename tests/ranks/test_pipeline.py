@@ -192,6 +192,20 @@ def test_two_stages_with_every_preset_inside(preset: str, schedule: str) -> None
         assert run.extra["recordings"][1:] == run.extra["recordings"][1:2] * (NUM_STEPS - 1)
 
 
+@one_in(3)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(("preset", "count"), [("zero1", 1), ("zero3", 1), ("zero1", 2), ("zero2", 2)])
+def test_fewer_micro_batches_than_stages(
+    preset: str, count: int, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, data = Decoder(tied=True, num_blocks=5), batches(NUM_STEPS, 4)
+    runs = pipelined(model, {"pp": 3}, data, preset=preset, accumulate=count, pipeline={"schedule": schedule})
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+    [said] = {record.message for record in caplog.records if "pipeline ranks" in record.message}
+    assert f"{count} micro-batches for 3 pipeline ranks, which wait" in said
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_stages(schedule: str, tied: bool) -> None:

@@ -6,7 +6,7 @@ tied or computed with before `shard`, and whoever replays its history reads the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +37,7 @@ class Loaded:
 class Building:
     """The object that `with deferred_init()` returns."""
 
-    def __init__(self, next_number: Callable[[], int]) -> None:
-        self._next_number = next_number
+    def __init__(self) -> None:
         self._is_open = True
         self._buffers: list[tuple[_Read, Tensor]] = []
         """Buffers with values that are filled when the context ends."""
@@ -84,10 +83,7 @@ class Building:
         overwritten = (ref.origin,) if ref.covers_all else ()
         needs = () if ref.covers_all else (ref,)
         default = torch.get_default_dtype()
-        number = self._next_number()
-        ref.origin.writes.append(
-            Operation(number, _Read(found, name), (ref,), {}, (), needs, overwritten, default, None)
-        )
+        ref.origin.writes.append(Operation(_Read(found, name), (ref,), {}, (), needs, overwritten, default, None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ See [Note: histories] in `tape.py`.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise.errors import ModelError
@@ -67,18 +66,24 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
 
     `with sw.deferred_init() as building:` gives `building.load(model, folder)`: values from safetensors files.
 
-    A `model` that was built inside another `deferred_init` may be passed, to be changed before `shard`.
+    A `model` that was built inside another `deferred_init` may be passed, to be changed before `shard`. One inside
+    another is part of it: parameters refuse to be computed with, and buffers get their values, when the outer one ends.
 
     Any rank may call; there is no communication. Raises `ModelError` for operations that cannot be deferred.
     """
+    around = _recording_of_this_thread()
+    if around is not None:
+        if model is not None:
+            around.resume(model)
+        yield around.building
+        return
     recorder = Recorder()
-    building = Building(lambda: next(recorder.numbers))
     if model is not None:
         recorder.resume(model)
     try:
         with recorder.recording():
-            yield building
-        building.close()
+            yield recorder.building
+        recorder.building.close()
     except BaseException:
         if model is not None:
             recorder.finish()
@@ -90,7 +95,7 @@ class Recorder:
     """One recording, with the storages that it has left without memory."""
 
     def __init__(self) -> None:
-        self.numbers = itertools.count()
+        self.building = Building()
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._thread_id = threading.get_ident()
@@ -110,14 +115,11 @@ class Recorder:
 
     def resume(self, model: nn.Module) -> None:
         """Allow computing with the deferred parameters of `model` until `finish`."""
-        last = -1
         for param in model.parameters():
             origin = origin_of(param)
             if isinstance(param, Deferred) and origin is not None:
                 undefer(param)
                 self._storages.append(weakref.ref(param.untyped_storage()))
-                last = max(last, origin.number, *(write.number for write in origin.writes))
-        self.numbers = itertools.count(last + 1)
         self.include(model)
 
     def include(self, module: nn.Module) -> None:
@@ -151,7 +153,7 @@ class Recorder:
         """A tensor with the geometry of `like` but without memory, and its history, still empty."""
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         storage = tensor.untyped_storage()
-        origin = Origin(next(self.numbers), storage.nbytes(), tensor.device)
+        origin = Origin(storage.nbytes(), tensor.device)
         storage.resize_(0)
         set_origin(storage, origin)
         self._storages.append(weakref.ref(storage))
@@ -233,7 +235,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         overwritten = tuple(ref.origin for ref in shown.values() if _name(func) in OVERWRITE and ref.covers_all)
         recorded_args, recorded_kwargs = tree_map(_recorded, (args, kwargs))
         operation = Operation(
-            next(self._recorder.numbers),
             func,
             recorded_args,
             recorded_kwargs,
@@ -246,6 +247,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         for ref in (*shown.values(), *operation.made):
             ref.origin.writes.append(operation)
         return result
+
+
+def _recording_of_this_thread() -> Recorder | None:
+    """The recording that is under way."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode._recorder for mode in modes if isinstance(mode, _Operations)), None)
 
 
 class _MemoryReads(TorchFunctionMode):

@@ -10,6 +10,7 @@ it keeps a part, bit for bit as the plain constructor does, whatever was drawn b
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,13 +25,13 @@ Tensor = torch.Tensor
 Function = torch._ops.OpOverload
 _ORIGIN = "shardwise_origin"
 """The attribute of a storage with its history; the storage lives as long as any tensor on it."""
+_NUMBERS = itertools.count()
 
 
 @dataclass(eq=False)
 class Origin:
     """The history of one storage: its size in bytes, its device, and the operations that wrote to it."""
 
-    number: int
     num_bytes: int
     device: torch.device
     writes: list[Operation] = field(default_factory=list, repr=False)
@@ -62,15 +63,15 @@ class Ref:
             num_bytes *= size
         return num_bytes == self.origin.num_bytes and 0 not in self.stride
 
-    def identity(self) -> str:
-        return f"{self.origin.number}{self.shape}{self.stride}{self.offset}{self.dtype}"
+    def identity(self, names: dict[Origin, int]) -> str:
+        name = names.setdefault(self.origin, len(names))
+        return f"{name}{self.shape}{self.stride}{self.offset}{self.dtype}"
 
 
 @dataclass(eq=False)
 class Operation:
     """One call that was not made, or whose result was discarded. Tensor arguments are `Ref`s or real values."""
 
-    number: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -82,19 +83,22 @@ class Operation:
     """Storages that it overwrites completely without reading them."""
     default_dtype: torch.dtype
     generator_state: Tensor | None
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+    """Operations that depend on each other are ordered by it, whichever recordings they come from."""
 
-    def identity(self) -> Iterator[bytes | memoryview]:
-        """Everything that determines its result, for a digest."""
+    def identity(self, names: dict[Origin, int]) -> Iterator[bytes | memoryview]:
+        """Everything that determines its result, for a digest; `names` are those of storages so far."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
         yield f"{self.function} {structure} {self.default_dtype}".encode()
         for leaf in leaves:
             if isinstance(leaf, Ref):
-                yield leaf.identity().encode()
+                yield leaf.identity(names).encode()
             elif isinstance(leaf, Tensor):
                 yield f"{leaf.shape} {leaf.dtype}".encode()
                 yield tensor_bytes(leaf)
             else:
                 yield repr(leaf).encode()
+        yield from (ref.identity(names).encode() for ref in self.made)
         if self.generator_state is not None:
             yield tensor_bytes(self.generator_state)
 
@@ -137,10 +141,12 @@ def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
 
 def digest_of(origins: Iterable[Origin]) -> bytes:
     """Equal on two ranks if they would compute the same values, element for element."""
+    targets, names = list(origins), dict[Origin, int]()
     digest = hashlib.sha256()
-    for operation in _leading_to(origins):
-        for part in operation.identity():
+    for operation in _leading_to(targets):
+        for part in operation.identity(names):
             digest.update(part)
+    digest.update(repr([names.setdefault(origin, len(names)) for origin in targets]).encode())
     return digest.digest()
 
 

@@ -2,7 +2,7 @@
 them."""
 
 from shardwise.pipeline.across import AcrossStages
-from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, hooks_in_stages, stage_layout
+from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout, stage_warnings
 from shardwise.pipeline.messages import most_under_way
 from shardwise.pipeline.parcels import Layout, Parcel, ParcelLayout
 from shardwise.pipeline.pipeline import Pipeline, Trainer
@@ -26,7 +26,7 @@ __all__ = [
     "WeightGrads",
     "backward_of_weights",
     "has_pipeline",
-    "hooks_in_stages",
     "most_under_way",
     "stage_layout",
+    "stage_warnings",
 ]

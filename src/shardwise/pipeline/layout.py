@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.mesh import Mesh
-from shardwise.program.schedule import Schedule, schedule_of
+from shardwise.program.schedule import Schedule, schedule_of, timed
 
 AXIS = "pp"
 _ROUTERS = "output_router_logits"
@@ -63,7 +63,23 @@ class StageLayout:
         return "\n".join(lines) + "\n"
 
 
-def hooks_in_stages(model: nn.Module, layout: StageLayout) -> str:
+def stage_warnings(model: nn.Module, layout: StageLayout) -> list[str]:
+    """What is likely to be a mistake in stages that can be trained."""
+    return list(filter(None, (_few_micro_batches(layout.schedule), _hooks_in_stages(model, layout))))
+
+
+def _few_micro_batches(schedule: Schedule) -> str:
+    """A warning about ranks that wait because a step has fewer micro-batches than they are. "" otherwise."""
+    if schedule.num_micro_batches >= schedule.num_ranks:
+        return ""
+    return (
+        f"A step has {schedule.num_micro_batches} micro-batches for {schedule.num_ranks} pipeline ranks, which wait "
+        f"{timed(schedule).bubble:.0%} of the time. Set accumulate (DeepSpeed's gradient_accumulation_steps) to "
+        f"{4 * schedule.num_ranks} or so."
+    )
+
+
+def _hooks_in_stages(model: nn.Module, layout: StageLayout) -> str:
     """A warning about forward hooks of the user's own on modules of earlier stages than the last, which computes the
     loss: each runs only on the ranks that have its module. "" if there are none."""
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -92,7 +92,6 @@ def _parsed(word: str, rank: int) -> Op:
 
 def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang et al., arXiv:1811.06965). Holds every micro-batch's activations."""
-    _require(num_ranks, num_micro_batches)
     _require_one_chunk("gpipe", num_chunks)
     rows = tuple(
         tuple(Op(kind, batch, rank) for kind in _FORWARD_BACKWARD for batch in range(num_micro_batches))
@@ -104,7 +103,6 @@ def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedu
 def one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """Forwards and backwards in turn once the pipeline is full (Narayanan et al., PipeDream-Flush, arXiv:2006.09503).
     As long as GPipe, but rank r holds the activations of at most `num_ranks - r` micro-batches."""
-    _require(num_ranks, num_micro_batches)
     _require_one_chunk("1f1b", num_chunks)
     rows = []
     for rank in range(num_ranks):
@@ -117,24 +115,24 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
     """1F1B with `num_chunks` stages on every rank, assigned round-robin (Narayanan et al., arXiv:2104.04473).
 
-    The bubble is divided by `num_chunks`, the number of messages multiplied by it. Micro-batches go in rounds of
-    `num_ranks`, so their number has to be a multiple of that.
+    The bubble is divided by `num_chunks`, the number of messages multiplied by it. Micro-batches go in equal rounds of
+    `num_ranks` or more (as in torch's `ScheduleInterleaved1F1B`); fewer than that are one round.
     """
-    _require(num_ranks, num_micro_batches)
-    if num_micro_batches % num_ranks:
+    num_rounds = max(1, num_micro_batches // num_ranks)
+    if num_micro_batches % num_rounds:
         raise ConfigError(
-            f"The interleaved schedule takes micro-batches in rounds of {num_ranks}, one for each pipeline rank, but "
-            f"accumulate is {num_micro_batches}. Make it a multiple of {num_ranks}, or take schedule 1f1b."
+            f"The interleaved schedule takes micro-batches in equal rounds of {num_ranks} or more, one for each "
+            f"pipeline rank, but accumulate is {num_micro_batches}. Make it a multiple of {num_ranks}, or take "
+            f"schedule 1f1b."
         )
+    size = num_micro_batches // num_rounds
     rows = []
     for rank in range(num_ranks):
-        rounds = range(0, num_micro_batches, num_ranks)
-        inside = [
-            (chunk, first + place) for first in rounds for chunk in range(num_chunks) for place in range(num_ranks)
-        ]
+        rounds = range(0, num_micro_batches, size)
+        inside = [(chunk, first + place) for first in rounds for chunk in range(num_chunks) for place in range(size)]
         forwards = [Op("F", batch, chunk * num_ranks + rank) for chunk, batch in inside]
         backwards = [Op("B", batch, (num_chunks - 1 - chunk) * num_ranks + rank) for chunk, batch in inside]
-        ahead = (num_ranks - rank - 1) * 2 + (num_chunks - 1) * num_ranks
+        ahead = (num_ranks - rank - 1) * 2 + (num_chunks - 1) * size
         rows.append(_in_turn(forwards, backwards, ahead if num_chunks > 1 else num_ranks - rank - 1))
     return Schedule("interleaved", num_ranks, num_chunks * num_ranks, num_micro_batches, tuple(rows))
 
@@ -146,7 +144,6 @@ def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> 
     (`W`) r micro-batches later, so that every rank holds the activations of `num_ranks` micro-batches, as rank 0 does
     under 1F1B, and no rank waits for weight gradients. With equal costs the bubble is a third of that of 1F1B.
     """
-    _require(num_ranks, num_micro_batches)
     _require_one_chunk("zb-h1", num_chunks)
     rows = []
     for rank in range(num_ranks):
@@ -156,7 +153,7 @@ def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> 
             row.append(Op("I", batch, rank))
             row += [Op("W", batch - rank, rank)] if batch >= rank else []
             row += [Op("F", batch + ahead, rank)] if batch + ahead < num_micro_batches else []
-        row += [Op("W", batch, rank) for batch in range(num_micro_batches - rank, num_micro_batches)]
+        row += [Op("W", batch, rank) for batch in range(max(0, num_micro_batches - rank), num_micro_batches)]
         rows.append(tuple(row))
     return Schedule("zb-h1", num_ranks, num_ranks, num_micro_batches, tuple(rows))
 
@@ -187,14 +184,6 @@ def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
 
 
 _FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")
-
-
-def _require(num_ranks: int, num_micro_batches: int) -> None:
-    if num_micro_batches < num_ranks:
-        raise ConfigError(
-            f"A pipeline of {num_ranks} ranks needs at least as many micro-batches, but accumulate is "
-            f"{num_micro_batches}: some rank would always wait. Set accumulate to {num_ranks} or more."
-        )
 
 
 def _require_one_chunk(name: str, num_chunks: int) -> None:

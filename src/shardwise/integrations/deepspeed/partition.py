@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.pipeline.layout import balanced
 
 _BY_ENGINE = ("parameters", "best")
 _BY_TYPE = "type:"
@@ -42,29 +43,43 @@ def check_method(method: str) -> None:
     )
 
 
-def stages_of(layers: nn.Sequential, method: str, num_stages: int) -> list[list[str]] | None:
+def stages_of(layers: nn.Sequential, method: str, num_stages: int, loss_fn: object = None) -> list[list[str]] | None:
     """The names of each stage's layers that have parameters; `None` if the engine is to choose.
 
     `uniform` gives stages equal numbers of layers; `type:REGEX` equal numbers of layers whose class, or function,
-    matches, ignoring case. Where numbers cannot be equal, earlier stages have one more.
+    matches, ignoring case. Where numbers cannot be equal, earlier stages have one more. A `loss_fn` with parameters is
+    on the last stage, which has a layer too: a stage begins with a module that the model's forward calls.
     """
-    if method.lower() in _BY_ENGINE:
-        return None
+    sizes = [_numel(layer) for layer in layers]
+    of_loss = _numel(loss_fn) if isinstance(loss_fn, nn.Module) else 0
     numbers = list(range(len(layers)))
-    counted = numbers
-    if method.lower() != "uniform":
-        pattern = re.compile(method[len(_BY_TYPE) :], re.IGNORECASE)
-        counted = [number for number in numbers if pattern.search(_type_of(layers[number]))]
-    if len(counted) < num_stages:
-        raise ConfigError(
-            f"partition_method {method!r} counts {len(counted)} layers, too few for {num_stages} stages. Use fewer "
-            f"stages, or 'parameters'."
-        )
-    size, rest = divmod(len(counted), num_stages)
-    firsts = [counted[stage * size + min(stage, rest)] for stage in range(1, num_stages)]
-    has_params = [any(True for _ in layer.parameters()) for layer in layers]
+    if method.lower() in _BY_ENGINE:
+        counted = [number for number in numbers if sizes[number]]
+        if not of_loss or num_stages == 1 or len(counted) < num_stages:
+            return None
+        costs = [sizes[number] for number in counted]
+        costs[-1] += of_loss
+        firsts = [counted[cut] for cut in balanced(costs, num_stages)]
+    else:
+        counted = numbers
+        if method.lower() != "uniform":
+            pattern = re.compile(method[len(_BY_TYPE) :], re.IGNORECASE)
+            counted = [number for number in numbers if pattern.search(_type_of(layers[number]))]
+        if len(counted) < num_stages:
+            raise ConfigError(
+                f"partition_method {method!r} counts {len(counted)} layers, too few for {num_stages} stages. Use fewer "
+                f"stages, or 'parameters'."
+            )
+        size, rest = divmod(len(counted), num_stages)
+        firsts = [counted[stage * size + min(stage, rest)] for stage in range(1, num_stages)]
     stages = [range(start, stop) for start, stop in pairwise([0, *firsts, len(layers)])]
-    return [[str(number) for number in stage if has_params[number]] for stage in stages]
+    names = [[str(number) for number in stage if sizes[number]] for stage in stages]
+    names[-1] += ["loss_fn"] if of_loss else []
+    return names
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _type_of(layer: nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy
@@ -76,8 +76,8 @@ class PipelineModule(nn.Sequential):
     They are divided into `num_stages` pipeline stages (`mesh: {pp: ...}`), or those of a `topology`, by
     `partition_method`: with about equal numbers of parameters, or of layers (`uniform`), or of layers of some classes
     (`type:REGEX`). With `seed_layers`, the generators are seeded with `base_seed` plus a layer's number before it is
-    built, by `seed_fn(seed)` if it is given. `loss_fn(output, label)` computes the loss of a micro-batch. With
-    `activation_checkpoint_interval=N`, each run of N layers of a stage that has parameters keeps only its input, and is
+    built, by `seed_fn(seed)` if it is given. `loss_fn(output, label)`, a function or a module, computes the loss of a
+    micro-batch; parameters of such a module are trained, and are on the last stage. With `activation_checkpoint_interval=N`, each run of N layers of a stage that has parameters keeps only its input, and is
     computed again in the backward: by `activation_checkpoint_func(function, *inputs)`, and only if the classes of all
     its layers are among `checkpointable_layers`, if these are given. Raises `ConfigError` for unsupported options.
     """
@@ -111,13 +111,21 @@ class PipelineModule(nn.Sequential):
                 (seed_fn or set_random_seed)(base_seed + number)
             built.append(_built_layer(layer, first_of_key))
         super().__init__(*built)
+        self._num_layers = len(built)
         self.num_stages = num_stages
         self.given_topology = topology
-        self.stages = stages_of(self, partition_method, num_stages)
+        self.stages = stages_of(self, partition_method, num_stages, loss_fn)
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+
+    def __len__(self) -> int:
+        """The number of layers. Other modules that are attributes, such as `loss_fn`, are no layers."""
+        return self._num_layers
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return islice(self._modules.values(), self._num_layers)
 
     def topology(self) -> ProcessTopology:
         """The ranks by stage and copy: the topology that was given, or the one that `num_stages` makes of all ranks of
