@@ -98,8 +98,9 @@ def ask_before_first_forward(sharded: ShardedModel) -> None:
 def ask_before_first_step(sharded: ShardedModel, micro_batch: MicroBatch, loss_fn: LossFunction | None) -> None:
     """As `ask_before_first_forward`, at the beginning of each step of a pipeline with activations on a disk; all but
     the first ask nothing."""
-    if not sharded.runner.programs.have_learned:
+    if not sharded.has_asked_for_room:
         _ask(sharded, micro_batch, lambda output: micro_batch.loss(output, loss_fn))
+        sharded.has_asked_for_room = True
 
 
 def _ask(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> None:

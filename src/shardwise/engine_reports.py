@@ -87,8 +87,9 @@ class EngineReports(EngineState):
         Raises `ConfigError`, with figures, if nothing fits; nothing has been changed then.
         """
         self._require_open()
-        is_staged = self._sharded.pipeline is not None
-        if is_staged and self._sharded.runner.programs.have_learned:
+        pipeline = self._sharded.pipeline
+        is_staged = pipeline is not None
+        if pipeline is not None and pipeline.has_computed:
             raise StateError(
                 "fit_activations() in a pipeline is for an engine that has not computed yet; call it before the first "
                 "step."

@@ -89,6 +89,8 @@ class ShardedModel:
         """Called instead of `before_change` before a step; all other changes call `before_change`."""
         self.rehearsed: tuple[Activations, ...] = ()
         """The activations counted by the latest rehearsal, stage by stage."""
+        self.has_asked_for_room = False
+        """In a pipeline: whether the ranks have asked whether activations on their disks have room."""
         self.disk = sharding.disk
         """Holds the rows on a disk, if there are any."""
         self._num_micro_batches = 0

@@ -163,6 +163,19 @@ def test_without_a_majority_all_ranks_are_at_fault() -> None:
     assert finding.text.startswith("Ranks 0 and 1 contradict each other")
 
 
+def test_two_collectives_of_one_library_function_are_told_apart() -> None:
+    def entered(rank: int, tag: int, what: str) -> Status:
+        track = Track(1, (Entered(1, tag, "train_step()", 8, 0, (), what),))
+        return replace(status(rank, [], line=LINE), tracks={LINE: track}, call="train_step()")
+
+    fault = contradiction([entered(0, 7, "exchange of room"), entered(1, 8, "all_reduce of verdict")], LINE)
+    assert fault is not None
+    assert "rank 0 has train_step() there (exchange of room), and" in str(fault)
+    assert "rank 1 has train_step() there (all_reduce of verdict), and" in str(fault)
+    for one in (entered(0, 7, "exchange of room"), entered(1, 8, "")):
+        assert Status.from_json(one.to_json()) == one
+
+
 def test_what_is_forgotten_is_not_compared() -> None:
     long = Track(40, tuple(Entered(number, number, "'x'") for number in range(9, 41)))
     far_ahead = replace(status(1, [1]), tracks={LINE: long})

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from pipelined import Decoder, unsplit
+from pipelined import batches as pipeline_batches
 from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
-from shardwise.errors import ModelError, ShardwiseError, TierError
+from shardwise import activation_room
+from shardwise.errors import ModelError, ShardwiseError, StateError, TierError
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
 from tests.thorough import one_in, thorough_only
@@ -209,6 +212,41 @@ def test_room_is_asked_for_before_the_first_step(case: str, tmp_path: Path, monk
     assert told[0] == told[1]
     assert told[0].startswith(f"Activations have no room on the disk: {tmp_path} has ")
     assert "are needed: 1 B too little. Make room there, or name a folder on a larger disk." in told[0]
+
+
+@one_in(3)
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("offload", [{"optim": 0.3}, {"optim": 1.0}, {"optim": 0.6, "param": 0.3}])
+def test_stages_ask_for_room_once_whatever_share_each_has_on_the_host(
+    preset: str, offload: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks whose update runs unit by unit record a step later than others, so the record says nothing of the rest.
+    An evaluation is a pass too, and needs no room."""
+    torch.manual_seed(0)
+    model, data = Decoder(), pipeline_batches(3, 8)
+    asked: list[int] = []
+    ask = activation_room._ask
+
+    def counted(sharded: Any, *given: Any) -> None:
+        asked.append(sharded.world.rank)
+        ask(sharded, *given)
+
+    monkeypatch.setattr(activation_room, "_ask", counted)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": preset, "mesh": {"pp": 2, "dp": 1}, "accumulate": 2, "offload": offload}
+
+    def rank(world: sw.World) -> list[float]:
+        mine = replicas[world.rank]
+        full = {**plan, "activations": "disk", "disk": str(tmp_path)}
+        with sw.shard(mine, full, optimizer=adamw(mine), world=world) as engine:
+            engine.eval_step(data[0])
+            with pytest.raises(StateError, match="has not computed yet"):
+                engine.fit_activations(data[0], "1GiB")
+            return [engine.train_step(batch).item() for batch in data]
+
+    for losses in run_ranks(2, rank):
+        assert losses == pytest.approx(unsplit(model, data).losses, rel=1e-5)
+    assert sorted(asked) == [0, 1]
 
 
 class Unrehearsed(Transformer):

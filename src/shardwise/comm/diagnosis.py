@@ -273,6 +273,8 @@ def _differences(there: dict[int, Entered]) -> dict[int, str]:
         details = {
             rank: f"there, after {_first_different_marks(entered, there.values())}" for rank, entered in there.items()
         }
+    elif len({entered.what for entered in there.values()}) > 1:
+        details = {rank: f"there ({entered.what})" for rank, entered in there.items()}
     elif len({entered.numel for entered in there.values()}) > 1:
         details = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
     else:

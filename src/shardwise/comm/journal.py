@@ -62,8 +62,9 @@ _COLLECTIVES = tuple(
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more
 _FRAMES_LOCK = threading.Lock()
-# One per collective: number, tag, action, its name if there is no action, length, backwards, marks.
-_Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
+_Kind = tuple[str, str, torch.dtype]
+# One per collective: number, tag, action, its name if there is no action, length, backwards, marks, verb and subject.
+_Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...], _Kind]
 
 
 class LineRecord:
@@ -119,7 +120,7 @@ class Journal:
         """Where this rank is, while its frames are not to be read: see `unobserved`."""
         self._lines: dict[str, LineRecord] = {}
         """By the name of the group, which identifies its ranks."""
-        self._codes: dict[tuple[str, str, torch.dtype], int] = {}
+        self._codes: dict[_Kind, int] = {}
         self._num_disk_waits = 0
         """What the clock had counted when this rank entered its last collective."""
         self._trace: list[Moment] = []
@@ -145,9 +146,10 @@ class Journal:
             line = self._lines[group.name] = LineRecord(group)
         action = self.action
         call = _call() if action is None else ""
-        code = self._codes.get((verb, subject, dtype))
+        kind = (verb, subject, dtype)
+        code = self._codes.get(kind)
         if code is None:
-            code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
+            code = self._codes[kind] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
         marked = self._marked
         marks: tuple[str, ...] = ()
@@ -158,7 +160,7 @@ class Journal:
         tag = (line.tag * 1_000_003 + code + numel + marked) & _TAGS
         if line.num_marks != self._num_marks and not group.is_link:
             marks = self._marks_since(line)
-        line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
+        line.recent.append((number, tag, action, call, numel, self.num_backwards, marks, kind))
         line.tag, line.count = tag, number
         self._num_disk_waits = self.clock.num_disk_waits
         return Entry(line, number, tag)
@@ -330,8 +332,9 @@ def _track(line: LineRecord) -> Track:
                 numel,
                 num_backwards,
                 marks if number > line.count - _NUM_MARKED else (),
+                f"{kind[0]} of {kind[1]}" if action is None else "",
             )
-            for number, tag, action, call, numel, num_backwards, marks in records
+            for number, tag, action, call, numel, num_backwards, marks, kind in records
         ),
     )
 

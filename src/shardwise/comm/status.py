@@ -15,7 +15,7 @@ _SHAPE: dict[str, Any] = {
     "on_disk": bool,
     "seconds": float,
     "awaited": plain_data.OneOf(None, (str, int, [int])),
-    "tracks": {str: (int, [(int, int, str, int, int, [str])])},
+    "tracks": {str: (int, [(int, int, str, int, int, [str], str)])},
     "path": (int, int, [(str, str)], str),
 }
 
@@ -31,6 +31,8 @@ class Entered(NamedTuple):
     """Since the last optimizer step."""
     marks: tuple[str, ...] = ()
     """What was marked between the previous collective and this one."""
+    what: str = ""
+    """Outside of a program: its kind and subject, where one library function has several."""
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,11 @@ class Pipeline:
         return self._row
 
     @property
+    def has_computed(self) -> bool:
+        """Whether a batch has gone through the stages: the same on all ranks of the pipeline."""
+        return bool(self._forms)
+
+    @property
     def halved_params(self) -> set[nn.Parameter] | None:
         """The parameters whose gradients come in the second half of a backward; `None` if the schedule has no halves:
         see [Note: two halves] in `weight_grads.py`."""

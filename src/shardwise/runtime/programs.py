@@ -31,8 +31,6 @@ class Programs:
     def __init__(self, specs: Sequence[UnitSpec], executor: Executor, prefetch_bytes: int | None) -> None:
         self.specs = tuple(specs)
         self.num_recordings = 0
-        self.have_learned = False
-        """Whether a pass has been recorded, be it an evaluation."""
         self._executor = executor
         self._prefetch_bytes = prefetch_bytes
         self._buffers_bytes = 0
@@ -65,7 +63,6 @@ class Programs:
 
     def learn_training(self, script: Script, *, reduces: bool) -> bool:
         """Make the program of the pass that `script` has recorded. False, and no change, if the record is too long."""
-        self.have_learned = True
         if script.is_too_long:
             return False
         row = script.recorded_row()
@@ -82,7 +79,6 @@ class Programs:
 
     def learn_evaluation(self, script: Script) -> bool:
         """Make the program of a recorded evaluation. False also if it used no unit."""
-        self.have_learned = True
         trace = tuple(script.trace)
         if not 0 < len(trace) < LONGEST_TRACE:
             return False

@@ -77,7 +77,8 @@ class PipelineModule(nn.Sequential):
     `partition_method`: with about equal numbers of parameters, or of layers (`uniform`), or of layers of some classes
     (`type:REGEX`). With `seed_layers`, the generators are seeded with `base_seed` plus a layer's number before it is
     built, by `seed_fn(seed)` if it is given. `loss_fn(output, label)`, a function or a module, computes the loss of a
-    micro-batch; parameters of such a module are trained, and are on the last stage. With `activation_checkpoint_interval=N`, each run of N layers of a stage that has parameters keeps only its input, and is
+    micro-batch; parameters of such a module are trained, and are on the last stage. With
+    `activation_checkpoint_interval=N`, each run of N layers of a stage that has parameters keeps only its input, and is
     computed again in the backward: by `activation_checkpoint_func(function, *inputs)`, and only if the classes of all
     its layers are among `checkpointable_layers`, if these are given. Raises `ConfigError` for unsupported options.
     """
