@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import yaml
 from shardwise.cli.main import main
 from shardwise.config import load_plan
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed.config import read_config
+from shardwise.integrations.deepspeed import hjson
+from shardwise.integrations.deepspeed.config import load_config, read_config
 from shardwise.integrations.deepspeed.fields import FIELDS, FieldStatus
 
 FP16 = {"dynamic": True, "initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
@@ -30,6 +32,7 @@ STAGE_3: dict[str, Any] = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 2,
 }
+OFFLOADED = ("optim", "grad", "param")
 PLANS = {
     "nothing": ({}, {"preset": "ddp", "clip_grad_norm": 1.0}),
     "stage 1": ({"zero_optimization": {"stage": 1}}, {"preset": "zero1", "clip_grad_norm": 1.0}),
@@ -81,6 +84,35 @@ PLANS = {
         {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_clipping": 0},
         {"preset": "hsdp", "resident_below": 100_000, "mesh": {"node": -1, "local": 2}},
     ),
+    "the oldest form of stage 1": ({"zero_optimization": True, "gradient_clipping": 0}, {"preset": "zero1"}),
+    "the oldest form of stage 0": ({"zero_optimization": False, "gradient_clipping": 0}, {"preset": "ddp"}),
+    "sections that are null": (
+        {"zero_optimization": {"stage": 2, "offload_param": None}, "fp16": None, "optimizer": None},
+        {"preset": "zero2", "clip_grad_norm": 1.0},
+    ),
+    "parameters away in stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}, "gradient_clipping": 0},
+        {"preset": "zero2"},
+    ),
+    "parameters and states away in stage 2": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "nvme"},
+            },
+            "gradient_clipping": 0,
+        },
+        {"preset": "zero2", "rows": {"optim": {"tier": "host"}, "grad": {"tier": "host"}}},
+    ),
+    "parameters alone away": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "gradient_clipping": 0},
+        {"preset": "zero3", "resident_below": 100_000, "rows": {row: {"tier": "host"} for row in OFFLOADED}},
+    ),
+    "activations that are partitioned where the script asks for it": (
+        {"activation_checkpointing": {"partition_activations": True}, "gradient_clipping": 0},
+        {"preset": "ddp"},
+    ),
     "splits": (
         {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "gradient_clipping": 0},
         {"preset": "ddp", "mesh": {"dp": -1, "sp": 2, "tp": 2}},
@@ -102,14 +134,13 @@ REFUSED = {
         "Remove one of the three",
     ),
     "stage 4": ({"zero_optimization": {"stage": 4}}, "it must be 0, 1, 2 or 3"),
-    "parameters away in stage 2": (
-        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        "offload_param needs stage 3",
+    "states away in stage 0": (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "needs stage 1, 2 or 3",
     ),
-    "parameters alone away": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        'Add "offload_optimizer"',
-    ),
+    "a section that is a flag": ({"fp16": True}, "fp16 is true; it must be an object"),
+    "a section that is a name": ({"optimizer": "Adam"}, 'optimizer is "Adam"; it must be an object'),
+    "a tag that is checked otherwise": ({"checkpoint": {"tag_validation": "foo"}}, "one of ignore, warn, fail"),
     "a share of parameters on nvme": (
         {
             "zero_optimization": {
@@ -118,11 +149,11 @@ REFUSED = {
                 "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
             }
         },
-        "ratio is 0.5, which is supported only for device cpu",
+        r"ratio is 0\.5, and offload_param\.device is nvme",
     ),
     "a share of states on nvme": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratio": 0.5}}},
-        "ratio is 0.5, which is supported only for device cpu",
+        r"ratio is 0\.5, and offload_optimizer\.device is nvme",
     ),
     "nvme without a folder": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
@@ -280,3 +311,72 @@ def test_a_launch_that_cannot_be_meant(
 def test_a_world_of_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="world_size is 0"):
         read_config({}, world_size=0)
+
+
+def test_offload_that_goes_further_or_has_no_effect_is_said() -> None:
+    for stage, words in ((2, "no effect below stage 3, as in DeepSpeed"), (3, "together with gradients and optimizer")):
+        config = {"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}}
+        assert words in read_config(config, world_size=2).report()
+
+
+HJSON = """
+# a config
+zero_optimization: {
+    stage: 2   // gradients
+    "overlap_comm": false,
+}
+optimizer: {type: AdamW, 'params': {lr: 1e-3, betas: [0.9, 0.95,]}, }
+/* sizes */
+train_micro_batch_size_per_gpu: 2
+wandb: {
+    project: it's a project # of ours
+    group: '''
+      two
+      lines
+    '''
+}
+"""
+
+
+def test_a_config_may_be_hjson(tmp_path: Path) -> None:
+    braces = "{" + HJSON.replace("type: AdamW,", 'type: "AdamW",') + "}"
+    for text in (HJSON.replace("type: AdamW,", "type: AdamW\n"), braces):
+        (tmp_path / "ds.json").write_text(text)
+        found = load_config(tmp_path / "ds.json")
+        assert found == {
+            "zero_optimization": {"stage": 2, "overlap_comm": False},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+            "train_micro_batch_size_per_gpu": 2,
+            "wandb": {"project": "it's a project # of ours", "group": "two\nlines"},
+        }
+
+
+@pytest.mark.parametrize("value", [{}, [], {"a": [1, -2.5e3, True, None, 'q"\u00e9\n', {"b": {}}]}])
+def test_json_is_hjson(value: Any) -> None:
+    for indent in (None, 2):
+        assert hjson.parse(json.dumps(value, indent=indent)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{a 1}", r"no colon after 'a' \(line 1, column 4\)"),
+        ("{\n  a: ,\n}", r"a value is missing"),
+        ('{a: "b', "no closing quote"),
+        ("{a: 1} }", "more after the end"),
+        ("{a: 1", "a key is missing"),
+        ("[[" * 50_000, "recursion"),
+        ("{a: 1, a: 2}", "'a' is there twice"),
+    ],
+)
+def test_what_is_no_hjson(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(tmp_path / "ds.json")
+
+
+def test_a_config_in_base64() -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}})
+    assert read_config(base64.urlsafe_b64encode(text.encode()).decode(), world_size=1).plan["preset"] == "zero2"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(base64.urlsafe_b64encode(b"no config").decode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 from shardwise.elastic.batches import Elasticity, elastic_batch
 from shardwise.errors import ConfigError
+from shardwise.integrations.deepspeed import hjson
 from shardwise.integrations.deepspeed.fields import (
     ELSEWHERE_SECTIONS,
     FIELDS,
@@ -33,6 +35,9 @@ _STATES_AS_WEIGHTS = (
     "states always have the dtype of the weights that are updated, as DeepSpeed's with false; smaller ones: "
     "sw.optim.AdamW(state_dtype='bf16')"
 )
+_WHOLE_PARAMS = "it has no effect below stage 3, as in DeepSpeed: parameters are whole on every rank"
+_STATES_TOO = "parameters are offloaded together with gradients and optimizer states"
+_EXPLAINED = (_STATES_TOO,)
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
@@ -77,6 +82,22 @@ class TranslatedConfig:
     """The enabled trackers, by their names in shardwise, with options such as where they write."""
     recomputed_run: int = 0
     """`pipeline.activation_checkpoint_interval`, which replaces that of a `PipelineModule` if it is not 0."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """The config itself."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The fields that are set, by path."""
+
+    def value(self, path: str) -> Any:
+        """The value of a field, or DeepSpeed's default; for a section, those of its fields by name."""
+        if path in FIELDS and path not in SECTION_NAMES:
+            return self.given.get(path, FIELDS[path].default)
+        names = [name.removeprefix(f"{path}.") for name in FIELDS if name.startswith(f"{path}.")]
+        return {name: self.value(f"{path}.{name}") for name in names}
+
+    @property
+    def tag_validation(self) -> str:
+        """What happens if ranks give different tags to a checkpoint: `ignore`, `warn` or `fail`."""
+        return str(self.value("checkpoint.tag_validation")).lower()
 
     @property
     def global_batch(self) -> int:
@@ -94,26 +115,45 @@ class TranslatedConfig:
             notes = (*notes, *(Note(path, FieldStatus.ELSEWHERE, monitors_by) for path in enabled))
         order = (FieldStatus.UNKNOWN, FieldStatus.AUTO, FieldStatus.ELSEWHERE, FieldStatus.NOT_NEEDED)
         shown = [note for status in order for note in notes if note.status is status]
+        shown += [note for note in notes if note.status is FieldStatus.HONOURED and note.text in _EXPLAINED]
         return "\n".join(map(str, shown))
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The config in `source`, a mapping or a JSON file.
+    """The config in `source`: a mapping, a file of JSON or HJSON, or such a file's text in base64.
 
-    Raises `ConfigError` for a file that cannot be read, is not a JSON object, or contains a key twice.
+    Raises `ConfigError` for a file that cannot be read, is not an object, or contains a key twice.
     """
     if isinstance(source, Mapping):
         return dict(source)
-    path = Path(source)
+    path, text = Path(source), None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: the DeepSpeed config cannot be read: {error.strerror}.") from error
+        text = _decoded(str(source))
+        if text is None:
+            raise ConfigError(f"{path}: the DeepSpeed config cannot be read: {error.strerror}.") from error
+        path = Path("(base64)")
+    except UnicodeError as error:
+        raise ConfigError(f"{path}: this is neither JSON nor HJSON: {error}.") from error
+    try:
+        config = hjson.parse(text, lambda pairs: _unique(path, pairs))
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is not JSON: {error}.") from error
+        raise ConfigError(f"{path}: this is neither JSON nor HJSON: {error}.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, not a {type(config).__name__}.")
+        raise ConfigError(f"{path}: a DeepSpeed config is an object, not a {type(config).__name__}.")
     return config
+
+
+def _decoded(source: str) -> str | None:
+    """The text that `source` is in base64, as Transformers and Accelerate pass configs on; `None` if it is not."""
+    try:
+        text = base64.urlsafe_b64decode(source).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 def read_config(
@@ -131,10 +171,12 @@ def read_config(
     """
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; a config is translated for 1 or more ranks.")
-    values, notes = _classified(load_config(source), auto or {})
+    config = load_config(source)
+    values, notes = _classified(config, auto or {})
+    values.one_of("checkpoint.tag_validation", ("ignore", "warn", "fail"))
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
-    _set_table(plan, values)
+    _set_table(plan, values, notes)
     sizes = _ParallelSizes.of(values, num_stages, world_size)
     _set_mesh(plan, values, sizes)
     clip = values.number("gradient_clipping")
@@ -158,6 +200,8 @@ def read_config(
         tuple(notes),
         _monitors(values),
         values.count_or_0("pipeline.activation_checkpoint_interval"),
+        config,
+        values.given,
     )
 
 
@@ -165,13 +209,19 @@ class _Values:
     """The values of fields by path: those that are set, and DeepSpeed's defaults."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+        self.given = given
 
     def get(self, path: str) -> Any:
-        return self._given.get(path, FIELDS[path].default)
+        return self.given.get(path, FIELDS[path].default)
 
     def is_given(self, path: str) -> bool:
-        return path in self._given
+        return path in self.given
+
+    def one_of(self, path: str, words: tuple[str, ...]) -> None:
+        """Raise `ConfigError` for anything but one of `words`, in upper or lower case."""
+        value = self.get(path)
+        if not isinstance(value, str) or value.lower() not in words:
+            raise ConfigError(f"{path} is {json.dumps(value)}; it must be one of {', '.join(words)}.")
 
     def flag(self, path: str) -> bool:
         value = self.get(path)
@@ -226,10 +276,14 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         path = RENAMED.get(f"{prefix}{key}", f"{prefix}{key}")
-        if isinstance(value, Mapping) and path not in FREE_SECTIONS and path in SECTION_NAMES:
-            yield from _leaves(value, f"{path}.")
-        else:
+        if path == "zero_optimization" and isinstance(value, bool):  # the oldest form
+            yield f"{path}.stage", int(value)
+        elif path not in SECTION_NAMES or path in FREE_SECTIONS or value == "auto":
             yield path, value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}.")
+        elif value is not None:
+            raise ConfigError(f"{path} is {json.dumps(value)}; it must be an object with fields of its own.")
 
 
 def _classified(config: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[_Values, list[Note]]:
@@ -335,7 +389,7 @@ def _dtype(values: _Values, path: str) -> str | None:
     return _DTYPES[name]
 
 
-def _set_table(plan: dict[str, Any], values: _Values) -> None:
+def _set_table(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None:
     stage = values.get("zero_optimization.stage")
     if stage not in _PRESETS:
         raise ConfigError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3.")
@@ -346,28 +400,29 @@ def _set_table(plan: dict[str, Any], values: _Values) -> None:
         if values.is_given("zero_optimization.stage3_prefetch_bucket_size"):
             elements = values.number("zero_optimization.stage3_prefetch_bucket_size")
             plan["prefetch_bytes"] = int(elements * _NUM_BYTES[plan.get("precision", "fp32")])
-    _set_offload(plan, values, stage)
+    _set_offload(plan, values, stage, notes)
 
 
-def _set_offload(plan: dict[str, Any], values: _Values, stage: int) -> None:
+def _set_offload(plan: dict[str, Any], values: _Values, stage: int, notes: list[Note]) -> None:
     optim = _tier(values, "offload_optimizer", "cpu_offload")
     param = _tier(values, "offload_param", "cpu_offload_param")
     ratio = values.number("zero_optimization.offload_optimizer.ratio")
+    if param is not None and stage < 3:
+        notes.append(Note("zero_optimization.offload_param", FieldStatus.NOT_NEEDED, _WHOLE_PARAMS))
+        param = None
     if optim is None and param is None:
         return
-    if stage == 0 or (param is not None and stage < 3):
-        what = "offload_optimizer" if param is None else "offload_param"
-        needed = "1, 2 or 3" if param is None else "3"
-        raise ConfigError(f"zero_optimization.{what} needs stage {needed}, but stage is {stage}.")
+    if stage == 0:
+        raise ConfigError("zero_optimization.offload_optimizer needs stage 1, 2 or 3, but stage is 0.")
     if optim is None:
-        raise ConfigError(
-            "zero_optimization.offload_param needs offload_optimizer: parameters are offloaded only together with "
-            'their states. Add "offload_optimizer": {"device": "cpu"}.'
-        )
+        notes.append(Note("zero_optimization.offload_param", FieldStatus.HONOURED, _STATES_TOO))
+        optim = "host"
     if ratio < 1 and "disk" in (optim, param):
+        section = "offload_optimizer" if optim == "disk" else "offload_param"
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.ratio is {ratio:g}, which is supported only for device cpu. To "
-            f"offload a part to disk, use a shardwise plan with offload: {{optim: {ratio:g}, optim_disk: {ratio:g}}}."
+            f"zero_optimization.offload_optimizer.ratio is {ratio:g}, and {section}.device is nvme. A share is "
+            f"supported only if both are offloaded to the cpu. To offload a part to disk, use a shardwise plan with "
+            f"offload: {{optim: {ratio:g}, optim_disk: {ratio:g}}}."
         )
     if ratio < 1:
         plan["offload"] = {"optim": float(ratio), "param": float(ratio) if param else 0.0}

@@ -315,13 +315,13 @@ _SECTIONS = {
     "checkpoint": _all(
         _NOT_NEEDED,
         "shardwise checkpoints are atomic, and any world size resumes from them",
-        tag_validation="Warn",
         load_universal=False,
         use_node_local_storage=False,
         checkpoint_serialization=True,
         writer=None,
         **_PARALLEL_WRITE,
-    ),
+    )
+    | _all(_HONOURED, "", tag_validation="Warn"),
     "pipeline": _all(_HONOURED, "for a PipelineModule", activation_checkpoint_interval=0)
     | _all(
         _NOT_NEEDED,
@@ -336,6 +336,9 @@ _SECTIONS = {
 }
 
 ELSEWHERE_SECTIONS = {
+    "activation_checkpointing": (
+        "deepspeed.checkpointing.checkpoint recomputes; for more, use activations: in a shardwise plan"
+    ),
     "comms_logger": "`shardwise explain` prints what is sent, and engine.timeline(path) when",
     "flops_profiler": "use torch.profiler, whose traces name shardwise's actions",
     "timers": "the progress line shows the throughput",
@@ -359,7 +362,6 @@ REFUSED_SECTIONS = {
     "weight_quantization": "quantize after training",
     "sparse_attention": "implement it in the model",
     "eigenvalue": "it is part of quantize_training, which is not supported",
-    "activation_checkpointing": "use activations: recompute, or offload, in a shardwise plan (docs/activations.md)",
 }
 """Sections that change results or memory: refused unless they are empty or have `enabled: false`."""
 

@@ -1,0 +1,189 @@
+"""DeepSpeed's own unit tests on shardwise's `deepspeed`: `python -m benchmarks.deepspeed_suite CHECKOUT`.
+
+CHECKOUT is a clone of DeepSpeed's repository on this disk, in which nothing is written; nothing is fetched. Each file
+runs in a process of its own (`deepspeed_suite_plugin.py`), on CPUs. Prints versions, and counts of tests by what became
+of them and why. `--results FILE` keeps one JSON object for each test, and `--read FILE` counts those of an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shardwise.integrations.deepspeed.facade import VERSION
+
+LEFT_OUT = {
+    "autotuning": "its tuner",
+    "compile": "passes of its compiler",
+    "compression": "quantization in training",
+    "hybrid_engine": "kernels for inference",
+    "inference": "inference",
+    "linear": "quantized base weights",
+    "module_inject": "rewriting of Transformers' models by its tensor parallelism",
+    "model_parallelism": "rewriting of Transformers' models by its tensor parallelism",
+    "ops": "CUDA kernels, and its build of them",
+    "profiling": "its FLOPs profiler",
+    "runtime/compile": "its compiler",
+    "runtime/comm": "compressed collectives",
+    "runtime/half_precision/onebit": "compressing optimizers",
+    "runtime/rollout": "servers for generation",
+    "runtime/tensor_parallel": "rewriting of Transformers' models by its tensor parallelism",
+    "runtime/zenflow": "another update rule",
+    "sequence_parallelism": "its attention layers",
+    "sequence": "kernels",
+    "ulysses_alst": "its attention layers",
+    "v1/compile": "passes of its compiler",
+    "v1/moe/test_autoep": "rewriting of Transformers' models",
+    "v1/nvme": "its own disk I/O",
+    "v1/ops": "kernels",
+    "v1/pin_memory": "its own pinned memory",
+}
+"""Folders and files that test parts of DeepSpeed which have no counterpart here, and what they test."""
+
+PASSED, SKIPPED, REFUSED, INTERNALS, OURS = "passed", "skipped", "refused", "reads internals", "fails"
+"""What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
+DeepSpeed does not document as its interface. `OURS`: anything else."""
+_REFUSALS = ("ConfigError", "StateError", "ModelError", "CheckpointError", "DataError")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.deepspeed_suite", description=__doc__)
+    parser.add_argument("checkout", type=Path, nargs="?", help="a clone of DeepSpeed's repository")
+    parser.add_argument("--only", default="", help="a regular expression for the paths of test files")
+    parser.add_argument("--all", action="store_true", help="also what tests parts that shardwise does not have")
+    parser.add_argument("--files-at-once", type=int, default=2)
+    parser.add_argument("--seconds", type=int, default=60, help="after which a test on several ranks counts as hanging")
+    parser.add_argument("--results", type=Path, help="where to keep one JSON object for each test")
+    parser.add_argument("--read", type=Path, help="the results of an earlier run, instead of a checkout")
+    parser.add_argument("--each", action="store_true", help="list the tests of each cause")
+    options = parser.parse_args()
+    if (options.checkout is None) == (options.read is None):
+        parser.error("give a checkout, or --read FILE")
+    if options.read is not None:
+        print(summary(_lines(options.read), each=options.each))
+        return
+    checkout = options.checkout.resolve()
+    print(versions(checkout))
+    results = _run_all(checkout, options)
+    if options.results is not None:
+        options.results.write_text("".join(json.dumps(one) + "\n" for one in results))
+    print(summary(results, each=options.each))
+
+
+def versions(checkout: Path) -> str:
+    """The versions of what is tested and what tests it."""
+    theirs = (checkout / "version.txt").read_text().strip()
+    packages = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "pytest"))
+    return f"tests of DeepSpeed {theirs} on shardwise's interface of DeepSpeed {VERSION}; {packages}"
+
+
+def test_files(checkout: Path, *, only: str = "", everything: bool = False) -> list[Path]:
+    """The test files to run, relative to the folder `tests`."""
+    folder = checkout / "tests" / "unit"
+    found = sorted(path.relative_to(folder) for path in folder.rglob("test_*.py"))
+    kept = [path for path in found if everything or not any(_is_within(path, part) for part in LEFT_OUT)]
+    return [Path("unit") / path for path in kept if re.search(only, path.as_posix())]
+
+
+def _is_within(path: Path, part: str) -> bool:
+    return path.as_posix().startswith(part if "test_" in part else f"{part}/")
+
+
+def _run_all(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    files = test_files(checkout, only=options.only, everything=options.all)
+    results: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(options.files_at_once) as pool:
+        for path, found in zip(files, pool.map(lambda path: _run(checkout, path, options.seconds), files), strict=True):
+            counts = Counter(verdict(one)[0] for one in found)
+            print(f"{path}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
+            results += found
+    return results
+
+
+def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
+    """The results of one file, in a process of its own."""
+    root = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "results.jsonl"
+        paths = (str(root), *filter(None, [os.environ.get("PYTHONPATH")]))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_SIZE": "4",  # the devices that DeepSpeed counts on a CPU
+            "HF_HUB_OFFLINE": "1",
+            "DEEPSPEED_SUITE_RESULTS": str(record),
+            "DEEPSPEED_SUITE_SECONDS": str(seconds),
+        }
+        plugin = ["-p", "benchmarks.deepspeed_suite_plugin", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        command = [sys.executable, "-m", "pytest", *plugin, f"--basetemp={folder}/tmp", "-q", str(path)]
+        ended = subprocess.run(command, cwd=checkout / "tests", env=environment, capture_output=True, text=True)
+        found = _lines(record) if record.exists() else []
+        if ended.returncode not in (0, 1, 2, 5):
+            words = (ended.stdout + ended.stderr)[-1500:]
+            found.append({"test": str(path), "outcome": "failed", "type": "Crash", "message": words, "trace": words})
+        return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def verdict(result: dict[str, Any]) -> tuple[str, str]:
+    """What became of a test, and its cause in a few words."""
+    if result["outcome"] != "failed":
+        return (PASSED if result["outcome"] == "passed" else SKIPPED), ""
+    kind, message = result["type"].rpartition(".")[2], " ".join(result["message"].split())
+    if kind in ("ImportError", "ModuleNotFoundError", "AttributeError") and (name := _name_in(message)):
+        return INTERNALS, name
+    words = re.sub(r"\d+", "N", message)[:110]
+    return (REFUSED if kind in _REFUSALS else OURS), f"{kind}: {words}"
+
+
+def _name_in(message: str) -> str | None:
+    """What an error says is not there."""
+    patterns = (
+        r"^(\S+) is not supported by shardwise",
+        r"cannot import name '(\w+)' from '([\w.]+)'",
+        r"module '(deepspeed[\w.]*)' has no attribute '(\w+)'",
+        r"No module named '(deepspeed[\w.]*)'",
+        r"'(\w+)' object has no attribute '(\w+)'",
+    )
+    for pattern in patterns:
+        if found := re.search(pattern, message):
+            return ".".join(found.groups())
+    return None
+
+
+def summary(results: Iterable[dict[str, Any]], *, each: bool = False) -> str:
+    """Counts by verdict, then by cause."""
+    causes: dict[tuple[str, str], list[str]] = {}
+    for one in results:
+        causes.setdefault(verdict(one), []).append(one["test"])
+    totals = Counter({name: 0 for name in (PASSED, SKIPPED, REFUSED, INTERNALS, OURS)})
+    for (name, _), tests in causes.items():
+        totals[name] += len(tests)
+    lines = [f"{sum(totals.values())} tests: {', '.join(f'{count} {name}' for name, count in totals.items())}"]
+    for name in (OURS, REFUSED, INTERNALS):
+        lines.append(f"\n{name}:")
+        ordered = sorted((item for item in causes.items() if item[0][0] == name), key=lambda item: -len(item[1]))
+        for (_, cause), tests in ordered:
+            lines.append(f"{len(tests):5}  {cause}")
+            lines += [f"         {test}" for test in tests] if each else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""A pytest plugin for `deepspeed_suite.py`: puts shardwise in the place of DeepSpeed, and notes what becomes of tests.
+
+DeepSpeed starts the ranks of a test by a fork server, which imports torch for each of them, and ends pytest if one
+hangs. Here ranks are forks of the process that has imported everything, and end a while after the first that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.integrations.deepspeed.distribution import register_distribution
+from shardwise.integrations.deepspeed.facade import VERSION, install
+
+_GRACE_SECONDS = 5
+"""For which ranks may go on after one has failed."""
+
+
+class RankError(Exception):
+    """The first error of a rank: its type, message and traceback as text."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind, self.message, self.trace = kind, message, trace
+
+
+install()
+register_distribution(VERSION)
+
+
+def pytest_collection_modifyitems() -> None:
+    common = sys.modules.get("unit.common")
+    if common is not None:
+        common.DistributedExec._launch_procs = _launch  # type: ignore[attr-defined]
+
+
+def _launch(test: Any, num_procs: int, init_method: str) -> None:
+    """Run `test` on ranks that are forks of this process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(num_procs):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(test, rank, num_procs, port, init_method, theirs), daemon=False)
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    try:
+        skips = _outcomes(pipes, time.monotonic() + float(os.environ["DEEPSPEED_SUITE_SECONDS"]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if any(skips):
+        pytest.skip(next(filter(None, skips)))
+
+
+def _outcomes(pipes: list[Connection], deadline: float) -> list[str]:
+    """Why each rank skips the test, if it does. Raises `RankError` if one fails, or not all are done in time."""
+    open_ones, skips, first_error = list(pipes), [], None
+    while open_ones:
+        ready = wait(open_ones, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            open_ones.remove(pipe)  # type: ignore[arg-type]
+            try:
+                answer = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                answer = RankError("Crash", "A rank ended without a word.", "")
+            if isinstance(answer, RankError):
+                if first_error is None:
+                    first_error, deadline = answer, time.monotonic() + _GRACE_SECONDS
+            else:
+                skips.append(answer)
+    if first_error is not None:
+        raise first_error
+    if open_ones:
+        raise RankError("Hang", "Ranks were not done in time.", "")
+    return skips
+
+
+def _rank(test: Any, rank: int, num_procs: int, port: int, init_method: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(test._dist_run(rank, num_procs, port, init_method))
+    except BaseException as error:
+        pipe.send(RankError(_type(error), str(error), "".join(traceback.format_exception(error))[-4000:]))
+    finally:
+        time.sleep(3600)  # until the process is killed: others may still need this rank's connections
+
+
+def _type(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+class _Record:
+    """Writes a line for each test that has run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._errors: dict[str, dict[str, str]] = {}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        outcome = yield
+        report = outcome.get_result()
+        error = None if call.excinfo is None else call.excinfo.value
+        if report.when == "call" or report.outcome != "passed":
+            self._write(item.nodeid, report.outcome, error)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome == "failed":
+            trace = str(report.longrepr)
+            last = [line[2:].strip() for line in trace.splitlines() if line.startswith("E  ")]
+            kind, _, message = (last[-1] if last else "Error: " + trace[-200:]).partition(": ")
+            self._add({"test": report.nodeid, "outcome": "failed", "type": kind, "message": message, "trace": trace})
+        elif report.outcome == "skipped":
+            self._add({"test": report.nodeid, "outcome": "skipped"})
+
+    def _write(self, test: str, outcome: str, error: BaseException | None) -> None:
+        line = {"test": test, "outcome": outcome}
+        if outcome == "failed" and error is not None:
+            if isinstance(error, RankError):
+                line |= {"type": error.kind, "message": error.message, "trace": error.trace}
+            else:
+                trace = "".join(traceback.format_exception(error))[-4000:]
+                line |= {"type": _type(error), "message": str(error), "trace": trace}
+        self._add(line)
+
+    def _add(self, line: dict[str, str]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Record(Path(os.environ["DEEPSPEED_SUITE_RESULTS"])))
