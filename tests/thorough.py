@@ -1,5 +1,5 @@
-"""How much of the tests `make test` runs. `make thorough`, which continuous integration runs as well, has more, and
-`make exhaustive`, before a release, the rest."""
+"""How much of the tests `make test` runs. `make thorough` has more, of which continuous integration runs what a change
+touches, and `make exhaustive`, before a release, the rest. What races time is in none of these: `make soak` runs it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import pytest
 Test = TypeVar("Test", bound=Callable[..., object])
 
 THOROUGH = bool(os.environ.get("THOROUGH"))
-_SHARE = {"": "test", "1": "thorough", "all": "exhaustive"}[os.environ.get("THOROUGH", "")]
+_SHARE = {"": "test", "1": "thorough", "all": "exhaustive", "soak": "soak"}[os.environ.get("THOROUGH", "")]
 EXHAUSTIVE = _SHARE == "exhaustive"
+SOAK = _SHARE == "soak"
 
 
 def drawn(usually: int, exhaustively: int) -> int:
-    """How many examples a test draws; `make thorough` is halfway between."""
-    return {"test": usually, "thorough": (usually + exhaustively) // 2, "exhaustive": exhaustively}[_SHARE]
+    """How many examples a test draws; `make thorough` and `make soak` are halfway between."""
+    return {"test": usually, "exhaustive": exhaustively}.get(_SHARE, (usually + exhaustively) // 2)
 
 
 def one_in(number: int) -> pytest.MarkDecorator:
@@ -30,13 +31,21 @@ def one_in(number: int) -> pytest.MarkDecorator:
 
 
 def varies(test: Test) -> Test:
-    """For tests that have no cases of their own and try more in `make thorough`, by `drawn` or `THOROUGH`."""
+    """For tests that have no cases of their own and try more in `make thorough`, by `drawn` or `THOROUGH`. hypothesis
+    draws the same examples each time, except in `make soak`, which runs these tests as well."""
     return pytest.mark.varies(test)
 
 
 def thorough_only(why: str) -> pytest.MarkDecorator:
     """For modules or tests that take too long for `make test`."""
     return pytest.mark.thorough_only(why)
+
+
+def soak(why: str) -> pytest.MarkDecorator:
+    """For modules or tests whose outcome depends on when things happen: processes that are killed at arbitrary moments,
+    timeouts and delays of real clocks and links, more ranks than cores. A busy machine can make them fail, so they say
+    nothing about a single change."""
+    return pytest.mark.soak(why)
 
 
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -50,7 +59,7 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
             test = _test_of(item)
             place, every = counts[test], min(mark.args[0], numbers[test])
             counts[test] += 1
-            if every > 1:
+            if every > 1 and shares != ("soak",):
                 # One of each `every` that follow each other, another one each time: or cases of two parameters, of
                 # which the inner one has as many values, were all of one value.
                 turn = (place + place // every + zlib.crc32(test.encode())) % every
@@ -61,9 +70,11 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
 
 def _shares(item: pytest.Item) -> tuple[str, ...]:
     """Where a test that is not divided is run."""
+    if item.get_closest_marker("soak") is not None:
+        return ("soak",)
     if item.get_closest_marker("thorough_only") is not None:
         return ("thorough", "exhaustive")
-    return ("test", "thorough", "exhaustive") if item.get_closest_marker("varies") is not None else ("test",)
+    return ("test", "thorough", "exhaustive", "soak") if item.get_closest_marker("varies") is not None else ("test",)
 
 
 def _test_of(item: pytest.Item) -> str:

@@ -16,6 +16,7 @@ import pytest
 
 import shardwise
 from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, wait_until
+from tests.thorough import soak
 
 ELASTIC = Path(__file__).parents[1] / "faults" / "horovod_elastic.py"
 EXTRAS = Path(sys.prefix).with_name(".venv-extras") / "bin" / "python"
@@ -171,6 +172,7 @@ def test_horovodrun_tells_the_first_failure_of_any_host(site: Site) -> None:
     assert "rank 3 of 4 failed first, with exit code 1: it raised AssertionError: a bad batch." in done.stderr
 
 
+@soak("kills processes at any moment")
 @pytest.mark.parametrize(("options", "num_new", "faults", "left"), [
     (["--min-np", "2", "--reset-limit", "0"], 0, ["kill:0:5", "kill:1:9"], [2, 3]),  # then the first host has none
     (["--min-np", "1"], 2, ["kill:0:5", "kill:2:9"], [1, 3, 4, 5]),

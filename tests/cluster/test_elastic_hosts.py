@@ -18,6 +18,7 @@ from tests.cluster.namespaces import cluster, obstacle, processes_with, wait_unt
 from tests.cluster.test_launch_ssh import Site
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
+from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("elastic_member.py")
@@ -171,6 +172,7 @@ def test_a_rank_of_a_host_is_killed_and_another_one_comes_in_its_place(site: Sit
     assert (new["host"], new["LOCAL_RANK"], new["rank"]) == ("two", "0", 3)
 
 
+@soak("how long a silent link is waited for")
 def test_a_host_whose_cable_is_out_is_gone_with_all_its_ranks_and_comes_back(site: Site) -> None:
     net = site.network
     job = Job.start(site, f"{net}.1:1,{net}.2:2", "--elastic", "1:3", "--host-timeout", "4")
@@ -192,6 +194,7 @@ def test_a_host_whose_cable_is_out_is_gone_with_all_its_ranks_and_comes_back(sit
     assert f"host {net}.2 answers, with 2 slots." in said
 
 
+@soak("kills processes at any moment")
 def test_a_host_whose_agent_is_killed_comes_back_at_once_and_leaves_nothing_in_its_memory(site: Site) -> None:
     net = site.network
     job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2")
@@ -245,6 +248,7 @@ def test_a_script_names_a_host_that_comes_and_then_leaves_after_its_step(site: S
     assert "2 ranks left on request. 1 rank continues" in said
 
 
+@soak("signals at any moment")
 def test_a_host_that_is_asked_to_end_is_left_and_the_job_ends_where_it_needs_its_ranks(site: Site) -> None:
     net = site.network
     job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2")
@@ -259,6 +263,7 @@ def test_a_host_that_is_asked_to_end_is_left_and_the_job_ends_where_it_needs_its
     assert f"host {net}.1 received SIGTERM; the job needs its ranks, so all ranks are told to end." in said
 
 
+@soak("kills processes at any moment")
 def test_a_host_with_faults_of_its_own_gets_no_process_for_a_while_and_another_one_does(site: Site) -> None:
     net = site.network
     many = ["--elastic", "1:4", "--retries", "9", "--cooldown", "600"]
@@ -274,6 +279,7 @@ def test_a_host_with_faults_of_its_own_gets_no_process_for_a_while_and_another_o
     assert f"No process is started on {net}.2 for 600 s (until " in said
 
 
+@soak("cuts links at any moment")
 def test_a_host_whose_link_breaks_again_and_again_is_left_out_and_the_others_finish(site: Site) -> None:
     net, out = site.network, site.folder
     cuts = ["1:3:cut0", "0:5:cut1", "1:7:cut0"]
@@ -291,6 +297,7 @@ def test_a_host_whose_link_breaks_again_and_again_is_left_out_and_the_others_fin
         assert {step: pytest.approx(losses[int(step)], rel=1e-5) for step in one["losses"]} == one["losses"]
 
 
+@soak("kills processes at any moment")
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_an_engine_takes_the_step_again_when_a_host_is_lost_and_again_when_it_is_back(site: Site, plan: str) -> None:
     """The losses are those of the plain model, whoever was there."""
@@ -328,6 +335,7 @@ WITH_WORDS = """
 """
 
 
+@soak("kills processes at any moment")
 def test_hosts_that_come_later_get_the_code_and_get_it_again_when_it_is_gone(site: Site, tmp_path: Path) -> None:
     """Each host has a folder of its own for it; and it is told if the code is not what the job began with."""
     there = site.folder.parent / "sent"

@@ -16,6 +16,7 @@ from tests.cluster.namespaces import cluster, processes_with, wait_until
 from tests.cluster.slurm import Slurm, slurm_obstacle
 from tests.cluster.test_elastic_hosts import SCRIPT, Job, kill
 from tests.cluster.test_launch_slurm import wait_for
+from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(slurm_obstacle()), reason=slurm_obstacle()), pytest.mark.timeout(500)]
 
@@ -91,6 +92,7 @@ def test_a_signal_to_the_steps_ends_a_job_that_needs_all_its_nodes_and_it_saves(
     assert "the job needs its ranks, so all ranks are told to end" in text
 
 
+@soak("kills processes at any moment")
 def test_a_rank_and_a_node_are_lost_and_come_back(slurm: Slurm, tmp_path: Path) -> None:
     folder, hosts = tmp_path / "run", slurm.hosts
     folder.chmod(0o755)

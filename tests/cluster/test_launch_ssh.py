@@ -17,6 +17,7 @@ import torch
 import shardwise
 from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, wait_until
 from tests.cluster.training import TRAIN
+from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
 
@@ -173,6 +174,7 @@ def test_ranks_end_with_the_launcher(site: Site) -> None:
     wait_until(lambda: not site.ranks(), "ranks outlive their launcher", 60)
 
 
+@soak("how long a silent host is waited for")
 def test_a_host_that_vanishes(site: Site) -> None:
     """Its cable is taken out: nothing says that the connection is over."""
     site.write("sleep.py", SLEEPS)
@@ -285,6 +287,7 @@ STRANGER = """
 """
 
 
+@soak("a second in which nothing may happen")
 def test_a_stranger_at_the_store_is_not_believed(site: Site) -> None:
     """It tells both ranks that one of them is gone; they see the token of the job is not on it, and go on."""
     site.write("stranger.py", STRANGER)

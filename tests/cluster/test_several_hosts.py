@@ -16,6 +16,7 @@ import pytest
 
 import shardwise
 from benchmarks.namespaces import Hosts, obstacle
+from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
 NUM_LOCAL = 2
@@ -184,6 +185,7 @@ def test_tensor_parallelism_between_hosts_is_the_plain_model_s(hosts: Hosts, tmp
     assert job.end(seconds=240) == [0, 0], job.said(0) + job.said(1)
 
 
+@soak("cuts a link for six seconds")
 def test_a_cable_that_is_out_for_seconds_ends_nothing(hosts: Hosts, tmp_path: Path) -> None:
     """Whoever is waited for is told meanwhile, and then all go on."""
     job = Job(hosts, tmp_path, TRAIN, "60")
@@ -202,6 +204,7 @@ def test_a_cable_that_is_out_for_seconds_ends_nothing(hosts: Hosts, tmp_path: Pa
     assert "(ranks 2 and 3), which is down or cut off" in job.said(0)
 
 
+@soak("how long a silent link is waited for")
 def test_a_cable_that_is_out_for_good_ends_both_sides_in_time(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, TRAIN, "10")
     job.wait_for_step(5)
@@ -214,6 +217,7 @@ def test_a_cable_that_is_out_for_good_ends_both_sides_in_time(hosts: Hosts, tmp_
     assert re.search(r"Timeout of 10 s: rank [23] .*the store is gone", job.said(1)), job.said(1)
 
 
+@soak("how long a silent host is waited for")
 def test_a_host_that_vanishes_is_named_with_its_ranks(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, TRAIN, "600")
     job.wait_for_step(5)
@@ -241,6 +245,7 @@ else:
 """
 
 
+@soak("measures the delay of a link")
 def test_links_with_a_delay_carry_what_is_sent_that_much_later() -> None:
     """What comes back has been delayed twice, whether links are shaped or not; and nothing stays behind."""
     delay = 0.02

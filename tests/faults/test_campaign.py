@@ -16,7 +16,7 @@ from shardwise.testing import run_ranks
 from tests.faults.campaign import Campaign, is_alive
 from tests.faults.campaign_rank import READ_EVERY
 from tests.faults.exact_training import LEARNING_RATE, MULTIPLE, NUM_BLOCKS, Model, Samples, alone, loader, optimizer_of
-from tests.thorough import EXHAUSTIVE, thorough_only
+from tests.thorough import EXHAUSTIVE, soak
 
 Tensor = torch.Tensor
 MOST = 2**24
@@ -148,7 +148,7 @@ def check_nothing_is_left(campaign: Campaign) -> None:
     assert not [folder for folder in folders if Path(folder).exists()], "what outlives ranks goes with the job"
 
 
-@thorough_only("kills many processes")
+@soak("kills many processes at any moment")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("plan", "loop", "num_steps", "num_kills"), MANY if EXHAUSTIVE else FEW)
 def test_ranks_are_killed_whatever_they_do(

@@ -18,7 +18,7 @@ from shardwise.comm.members.departure import ENDING, Departure
 from shardwise.comm.members.membership import StoreMembership
 from shardwise.comm.members.messages import Announcement, MemberMessage
 from shardwise.errors import CommError
-from tests.thorough import thorough_only
+from tests.thorough import soak
 
 SCRIPT = Path(__file__).with_name("departing_rank.py")
 
@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-@thorough_only("seven jobs of three processes")
+@soak("seven jobs of three processes, each with a signal at some moment")
 @pytest.mark.parametrize("what", CASES)
 def test_in_real_jobs(what: str) -> None:
     status, words, num_done = CASES[what]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.thorough import soak
 
 TRAIN = Path(__file__).with_name("train.py")
 # What was measured is a tenth of it (docs/faults.md); tests share their machine with other work.
@@ -80,7 +81,7 @@ def in_use(process: Path) -> Iterator[str]:
                 yield str(descriptor.readlink())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=soak("more ranks than cores"))])
 def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("*"))
     codes = run_plainly(num_ranks, "kill", tmp_path)

@@ -18,7 +18,7 @@ import psutil
 
 import warm
 from shardwise.launch.elastic.images import Images
-from tests.thorough import drawn, varies
+from tests.thorough import drawn, soak
 
 RANK = Path(__file__).with_name("elastic_rank.py")
 # What was measured is in docs/elastic.md; tests share their machine with other work.
@@ -82,6 +82,7 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
     assert "4 ranks continue" in said
 
 
+@soak("how long a stopped process is waited for")
 def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path) -> None:
     """One dies before it says that it is ready, the next while groups open, and the last is only stopped."""
     faults = ["kill:0:20", "opening:1:1", "stop:2:20"]
@@ -93,6 +94,7 @@ def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path) -> None:
     assert "1 rank continues after step 20" in said
 
 
+@soak("who leaves while others meet")
 def test_too_few_begin_again_and_one_that_raises_or_leaves_is_no_failure(tmp_path: Path) -> None:
     """Members are counted on: those of the second attempt are 4 to 7, and one of them leaves, one raises."""
     faults = ["kill:0:20", "regroup:1:20", "leave:5:10", "raise:4:30"]
@@ -122,7 +124,7 @@ def await_facts(out: Path, what: str, number: int) -> None:
         time.sleep(0.05)
 
 
-@varies
+@soak("kills processes at any moment")
 def test_sums_stay_right_whichever_rank_is_killed(tmp_path: Path) -> None:
     """Random members, at random moments, often while others meet again; the dead are replaced."""
     chance = random.Random(1)

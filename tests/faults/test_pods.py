@@ -20,7 +20,7 @@ import warm
 from shardwise.launch.hosts.pod import JOB_FAILED
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
-from tests.thorough import thorough_only
+from tests.thorough import soak
 
 pytestmark = pytest.mark.timeout(240)
 SOON_SECONDS = 120.0
@@ -116,6 +116,7 @@ def losses_of(out: Path, num_ranks: int) -> None:
         assert len(wrong) <= 2, wrong
 
 
+@soak("kills processes at any moment")
 def test_pods_are_killed_and_evicted_and_others_come_in_their_place(pods: Pods) -> None:
     pods.launcher("--nodes", "2", "--elastic", "1:3", script=[survivor.__file__, pods.out, "zero3", "engine", 10**6])
     pods.pod("t-0-aa")
@@ -139,7 +140,7 @@ def test_pods_are_killed_and_evicted_and_others_come_in_their_place(pods: Pods) 
     losses_of(pods.out, 3)
 
 
-@thorough_only("starts processes that cannot be forks")
+@soak("how long a stopped host is waited for")
 def test_a_rank_that_was_stopped_with_its_host_is_turned_away_and_its_host_comes_back(pods: Pods) -> None:
     """Nothing could kill it meanwhile. The host, which continues later, gets a replacement."""
     pods.are_warm = False  # what is stopped has to be the process itself
@@ -170,6 +171,7 @@ def test_a_rank_that_was_stopped_with_its_host_is_turned_away_and_its_host_comes
     losses_of(pods.out, 2)
 
 
+@soak("kills processes at any moment")
 def test_the_launchers_pod_is_killed_and_the_next_one_finds_the_same_pods(pods: Pods) -> None:
     """All begin anew: what ranks knew of the job before is not to be believed."""
     script = [survivor.__file__, pods.out, "ddp", "engine", 10**6]

@@ -24,7 +24,7 @@ from shardwise.comm.watchdog import Watchdog
 from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
-from tests.thorough import one_in
+from tests.thorough import one_in, soak
 
 NUM_RANKS = 3
 PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
@@ -250,6 +250,7 @@ def test_an_exception_that_one_rank_catches_is_reported(shares_memory: bool) -> 
     assert "raised InjectedError: rank 1 was to fail at step 2, inside" in str(error)
 
 
+@soak("a stall of 1.2 s, and a patience of 0.3 s")
 def test_a_slow_rank_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Four times the patience: a line, and the same losses as ever."""
     undisturbed = train(NO_FAULT)
@@ -261,6 +262,7 @@ def test_a_slow_rank_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) <= 3  # one rank speaks, and ever more seldom
 
 
+@soak("a stall of 2.5 s, and a timeout of 0.8 s")
 def test_a_rank_that_stalls_for_longer_than_the_timeout() -> None:
     error = the_letter(train(stall_at(1, 2, "step", seconds=2.5), timeout_seconds=0.8))
     assert (error.kind, error.ranks) == ("timeout", (1,))
@@ -318,6 +320,7 @@ def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch
     assert "The watch over rank 0 broke down, which is a defect of shardwise: KeyError: 'a defect'." in str(errors[1])
 
 
+@soak("a timeout of 4 s")
 def test_a_silent_rank_is_reported_by_another(caplog: pytest.LogCaptureFixture) -> None:
     """It has begun what the others wait for, so they all wait in the same place; its own watch says nothing more."""
 

@@ -20,9 +20,9 @@ from torch import nn
 import warm
 from shardwise.monitor import read_record
 from tests.faults.survivor import ROWS, batch_of, build, loss_of
-from tests.thorough import drawn, one_in, thorough_only
+from tests.thorough import drawn, one_in, soak
 
-pytestmark = thorough_only("starts many processes")
+pytestmark = soak("kills many processes, some at any moment")
 SCRIPT = Path(__file__).with_name("survivor.py")
 
 

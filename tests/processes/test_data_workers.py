@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from shardwise.data import Loader, Samples, Workers
 from shardwise.errors import ConfigError, DataError
-from tests.thorough import thorough_only
+from tests.thorough import soak, thorough_only
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +125,7 @@ if __name__ == "__main__":
 """
 
 
+@soak("kills a process at any moment")
 def test_ranks_of_a_launched_job_have_workers_that_do_not_outlive_them(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)

@@ -10,9 +10,10 @@ import pytest
 from tests import thorough
 
 
-def case(test: str, *values: int, number: int = 0, only: bool = False) -> Any:
+def case(test: str, *values: int, number: int = 0, only: bool = False, races: bool = False) -> Any:
     marks = {"one_in": pytest.mark.one_in(number).mark} if number else {}
     marks |= {"thorough_only": thorough.thorough_only("slow").mark} if only else {}
+    marks |= {"soak": thorough.soak("a timeout").mark} if races else {}
     nodeid = f"{test}[{'-'.join(map(str, values))}]" if values else test
     return SimpleNamespace(nodeid=nodeid, get_closest_marker=marks.get)
 
@@ -47,3 +48,10 @@ def test_what_make_test_leaves_out_is_run_by_make_thorough(monkeypatch: pytest.M
     assert not shares["test"]
     assert len(shares["thorough"]) == 2 + 2 + 1
     assert {*shares["thorough"], *shares["exhaustive"]} == {item.nodeid for item in items}
+
+
+def test_what_races_time_is_run_by_make_soak_alone_and_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    racing = [case("test", place, number=6, only=True, races=True) for place in range(12)]
+    items = [*racing, case("test_alone")]
+    shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive", "soak")}
+    assert shares == {"test": ["test_alone"], "thorough": [], "exhaustive": [], "soak": [one.nodeid for one in racing]}

@@ -20,7 +20,7 @@ import shardwise.integrations.horovod.torch as hvd
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from tests.ranks.horovod_ranks import on_ranks
-from tests.thorough import drawn, varies
+from tests.thorough import drawn, soak, varies
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
@@ -200,6 +200,7 @@ def test_a_name_can_be_in_flight_once() -> None:
     on_ranks(2, late)
 
 
+@soak("a stall of 1.8 s, and a timeout of 0.8 s")
 def test_a_stalled_rank_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1")
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.8")

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
 from shardwise.pipeline.staged import Absent
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import one_in
+from tests.thorough import one_in, soak
 
 pytestmark = one_in(6)
 
@@ -424,6 +424,7 @@ def test_a_step_that_follows_the_whole_schedule_and_is_cut_short(schedule: str) 
         assert said[other].ranks == (2,)
 
 
+@soak("a stall of 4 s, and a timeout of 1.5 s")
 def test_a_stage_that_stalls_ends_the_job_at_the_timeout_by_name() -> None:
     models = [sequential(lambda: time.sleep(4), 1) for _ in range(3)]
 

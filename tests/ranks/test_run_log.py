@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, FaultError
 from shardwise.monitor import Record, read_record
 from shardwise.monitor.notes import read_notes
 from shardwise.testing import run_ranks
+from tests.thorough import soak
 
 Tensor = torch.Tensor
 
@@ -279,6 +280,7 @@ def test_what_ends_a_run_is_kept_by_every_rank(tmp_path: Path) -> None:
     assert "rank 1" in notes[0].text.lower()
 
 
+@soak("a stall of 1 s, and a patience of 0.2 s")
 def test_a_late_rank_is_noted_by_one_that_waits(tmp_path: Path) -> None:
     run, made = tmp_path / "run", models(2)
 

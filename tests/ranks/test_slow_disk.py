@@ -20,13 +20,13 @@ from shardwise.monitor.slowness import judge
 from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import TierFolder
-from tests.thorough import thorough_only
+from tests.thorough import soak
 
 SLOW_SECONDS, TIMEOUT_SECONDS = 0.5, 1.5
 """A step reads at least five files one after the other: longer than the timeout, and none of them half as long."""
 
 
-@thorough_only("it waits for a slow disk")
+@soak("reads that take half a second, and a timeout of 1.5 s")
 @pytest.mark.parametrize("policy", ["keep", "disk"])
 def test_a_slow_disk_of_one_rank_is_named_and_no_hang(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +77,7 @@ def test_a_slow_disk_of_one_rank_is_named_and_no_hang(
     assert any(note.startswith("rank 1 waits for its disk ") for note in notes), notes
 
 
-@thorough_only("it waits for a timeout")
+@soak("reads that take 3.75 s, and a timeout of 1.5 s")
 def test_a_disk_that_does_nothing_any_more_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(of_one=True)
     monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
