@@ -222,7 +222,7 @@ class Access:
             fact = facts[name]
             index, key = int(name.split(" ", 1)[0]), name.split(" ", 1)[1]
             if fact["is_piece"] and key not in wholes:
-                held = {at: state[key] for at, state in local.items() if isinstance(state.get(key), Tensor)}
+                held = {at: state[key] for at, state in local.items() if _is_piece(state.get(key), pieces[at].tensor)}
                 whole = self._whole(flat, held, getattr(torch, fact["dtype"]))
                 wholes[key] = whole.cpu() if on_rank or flat.slots[0].box is not None else whole.new_empty(0)
             slot = flat.slots[index]
@@ -308,7 +308,7 @@ class Access:
         whole = torch.zeros(flat.spec.numel, dtype=dtype, device=flat.device)
         for index, piece in pieces.items():
             start = flat.slots[index].start + _span(flat, index).start
-            whole[start : start + piece.numel()].copy_(flat.loaded(piece))
+            whole[start : start + piece.numel()].copy_(flat.loaded(piece).reshape(-1))
         place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
         self._agreement.gather(flat, whole, place.shard)
         return whole
@@ -332,8 +332,12 @@ def _fact(value: Any, piece: Tensor) -> dict[str, Any]:
     if not isinstance(value, Tensor):
         return {"is_piece": False, "dtype": None, "value": value}
     dtype = str(value.dtype).removeprefix("torch.")
-    is_piece = value.dim() > 0 and value.shape == piece.shape
+    is_piece = _is_piece(value, piece)
     return {"is_piece": is_piece, "dtype": dtype, "value": None if is_piece else value.tolist()}
+
+
+def _is_piece(value: Any, piece: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.shape
 
 
 def _read(fact: Mapping[str, Any]) -> Any:

@@ -209,6 +209,7 @@ class Assembly:
                 after=steps.after_step,
                 forget=steps.forget,
                 whole=steps.whole_state,
+                rewritten=steps.rewritten,
                 peers=peers,
             )
             self._hooks.callback(self._optimizer.release)

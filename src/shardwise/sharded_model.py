@@ -298,6 +298,15 @@ class ShardedModel:
         return self.access.optimizer_state_dict(member)
 
     @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Inside, master weights may be changed outside a step. All ranks call."""
+        self.runner.step.open_params()
+        for flat in self.flats:
+            flat.land()
+        yield
+        self.runner.step.restore_params()
+
+    @contextmanager
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
         """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
         with ExitStack() as stack:

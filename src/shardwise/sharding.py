@@ -315,17 +315,37 @@ _CURES = {
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
-    """Raise `ModelError` for an optimizer that needs whole matrices, or sums of their rows, if ranks have only parts of
-    them."""
+    """Raise `ModelError` for an optimizer that needs whole parameters, or sums of their rows, if ranks have only parts
+    of them."""
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         update = updates.get(param)
+        if update is not None and update.whole and (where := _not_whole(designed, param)):
+            raise ModelError(
+                f"{update.whole} It works as it is where each rank updates whole parameters in the device's memory, as "
+                f"with the preset ddp; here {name} {where}."
+            )
         if box is not None and box.is_split and update is not None and (update.matrix or update.num_sums):
             axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
                 f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
                 f"{_CURES['matrix' if update.matrix else 'sums']}"
             )
+
+
+def _not_whole(designed: Design, param: nn.Parameter) -> str:
+    """Why no optimizer of this plan has all of its parameters whole at once, if `param` is one; empty if it has."""
+    if designed.stages is not None:
+        return "is one stage's, and the optimizer's other parameters are other stages'"
+    row, box = designed.rows.get(param), designed.boxes.get(param)
+    if row is None:
+        return ""
+    table = row.table.on(designed.mesh)
+    if box is not None and box.is_split:
+        return f"is split: a rank has {box} of it"
+    if table.optim.shard:
+        return f"is updated in parts, sharded over {' and '.join(table.optim.shard)}"
+    return "has its states on a disk" if table.optim.tier == "disk" else ""
 
 
 def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:

@@ -190,7 +190,7 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
                         kind,
                         piece.name,
                         piece.span,
-                        value,
+                        piece.flat_state(value),
                         written,
                         is_hidden=True,
                         is_narrow=key in narrow,

@@ -162,7 +162,7 @@ def _make_room_for_new_states(every: list[PieceStates], optimizer: AdoptedOptimi
             new += [(states, key) for key in states.dtypes]
             continue
         for key, dtype in states.dtypes.items():
-            states.ready[key] = torch.empty_like(states.piece.tensor.detach(), dtype=dtype)
+            states.ready[key] = torch.empty_like(states.piece.flat_state(states.piece.tensor), dtype=dtype)
     room = tensors_in_pages([(states.piece.tensor.numel(), states.dtypes[key]) for states, key in new])
     for (states, key), memory in zip(new, room, strict=True):
         states.ready[key] = memory
@@ -235,6 +235,7 @@ def _states_to_fill(
                 wanted += [(read, given[key]) for read in reads]
             else:
                 given[key].copy_(ready)
+        given = {key: value.view(piece.tensor.shape) for key, value in given.items()}
         for key in states.wholes:
             on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch expects it
             given[key] = states.ready.pop(key).to("cpu" if on_host else device)
@@ -246,8 +247,8 @@ def _states_to_fill(
 def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> Tensor:
     """The memory of the piece's existing state `had` if it fits, else new memory."""
     if isinstance(had, Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
-        return had.detach()
-    return torch.empty_like(piece.tensor.detach(), dtype=dtype)
+        return piece.flat_state(had.detach())
+    return torch.empty_like(piece.flat_state(piece.tensor.detach()), dtype=dtype)
 
 
 def _stream(reader: Reader, rows: DiskRows, out: Tensor, reads: list[Read], span: Span, box: Box | None) -> None:

@@ -119,7 +119,7 @@ class Held:
         for piece in optimizer.pieces:
             for key, value in optimizer.state_of(piece).items():
                 if isinstance(value, Tensor) and value.shape == piece.tensor.shape and piece.span.numel > 0:
-                    held.tensors[me, piece.name, key] = value
+                    held.tensors[me, piece.name, key] = piece.flat_state(value)
                 else:
                     held.values.setdefault(piece.name, {})[key] = value
         return held
@@ -241,6 +241,7 @@ class TrainingState:
             if not piece.numel() or not home.spec.trainable:
                 continue
             states[name] = dict(self._values.get(name, {}))
+            shape = home.slot.shape if flat.spec.updates_whole(home.slot.span) else piece.shape
             for key, dtype in self._kinds_of(name, home.spec).items():
                 if key != PARAM:
                     follows = dtype == self._homes[name].dtype
@@ -249,7 +250,7 @@ class TrainingState:
                         filled[name, key] = flat.rows.view(index, key, piece.numel(), kept)
                     else:
                         filled[name, key] = torch.empty_like(piece, dtype=kept)
-                    states[name][key] = filled[name, key]
+                    states[name][key] = filled[name, key].view(shape)
         return filled, states
 
     def _own(self, thing: _Thing, former: int, span: Span) -> Tensor:

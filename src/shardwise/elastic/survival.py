@@ -201,7 +201,7 @@ class Survival:
             flat.master = block
         for piece in self._optimizer.pieces if self._optimizer is not None else ():
             if piece.flat is flat:
-                piece.tensor.data = flat.master_piece(piece.index)[0]
+                piece.tensor.data = flat.master_piece(piece.index)[0].view(piece.tensor.shape)
 
     # -- states -------------------------------------------------------------------------------------------
 

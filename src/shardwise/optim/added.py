@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.optim.cooperative import Cooperative
 from shardwise.optim.piece import Piece
-from shardwise.optim.probe import probed
+from shardwise.optim.probe import updates_of
 from shardwise.placement import Span
 from shardwise.program import Update
 from shardwise.storage import Flat
@@ -35,7 +34,7 @@ def added_group(
 ) -> GroupAdded:
     """Add a group to `member`, one of `members` with these `pieces`, whose groups list parameters now.
 
-    Raises `ModelError` for parameters that the model does not have or an optimizer has already, and what `probed`
+    Raises `ModelError` for parameters that the model does not have or an optimizer has already, and what `updates_of`
     raises; nothing has been changed then.
     """
     described = _described(param_group)
@@ -56,13 +55,10 @@ def added_group(
                     f"{flat.slots[index].name} was added to an optimizer, and another one of this model updates it "
                     f"already. Give each parameter to one."
                 )
-        updates = _updates(member, group)
+        updates = updates_of(member, [group])
         others = [other for other in members if other is not member]
         if any(map(_looks_further, updates.values())) and any(
-            _looks_further(update)
-            for other in others
-            for had in other.param_groups
-            for update in _updates(other, had).values()
+            _looks_further(update) for other in others for update in updates_of(other, other.param_groups).values()
         ):
             raise ModelError(
                 f"A parameter group with {described} was added, for which {type(member).__name__} looks at whole "
@@ -72,13 +68,6 @@ def added_group(
         member.param_groups.pop()
         raise
     return GroupAdded(updates, [_empty(*homes[param]) for param in group["params"]])
-
-
-def _updates(member: torch.optim.Optimizer, group: dict[str, Any]) -> dict[nn.Parameter, Update]:
-    params: list[nn.Parameter] = group["params"]
-    if isinstance(member, Cooperative):
-        return {param: member.update_of(param, group) for param in params}
-    return dict.fromkeys(params, Update(probed(member, group))) if params else {}
 
 
 def _looks_further(update: Update) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,22 @@ from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces, first_states
 from shardwise.optim.step_method import StepGuard, is_inside_step
+from shardwise.optim.trials import has_modes
 from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
 from shardwise.program import Update
 from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
-REPLACED_METHODS = ("zero_grad", "add_param_group", "state_dict", "load_state_dict", "register_step_pre_hook")
+REPLACED_METHODS = (
+    "zero_grad",
+    "add_param_group",
+    "state_dict",
+    "load_state_dict",
+    "register_step_pre_hook",
+    "train",
+    "eval",
+)
 """Methods of an adopted optimizer that are replaced until it is released."""
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are a single number for any parameter, even for a parameter that is a number."""
@@ -44,7 +54,8 @@ class AdoptedOptimizer:
 
     `before` and `after` are called around every step with the optimizer that takes it, whether by `engine.step()` or by
     `optimizer.step()`. `forget(pieces, set_to_none)` implements `zero_grad` of the optimizer with these `pieces`;
-    `None` means all. `whole` implements `state_dict()`; `peers` serve cooperative optimizers.
+    `None` means all. `whole` implements `state_dict()`. Inside `rewritten()` master weights may be changed outside a
+    step. `peers` serve cooperative optimizers.
     """
 
     def __init__(
@@ -56,6 +67,7 @@ class AdoptedOptimizer:
         after: Callable[[torch.optim.Optimizer], None],
         forget: Callable[[Sequence[Piece] | None, bool], None],
         whole: Callable[[torch.optim.Optimizer], dict[str, Any]],
+        rewritten: Callable[[], AbstractContextManager[None]],
         peers: RankPeers,
     ) -> None:
         self.members = tuple(members)
@@ -71,6 +83,7 @@ class AdoptedOptimizer:
         self.on_added: Callable[[], object] = bool
         self.before_load: Callable[[], bool] = bool
         """Makes memory for states that are to be loaded; returns whether the optimizer was adopted anew."""
+        self._rewritten = rewritten
         self.unread: set[str] = set()
         """Parameters whose states were in what was loaded last, and not read because they are frozen."""
         self._handles: list[RemovableHandle] = []
@@ -92,6 +105,10 @@ class AdoptedOptimizer:
                 state_dict=partial(self._among_pieces, member, kind.state_dict),
                 load_state_dict=partial(self._load, member),
             )
+            if has_modes(member):
+                member.__dict__.update(  # likewise
+                    train=partial(self._switch, member, kind.train), eval=partial(self._switch, member, kind.eval)
+                )
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
         """Cut existing states into pieces."""
@@ -134,6 +151,11 @@ class AdoptedOptimizer:
     ) -> Any:
         with self._groups[member].listed():
             return method(member, *args, **kwargs)
+
+    def _switch(self, member: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let it move parameters to other points, as schedule-free ones do. All ranks call."""
+        with self._rewritten():
+            return self._among_pieces(member, method, *args, **kwargs)
 
     def _load(self, member: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         if self.before_load():
@@ -288,20 +310,22 @@ class AdoptedOptimizer:
         return next((piece for piece in self.pieces if piece.flat is flat and piece.index == index), None)
 
     def state_piece(self, flat: Flat, index: int, key: str) -> Tensor | None:
-        """This rank's elements of state `key` of a parameter; `None` if there is no such state here.
+        """This rank's elements of state `key` of a parameter, flat; `None` if there is no such state here.
 
         Change it through `write_state`.
         """
         piece = self.piece_of(flat, index)
         value = self.state_of(piece).get(key) if piece is not None else None
-        return value if piece is not None and isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
+        if piece is None or not isinstance(value, Tensor) or value.shape != piece.tensor.shape:
+            return None
+        return piece.flat_state(value)
 
     def write_state(self, flat: Flat, index: int, key: str, value: Tensor) -> None:
         """Replace this rank's elements of the existing state `key`."""
         piece = self.piece_of(flat, index)
         assert piece is not None
         state = self.state_of(piece)
-        kept = value.reshape(-1).to(state[key].device, state[key].dtype, copy=True)
+        kept = value.reshape(state[key].shape).to(state[key].device, state[key].dtype, copy=True)
         self.put_state(piece, {**state, key: kept})
 
     def state_bytes(self, tier: Tier = "device") -> int:

@@ -4,9 +4,10 @@
 the device while the next unit is updated. Each such update is the optimizer's own `step`, without its hooks, with
 gradients only on the pieces of that unit: every optimizer skips parameters whose gradient is `None`. All of them come
 before the step that the loop asked for, in which those pieces no longer have gradients. So hooks, schedulers and
-closures see one step. Values that an optimizer keeps in its groups, such as a step count, are restored before each of
-them, so that it counts once. Units for which the optimizer asks for norms or whole matrices are left to the step that
-the loop asked for (`updates_by_unit` in `program/spec.py`).
+closures see one step. Values that an optimizer keeps in its groups, such as a step count, and numbers that
+are attributes of it are restored before each of them, so that it counts once. Units for which the optimizer asks for
+norms, whole matrices or whole parameters are left to the step that the loop asked for (`updates_by_unit` in
+`program/spec.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 Settings = list[dict[str, Any]]
-"""The settings of an optimizer's groups, without the parameters."""
+"""The optimizer's own numbers, then the settings of its groups, without the parameters."""
 
 
 class StepsByUnits:
@@ -72,12 +73,14 @@ def _without_hooks(member: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _settings_of(member: torch.optim.Optimizer) -> Settings:
-    return [{key: value for key, value in group.items() if key != "params"} for group in member.param_groups]
+    own = {key: value for key, value in vars(member).items() if type(value) in (int, float)}
+    groups = ({key: value for key, value in group.items() if key != "params"} for group in member.param_groups)
+    return [own, *groups]
 
 
 def _put(member: torch.optim.Optimizer, settings: Settings) -> None:
-    for group, kept in zip(member.param_groups, settings, strict=True):
-        group.update(kept)
+    for container, kept in zip((vars(member), *member.param_groups), settings, strict=True):
+        container.update(kept)
 
 
 def _are_same(one: Settings, other: Settings) -> bool:

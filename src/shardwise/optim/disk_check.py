@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.optim.cooperative import Cooperative
-from shardwise.optim.probe import twin_of
+from shardwise.optim.trials import has_modes, twin_of
 from shardwise.placement import Table
 from shardwise.program import SMALL_NUMEL
 from shardwise.storage import torch_dtype
@@ -47,6 +47,10 @@ def state_dtypes(
         update = optimizer.update_of(param, group)
         if update.needs_norm or update.matrix:
             raise ModelError(f"{name} looks at whole parameters, and on a disk they are updated slice by slice.")
+    elif has_modes(optimizer):
+        raise ModelError(
+            f"{name} moves parameters in train() and eval(), outside a step, which they do not from a disk."
+        )
     twin = twin_of(optimizer, group, [param])
     param.grad = torch.ones_like(param)
     type(twin).step(twin)

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.optim.disk_check import state_dtypes
 from shardwise.optim.host_adam import AdamTensors, HostAdam
-from shardwise.optim.probe import twin_of
+from shardwise.optim.trials import twin_of
 from shardwise.telemetry import Timeline
 from shardwise.tiers import BufferPool, IoQueue, SlicedFile, TierFolder
 from shardwise.tiers.sliced_file import SLICE_NUMEL

@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 from shardwise.errors import StateError
-from shardwise.placement import Box, Span
+from shardwise.placement import Box, Slot, Span
 from shardwise.storage import Flat
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's elements `span` of one parameter, as the optimizer sees them: flat, in fp32."""
+    """This rank's elements `span` of one parameter, as the optimizer sees them: flat, in fp32.
+
+    An optimizer that needs whole parameters (`Update.whole`) sees those in their shapes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -27,9 +30,18 @@ class Piece:
     index: int
 
     @property
+    def slot(self) -> Slot:
+        """Where the parameter lies in `flat`."""
+        return self.flat.slots[self.index]
+
+    @property
     def box(self) -> Box | None:
         """The part of the unsplit parameter that `shape` and `span` refer to, if a model axis splits or copies it."""
-        return self.flat.slots[self.index].box
+        return self.slot.box
+
+    def flat_state(self, value: torch.Tensor) -> torch.Tensor:
+        """A state of the shape of `tensor`, or this itself, as the flat row that it is a part of."""
+        return value if value.dim() == 1 else value.detach().reshape(-1)
 
     @property
     def param(self) -> nn.Parameter:
@@ -108,6 +120,7 @@ def pieces_of(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[P
             slot = flat.slots[index]
             if flat.spec.trainable:
                 tensor, span = flat.master_piece(index)
+                tensor = tensor.view(slot.shape) if flat.spec.updates_whole(slot.span) else tensor
             else:  # torch accepts a frozen parameter in a group, and never updates it
                 tensor, span = torch.empty(0, device=flat.device), Span(0, 0)
             pieces.append(Piece(slot.name, slot.shape, span, nn.Parameter(tensor), flat, index))

@@ -1,47 +1,43 @@
-"""Tests whether an optimizer is elementwise, instead of keeping a list.
+"""Tests whether an optimizer is elementwise, instead of keeping a list of those that are.
 
 An optimizer that updates each element from that element's own gradient and state may be given any piece of a parameter.
-One that looks at a whole matrix (torch's Adafactor) or at all parameters (LBFGS) may not: on a shard it would silently
-compute something else. Those of our own that look further declare what they need (`cooperative.py`).
+One that looks at a whole matrix (Shampoo) or at all parameters (Prodigy) may not: on a shard it would silently compute
+something else. Those of our own that look further declare what they need (`cooperative.py`). Any other is updated only
+where every rank has its parameters whole, in their shapes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.optim.cooperative import Alone, Cooperative
-from shardwise.optim.states import StatesOfPieces, first_states
-from shardwise.program import States, Update
+from shardwise.optim.cooperative import Cooperative
+from shardwise.optim.states import StatesOfPieces
+from shardwise.optim.trials import Trial, is_like
+from shardwise.program import Update
 
+Tensor = torch.Tensor
 StateForm = Literal["elements", "number", "whole"]
 """What a state of one parameter is: a tensor of the parameter's shape, one number, or a tensor of another shape."""
 SHAPE = (4, 6)
-NUM_STEPS = 3
-
-
-ADVICE = {
-    "Muon": "Use shardwise.optim.Muon, which takes the same settings and works on whole matrices.",
-    "Lamb": "Use shardwise.optim.Lamb, which sums the norms over all ranks.",
-    "LAMB": "Use shardwise.optim.Lamb, which sums the norms over all ranks.",
-    "Adafactor": "Use shardwise.optim.Adafactor, which sums rows and columns over all ranks.",
-    "LBFGS": "It evaluates the model several times in a step and looks at all parameters together; use AdamW or SGD.",
-    "SparseAdam": "Make the embedding with sparse=False, and use Adam or AdamW.",
-}
-"""By the name of the class, whichever library it is from."""
-OTHERWISE = "Use an elementwise optimizer such as AdamW, SGD or Adagrad, or one of shardwise.optim."
+KNOWN = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905
+)
+"""Torch's elementwise optimizers, which need no trial. Classes derived from them do."""
 
 
 def vet(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[nn.Parameter, Update]:
     """How each parameter of `optimizers` is updated. Changes nothing.
 
-    Raises `ModelError` unless the optimizers are elementwise, or declare what they need, over parameters of `model`,
-    with no parameter in two of them.
+    Raises `ModelError` for one that no rank could use, for parameters that are not the model's, and for a parameter in
+    two of them.
     """
     updates: dict[nn.Parameter, Update] = {}
     looking_further: list[str] = []
@@ -69,7 +65,6 @@ def _vetted(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Param
             f"This {type(optimizer).__name__} is another engine's already. Make a new one over model.parameters()."
         )
     known = set(model.parameters())
-    updates: dict[nn.Parameter, Update] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in known:
@@ -77,38 +72,45 @@ def _vetted(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Param
                     f"Group {number} of the optimizer has a parameter of shape {tuple(param.shape)} that is not one "
                     f"of the model's. Make the optimizer from model.parameters(), of this same model."
                 )
-        if isinstance(optimizer, Cooperative):
-            updates |= {param: optimizer.update_of(param, group) for param in group["params"]}
-        else:
-            updates |= dict.fromkeys(group["params"], Update(probed(optimizer, group)))
-    return updates
+    return updates_of(optimizer, optimizer.param_groups)
 
 
-def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> States:
-    """What `optimizer` keeps for a parameter with the settings of `group`, such as Adam's two moments.
+def updates_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Update]:
+    """How `optimizer` updates the parameters of these groups of it. Raises `ModelError` if it cannot be used."""
+    if isinstance(optimizer, Cooperative):
+        return {param: optimizer.update_of(param, group) for group in groups for param in group["params"]}
+    alike: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for group in groups:
+        if group["params"]:
+            alike[_kind_of(group)].append(group)
+    found: dict[nn.Parameter, Update] = {}
+    for some in alike.values():
+        params = [param for group in some for param in group["params"]]
+        found |= dict.fromkeys(params, probed(optimizer, {**some[0], "params": params}))
+    whole = next((update.whole for update in found.values() if update.whole), None)
+    # One that looks at all its parameters would miss those that it has only pieces of.
+    return {param: replace(update, whole=update.whole or whole) for param, update in found.items()}
 
-    Raises `ModelError` unless a whole matrix and its pieces are updated alike.
+
+def _kind_of(group: Mapping[str, Any]) -> str:
+    """Equal for groups whose parameters need one trial: trials vary the learning rate, and the decay only scales."""
+    settings = {key: bool(value) if key == "weight_decay" else value for key, value in group.items()}
+    return repr({key: value for key, value in settings.items() if key not in ("params", "param_names", "lr")})
+
+
+def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update:
+    """How `optimizer` updates parameters with the settings and the shapes of `group`, and what it keeps for them, such
+    as Adam's two moments.
+
+    Raises `ModelError` if it could not be used even on ranks that have all parameters whole.
     """
-    name = type(optimizer).__name__
-    advice = ADVICE.get(name, OTHERWISE)
-    start = torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(SHAPE)
-    whole = [nn.Parameter(start.clone())]
-    pieces = [nn.Parameter(start.flatten()[:7].clone()), nn.Parameter(start.flatten()[7:].clone())]
-    try:
-        states = _run(optimizer, group, whole)
-        _run(optimizer, group, pieces)
-    except Exception as error:  # an optimizer that raises anything here cannot be used
-        raise ModelError(
-            f"{name} cannot update a flat piece of a parameter ({type(error).__name__}: {error}), so its "
-            f"state cannot be sharded. {advice}"
-        ) from error
-    together = torch.cat([piece.detach() for piece in pieces]).reshape(SHAPE)
-    if not torch.allclose(whole[0].detach(), together, rtol=1e-5, atol=1e-7):
-        raise ModelError(
-            f"{name} is not elementwise: it updates a matrix differently from its pieces, so sharding its "
-            f"state would change the result. {advice}"
-        )
-    return states
+    if type(optimizer) in KNOWN:
+        trial = Trial(optimizer, group, [SHAPE])
+        trial.step()
+        return Update(trial.states())
+    from shardwise.optim.proof import tried  # only jobs with another one load it
+
+    return tried(optimizer, group)
 
 
 def state_keys(
@@ -120,60 +122,17 @@ def state_keys(
     `None` if that cannot be probed: not every setting works on a small matrix in host memory.
     """
     shape = (24,) if num_dims < 2 else (*(1,) * (num_dims - 2), *SHAPE)
-    param = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(shape))
     try:
-        twin = _stepped(optimizer, group, [param], num_steps=1)
+        trial = Trial(optimizer, group, [shape])
+        trial.step()
     except Exception:  # an optimizer that raises anything here has unknown states
         return None
+    twin, param = trial.twin, trial.params[0]
     state = twin.dense_state(param) if isinstance(twin, Cooperative) else twin.state[param]
     return {key: _form_of(value, param) for key, value in state.items() if value is not None}
 
 
 def _form_of(value: Any, param: nn.Parameter) -> StateForm:
-    if _is_like(value, param):
+    if is_like(value, param):
         return "elements"
-    return "whole" if isinstance(value, torch.Tensor) and value.dim() else "number"
-
-
-def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> States:
-    """What a twin of `optimizer` keeps for the first of `params` after a few steps."""
-    twin = _stepped(optimizer, group, params, NUM_STEPS)
-    kept = [value for value in twin.state[params[0]].values() if _is_like(value, params[0])]
-    copies = [value for value in kept if value.dtype == params[0].dtype]
-    return States(len(copies), sum(value.itemsize for value in kept) - sum(value.itemsize for value in copies))
-
-
-def _stepped(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter], num_steps: int
-) -> torch.optim.Optimizer:
-    """A twin of `optimizer` after some steps on `params`, with this group's settings and fixed gradients."""
-    twin = twin_of(optimizer, group, params)
-    numbers = torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        grads = torch.randn(24, generator=numbers)
-        start = 0
-        for param in params:
-            param.grad = grads[start : start + param.numel()].reshape(param.shape).clone()
-            start += param.numel()
-        type(twin).step(twin)
-    return twin
-
-
-def twin_of(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Another optimizer of the same class over `params`, with this group's settings, without states and hooks."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's
-    hooks = {key: type(value)() for key, value in optimizer.__dict__.items() if key.endswith("_hooks")}
-    twin.__dict__.update(hooks)
-    if isinstance(twin, Cooperative):
-        twin.peers = Alone()
-    twin.state = defaultdict(dict, first_states(optimizer, params))
-    twin.param_groups = [{**group, "params": list(params)}]
-    return twin
-
-
-def _is_like(value: object, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == param.shape
+    return "whole" if isinstance(value, Tensor) and value.dim() else "number"

@@ -79,10 +79,11 @@ class StatesOfPieces(defaultdict[Tensor, Any]):
             return
         name = self._names.get(id(key))
         whose = "The optimizer's states are" if name is None else f"The optimizer's state of {name} is"
+        kept = next((kept for states in super().values() for kept in states), "exp_avg")
         raise StateError(
-            f"{whose} sharded, and kept by this rank's piece of {'each parameter' if name is None else 'it'}. "
-            f"As long as the engine is open, optimizer.state_dict() returns the whole on all ranks, as does "
-            f"engine.get({name or 'name'!r}, 'exp_avg'), say, and engine.set() replaces it."
+            f"{whose} kept by this rank's piece of {'each parameter' if name is None else 'it'}, which is updated in "
+            f"its place. As long as the engine is open, optimizer.state_dict() returns the whole on all ranks, as does "
+            f"engine.get({name or 'name'!r}, {kept!r}), say, and engine.set() replaces it."
         )
 
     def __reduce__(self) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table, Tier
+from shardwise.placement import WIDTH, Axes, Dtype, Layout, Span, Table, Tier
 from shardwise.program.action import Moment
 from shardwise.program.effects import Buffer
 from shardwise.program.update import PlacedUpdate
@@ -72,8 +72,13 @@ class FlatSpec:
     def updates_by_unit(self) -> bool:
         """Whether its unit is updated separately, before the optimizer's own step: off the device, unless the update
         needs whole parameters, for which the optimizer's own step asks once for all units."""
-        needs_whole = any(placed.update.matrix or placed.update.needs_norm for placed in self.updates)
+        every = [placed.update for placed in self.updates]
+        needs_whole = any(update.matrix or update.needs_norm or update.whole for update in every)
         return self.updates_below and not needs_whole
+
+    def updates_whole(self, span: Span) -> bool:
+        """Whether the optimizer is given the parameter that lies at `span` whole, in its shape."""
+        return any(placed.update.whole and placed.span == span for placed in self.updates)
 
     @property
     def updates_from_disk(self) -> bool:

@@ -38,7 +38,8 @@ class Update:
 
     `needs_norm`: it needs two norms over the whole parameter. `num_sums`: before these, it needs that many sums over
     parts of the whole parameter, such as its rows and columns. `matrix`: (rows, columns), if the whole matrix must be
-    on one rank; it is sent there and orthogonalized in `dtype`.
+    on one rank; it is sent there and orthogonalized in `dtype`. `whole`: if every rank must have the parameter whole
+    and in its shape, why, in sentences for the user.
     """
 
     states: States = States()
@@ -46,6 +47,7 @@ class Update:
     num_sums: int = 0
     matrix: tuple[int, int] | None = None
     dtype: Dtype = "bf16"
+    whole: str | None = None
 
 
 @dataclass(frozen=True)
