@@ -30,6 +30,7 @@ import shardwise as sw
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import Adafactor, AdamW, Lamb, Lion, Muon, hidden_matrices
+from shardwise.optim.probe import updates_of
 from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
@@ -551,3 +552,9 @@ def test_its_own_state_dict_is_whole_and_loads(state_dtype: Any) -> None:
     for state in run_ranks(2, rank):
         assert {number: one["exp_avg"].shape for number, one in state["state"].items()} == {0: (5, 6), 1: (5,)}
         assert state["state"][0]["exp_avg_sq"].dtype == torch.float32
+
+
+def test_a_trial_of_a_capturable_optimizer_needs_no_device() -> None:
+    param = nn.Parameter(torch.ones(3, 4))
+    plain, capturable = (torch.optim.Adam([param], capturable=capturable) for capturable in (False, True))
+    assert updates_of(capturable, capturable.param_groups) == updates_of(plain, plain.param_groups)

@@ -184,7 +184,9 @@ def twin_of(
     if isinstance(twin, Cooperative):
         twin.peers = Alone()
     twin.state = defaultdict(dict, first_states(optimizer, params))
-    twin.param_groups = [{**group, "params": list(params)}]
+    # Capturable updates demand a device, and compute the same.
+    on_host = {"capturable": False} if group.get("capturable") else {}
+    twin.param_groups = [{**group, **on_host, "params": list(params)}]
     return twin
 
 
