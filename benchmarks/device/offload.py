@@ -21,6 +21,7 @@ from benchmarks.device.models import FIFTH, ONE_BILLION, TINY, TWO_BILLION, Shap
 from benchmarks.device.rows import Rows
 from benchmarks.device.speed import shape_params
 from benchmarks.engines import adamw
+from shardwise.optim.host_adam import AdamTensors, HostAdam
 
 COPIED_BYTES = 1 << 30
 NUM_STEPS = 7
@@ -74,6 +75,23 @@ def host_adam(rows: Rows) -> dict[str, Any]:
     return {"params_per_second": numel / min(seconds), "threads": torch.get_num_threads()}
 
 
+def our_adam(rows: Rows, slice_numel: int) -> dict[str, Any]:
+    """The same for ours, with gradients and parameters in bf16 as in training, by the elements of a slice."""
+    numel = 64 << 20 if rows.is_real else 1 << 16
+    param, exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(3))
+    grad = torch.full((numel,), 1e-3, dtype=torch.bfloat16)
+    tensors = AdamTensors(param, grad, exp_avg, exp_avg_sq, out=torch.zeros(numel, dtype=torch.bfloat16))
+    group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).param_groups[0]
+    adam = HostAdam(slice_numel=slice_numel)
+    seconds = []
+    for step in range(1, 6):
+        start = time.perf_counter()
+        adam.update([tensors], group, step=step)
+        seconds.append(time.perf_counter() - start)
+    adam.close()
+    return {"params_per_second": numel / median(seconds[1:]), "threads": torch.get_num_threads()}
+
+
 def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
     batch = tokens_of(shape, rows.device, rows.world.rank)
     start = time.perf_counter()
@@ -125,7 +143,12 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
 def run(rows: Rows) -> None:
     with tempfile.TemporaryDirectory(prefix="shardwise-device-") as folder:
         rows.measure("bare copies", lambda: copies(rows))
-        rows.measure("fused AdamW on the host", lambda: host_adam(rows))
+        rows.measure("torch's fused AdamW on the host", lambda: host_adam(rows))
+        for power in (17, 18, 19, 20, 21):
+            rows.measure(
+                f"our AdamW on the host, slices of 2^{power}",
+                lambda power=power: our_adam(rows, 1 << power),  # type: ignore[misc]
+            )
         few, small, large = (FIFTH, ONE_BILLION, TWO_BILLION) if rows.is_real else (TINY, TINY, TINY)
         recompute = {"activations": "recompute"}
         cases: list[tuple[str, Shape, dict[str, Any], float]] = [
