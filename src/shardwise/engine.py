@@ -221,8 +221,9 @@ class Engine(EngineTraining):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`.
-        All ranks call. Raises `StateError` for a model in pipeline stages, which takes `train_step`."""
+        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`, as
+        `loss.backward()` does too. All ranks call. Raises `StateError` for a model in pipeline stages, which takes
+        `train_step`."""
         self._require_open()
         if self._sharded.pipeline is not None:
             raise StateError(PLAIN_LOOP)
@@ -236,11 +237,15 @@ class Engine(EngineTraining):
         self._require_open()
         return self._sharded.scale(loss)
 
-    def step(self) -> Norm | None:
-        """Clip if the plan says so, update, and drop the gradients. All ranks call.
+    def step(self, *, is_last: bool | None = None) -> Norm | None:
+        """End a micro-batch; after the last one of a step clip if the plan says so, update, and drop the gradients. All
+        ranks call.
 
-        Returns the global gradient norm before clipping, or `None` if the plan accumulates and this was not the last
-        micro-batch, so that nothing was updated. In fp16 the norm is not finite (inf or nan) if a gradient overflowed
+        The plan's `accumulate`-th call is the last one; `is_last` says otherwise, for steps with fewer micro-batches,
+        such as an epoch's last, or more. Gradients are those of the losses divided by `accumulate` all the same.
+
+        Returns the global gradient norm before clipping, or `None` if more micro-batches are to come, so that nothing
+        was updated. In fp16 the norm is not finite (inf or nan) if a gradient overflowed
         on some rank: no rank has updated anything then, and the loss scale may have been halved. On a GPU the norm
         waits for the device only when it is read (`float(norm)`, `f"{norm:.2f}"`, a comparison); in fp16, and on a CPU,
         it is a float.
@@ -248,7 +253,7 @@ class Engine(EngineTraining):
         Raises `StateError` without an optimizer, or after a backward that raised.
         """
         self._require_open()
-        return (self._sharded if self._session is None else self._session).step()
+        return (self._sharded if self._session is None else self._session).step(is_last)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.

@@ -64,13 +64,20 @@ class EngineSequences(EngineReports):
         self._sharded.progress.whole_outputs.ask(tokens=tokens)
 
     def mean_over_tokens(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-        """From one value per token of this rank, a scalar whose mean over ranks is the mean over all tokens that count.
+        """From one value per token of this rank, a scalar whose mean over ranks, as `backward` and `mean` take it, is
+        the mean over all tokens that count of this micro-batch, however many are on each rank.
 
         `values` may be losses with `reduction="none"`; `counted` is a bool tensor of the same shape (default: all
-        count). All ranks along the mesh's axis `sp` call. The plain mean over each rank's own tokens agrees only if as
-        many count on every rank.
+        count). All ranks call that train the same part of the model: all ranks, or under a pipeline those of its last
+        stage. If no token counts on any rank, the result is nan, as a plain mean of nothing is.
         """
         self._require_open()
-        if self._sharded.sequence is not None:
-            return self._sharded.sequence.mean_over_tokens(values, counted)
-        return values.mean() if counted is None else values.masked_fill(~counted, 0.0).sum() / counted.sum()
+        here = torch.tensor(values.numel(), device=values.device)
+        if counted is not None:
+            values, here = values.masked_fill(~counted, 0.0), counted.sum()
+        group = self._sharded.data_group
+        share = group.size / self._asking(lambda: self._sharded.data_group.sum(here))
+        weight = self._sharded.progress.weighing.current
+        if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
+            share = share / weight
+        return values.sum() * share.to(values.dtype)

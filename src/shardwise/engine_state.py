@@ -212,6 +212,8 @@ class EngineState(EngineInJob):
         self._before_change()
         if self._sharded.pipeline is None or self._sharded.pipeline.across.takes(name, value, what):
             self._sharded.access.write(name, value, what)
+        if what == "grad":
+            self._sharded.gradients.changed()  # on all ranks and stages: the norm is one of all
 
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.

@@ -18,6 +18,32 @@ LossFunction = Callable[..., Tensor]
 """Called with the model's output, and the micro-batch's target if there are targets."""
 
 
+class MicroSteps:
+    """The micro-batches of the current step, counted where each ends: in `engine.step()`.
+
+    [Note: micro-steps] How often a loop calls backward for a micro-batch, and whose backward it is, says nothing of
+    when the micro-batch ends: a GAN calls it twice, another engine's runs through this model. So backwards are not
+    counted; and gradients are divided by the number of micro-batches as they arrive, together with the average over
+    ranks, because only some losses pass through `engine.backward`. DeepSpeed does both, too.
+    """
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+
+    def end(self, of: int, *, is_last: bool | None = None) -> bool:
+        """End a micro-batch of a step that has `of`; returns whether the step is complete. `is_last` decides instead
+        of the count, if it is given."""
+        self.num_ended += 1
+        return self.num_ended >= of if is_last is None else is_last
+
+    def note_run(self, of: int) -> None:
+        """All `of` a step have been run by one call; the next end is that of the step."""
+        self.num_ended = of - 1
+
+    def begin_step(self) -> None:
+        self.num_ended = 0
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What the model is called with, and what its output is compared with, if that is given apart."""

@@ -20,6 +20,7 @@ from shardwise.comm import DataGroup, Group, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
+from shardwise.micro_batches import MicroSteps
 from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.parts import Assembly, Parts, treat_activations
 from shardwise.precision import LossScaler, Norm, cast_floating
@@ -41,6 +42,7 @@ class Progress:
     gradient_norm: Norm | None = None
     scaler: LossScaler | None = None
     weighing: Weighing = field(default_factory=Weighing)
+    micro_steps: MicroSteps = field(default_factory=MicroSteps)
     whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
     num_void: int = 0
     """How many steps were made void; their batches are to come again."""
@@ -93,7 +95,8 @@ class ShardedModel:
         """In a pipeline: whether the ranks have asked whether activations on their disks have room."""
         self.disk = sharding.disk
         """Holds the rows on a disk, if there are any."""
-        self._num_micro_batches = 0
+        self._has_begun = False
+        """Whether `backward` has been called for the current step."""
         self.hooks = ExitStack()
         assembly = Assembly(model, sharding, world, self.data_group, self.peers, self.hooks, self)
         try:
@@ -110,6 +113,7 @@ class ShardedModel:
         self._weighs_losses = self.pipeline is not None or sharding.experts is not None
         """Whether weights are applied to losses: see [Note: weights] in `weighing.py`."""
         self._weight = 1.0
+        self._set_weight(1.0)
         self.weigh()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -216,11 +220,10 @@ class ShardedModel:
         """`weight` overrides the weight of this micro-batch set by `weigh`."""
         if weight is not None and not self._weighs_losses:
             self._set_weight(weight)
-        share = loss / self.plan.accumulate
         if self._weighs_losses:
-            share = self._weighed(share, self.progress.weighing.current if weight is None else weight)
-        self.scale(share).backward()  # type: ignore[no-untyped-call]  # torch's own
-        self._num_micro_batches += 1
+            loss = self._weighed(loss, self.progress.weighing.current if weight is None else weight)
+        self._has_begun = True
+        self.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's own
 
     def weigh(self) -> None:
         """Apply the current weight to what comes next."""
@@ -230,10 +233,12 @@ class ShardedModel:
             self._set_weight(self.progress.weighing.current)
 
     def _set_weight(self, weight: float) -> None:
-        if weight != self._weight:
-            self._weight = weight
+        """Divides by the number of micro-batches as well: see [Note: micro-steps]."""
+        share = weight / self.plan.accumulate
+        if share != self._weight:
+            self._weight = share
             for flat in self.flats:
-                flat.grads.weigh(weight)
+                flat.grads.weigh(share)
 
     def _weighed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         if weight == 1.0:
@@ -242,14 +247,10 @@ class ShardedModel:
         weighed.register_hook(lambda _: self.runner.passes.note_weighed())  # type: ignore[no-untyped-call]  # torch's own
         return weighed
 
-    def note_step_complete(self) -> None:
-        """A pipeline has run all micro-batches of a step, whether or not this rank computed their losses."""
-        self._num_micro_batches = self.plan.accumulate
-
     @property
     def is_between_micro_batches(self) -> bool:
-        """Whether `backward` has been called for some micro-batches of a step, and not for all."""
-        return self._num_micro_batches % self.plan.accumulate > 0
+        """Whether a loop has begun a step of several micro-batches."""
+        return self.plan.accumulate > 1 and (self._has_begun or self.progress.micro_steps.num_ended > 0)
 
     def scaler(self) -> LossScaler | None:
         return self.progress.scaler
@@ -262,9 +263,9 @@ class ShardedModel:
         scaled.register_hook(lambda _: self.runner.passes.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
         return scaled
 
-    def step(self) -> Norm | None:
+    def step(self, is_last: bool | None = None) -> Norm | None:
         """The gradient norm; `None` if more micro-batches are to come."""
-        if self._num_micro_batches % self.plan.accumulate:
+        if not self.progress.micro_steps.end(self.plan.accumulate, is_last=is_last):
             return None
         optimizer = self.require_optimizer()
         try:
@@ -278,11 +279,15 @@ class ShardedModel:
 
     def zero_grad(self, *, keep: bool = False) -> None:
         """Drop all gradients, or with `keep` make them zeros. All ranks call."""
-        self._num_micro_batches = 0
+        self._begin_step()
         self.unfreezing.note_zeroed()
         self.gradients.zero(keep=keep)
         if self.optimizer is not None:
             self.optimizer.updates.withdraw_gradients()
+
+    def _begin_step(self) -> None:
+        self._has_begun = False
+        self.progress.micro_steps.begin_step()
 
     def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None:
         """`zero_grad` of one optimizer: drops all gradients if it is the only one, otherwise its own."""
@@ -354,7 +359,7 @@ class ShardedModel:
         if self.disk is not None:
             self.disk.end_step(self.world)
         parts.gradients.note_step()
-        self._num_micro_batches = 0
+        self._begin_step()
         self.world.journal.clock.rest()
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()

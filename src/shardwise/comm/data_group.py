@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.group import Group
+from shardwise.comm.line import Line
 from shardwise.comm.world import World
 from shardwise.mesh import Mesh
 
@@ -34,9 +35,10 @@ class DataGroup:
         self.group = world.everybody
         self.exchange: Exchange = world.exchange
         """Every rank's message, by place in the group. All ranks of the group call, with the same `subject`; blocks."""
+        self._axes = tuple(world.group(mesh, axis) for axis in along if mesh.size(axis) > 1)
         self._lines: tuple[Group, ...] = (self.group,)
         if len(ranks) < world.size:
-            self._lines = tuple(world.group(mesh, axis) for axis in along if mesh.size(axis) > 1)
+            self._lines = self._axes
             self.group = Group("+".join(along), ranks, ranks.index(world.rank))
             self.exchange = partial(_exchange, world, self.group)
 
@@ -63,6 +65,14 @@ class DataGroup:
         collectives = self._world.collectives(tensor.device)
         for group in self._lines:  # one axis after the other, because communicators exist per axis
             collectives.broadcast(tensor, group.ranks[0], group, subject).wait()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `tensor`, in its dtype. All ranks of the group call; on a device the host does not
+        wait."""
+        collectives = self._world.collectives(tensor.device)
+        for group in self._axes:
+            tensor = Line(collectives, group).sum(tensor)
+        return tensor
 
 
 def _exchange(world: World, group: Group, message: bytes, subject: str = "message") -> list[bytes]:

@@ -81,7 +81,6 @@ class Session(Recovery):
         """`arrival` is what a rank that joins has received from the others. They are in a recovery then, whose last
         exchange this call takes part in."""
         super().__init__(host, sharded, membership, arrival)
-        self._num_micro_batches = 0
         self._shown_steps: int | None = None
         """See [Note: ended elsewhere]."""
         self._must_follow = self.plan.bad_batch == "skip"
@@ -178,7 +177,6 @@ class Session(Recovery):
                 self._recover(error)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        self._num_micro_batches += 1
         if self.is_void():
             return
         try:
@@ -187,16 +185,16 @@ class Session(Recovery):
             self._recover(error)
         self._handle_noted_fault()
 
-    def step(self) -> Norm | None:
+    def step(self, is_last: bool | None = None) -> Norm | None:
         """The gradient norm; nan for a void step."""
         self._handle_noted_fault()
         if self.is_void():
-            if self._num_micro_batches % self._sharded.plan.accumulate:
+            if not self.progress.micro_steps.end(self.plan.accumulate, is_last=is_last):
                 return None
             return self._end_void()
         try:
             with self._steps.inside():
-                norm = self._sharded.step()
+                norm = self._sharded.step(is_last)
             if norm is None:
                 return None
             self._commit()
@@ -238,6 +236,7 @@ class Session(Recovery):
             loss = part.loss(self._model(*part.args, **part.kwargs), loss_fn)
             self.backward(loss, part.weight)
             losses.append(loss.detach())
+        self.progress.micro_steps.note_run(self.plan.accumulate)
         return mean_loss(losses, parts)
 
     def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
@@ -278,7 +277,7 @@ class Session(Recovery):
         if self._arrival is not None:
             self.loop_state.load(self._arrival.groups, self._arrival.schedules)
             self._arrival = None
-        self._num_micro_batches = 0
+        self.progress.micro_steps.begin_step()
         self._outside.begin()
         self._take_edits()
         while self._changes_wanted:  # the batch was read for the former world: the iteration is void

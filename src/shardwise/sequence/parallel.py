@@ -117,14 +117,6 @@ class SequenceParallel:
             for place, part in enumerate(parts):
                 self._given.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
 
-    def mean_over_tokens(self, values: Tensor, counted: Tensor | None) -> Tensor:
-        """See `Engine.mean_over_tokens`."""
-        if counted is not None:
-            values = values.masked_fill(~counted, 0.0)
-        here = counted.sum() if counted is not None else torch.tensor(values.numel(), device=values.device)
-        share = self._line.num_ranks / self._line.sum(here)
-        return values.sum() * share.to(values.dtype)
-
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A context in which this rank computes whole sequences by itself."""

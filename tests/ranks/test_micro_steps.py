@@ -1,0 +1,266 @@
+"""Micro-batches end in `engine.step()`, however often and by whom backward is called; what loops derive from tokens and
+gradients follows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from twins import PRESETS_2X2, plan_of
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+Batch = tuple[Tensor, Tensor]
+Backward = Callable[[sw.Engine, Tensor, Tensor], None]
+NUM_MICRO, NUM_STEPS, LR = 3, 2, 0.1
+PLANS: list[tuple[str, int, Any]] = [
+    *[(preset, 2, None) for preset in ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "offload")],
+    ("zero2", 3, None),
+    *PRESETS_2X2[:2],
+]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batches(num_ranks: int) -> list[Batch]:
+    numbers = torch.Generator().manual_seed(1)
+    rows = 2 * num_ranks
+    return [
+        (torch.randn(rows, 6, generator=numbers), torch.randn(rows, 4, generator=numbers))
+        for _ in range(NUM_STEPS * NUM_MICRO)
+    ]
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
+
+
+def plain(data: Sequence[Batch], *, lasts: Sequence[int] = (NUM_MICRO - 1, 2 * NUM_MICRO - 1)) -> dict[str, Tensor]:
+    module = model()
+    optimizer = sgd(module)
+    for number, (x, y) in enumerate(data):
+        (F.mse_loss(module(x), y) / NUM_MICRO).backward()
+        if number in lasts:
+            optimizer.step()
+            optimizer.zero_grad()
+    return module.state_dict()
+
+
+def by_engine(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
+    engine.backward(F.mse_loss(engine(x), y))
+
+
+def by_loss(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
+    F.mse_loss(engine(x), y).backward()
+
+
+def by_scale(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
+    engine.scale(F.mse_loss(engine(x), y)).backward()
+
+
+def by_halves(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
+    """As for real and generated samples of a GAN."""
+    for part in (slice(0, 1), slice(1, 2)):
+        engine.backward(F.mse_loss(engine(x[part]), y[part]) / 2)
+
+
+def by_autograd(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
+    loss = F.mse_loss(engine(x), y)
+    torch.autograd.backward(loss / 2, retain_graph=True)
+    torch.autograd.backward(loss / 2)
+
+
+@pytest.mark.parametrize("backward", [by_engine, by_loss, by_scale, by_halves, by_autograd])
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), PLANS)
+def test_any_backward_is_averaged_and_only_step_counts(
+    backward: Backward, preset: str, num_ranks: int, mesh: Any
+) -> None:
+    data = batches(num_ranks)
+    models = [model() for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> tuple[list[bool], dict[str, Tensor]]:
+        mine = models[world.rank]
+        plan = plan_of(preset, mesh, accumulate=NUM_MICRO)
+        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
+            updated = []
+            for x, y in data:
+                backward(engine, x.chunk(num_ranks)[world.rank], y.chunk(num_ranks)[world.rank])
+                updated.append(engine.step() is not None)
+            assert engine.num_steps == NUM_STEPS
+            return updated, engine.state_dict()
+
+    expected = plain(data)
+    for updated, params in run_ranks(num_ranks, rank):
+        assert updated == [False, False, True] * NUM_STEPS
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_a_loss_that_runs_through_two_engines(preset: str) -> None:
+    """Each divides what reaches it once, though only one has seen the loss."""
+    data = batches(2)
+    torch.manual_seed(3)
+    front = nn.Linear(6, 6)
+    replicas = [(copy.deepcopy(front), model()) for _ in range(2)]
+
+    def rank(world: sw.World) -> list[dict[str, Tensor]]:
+        first, second = replicas[world.rank]
+        plan = {"preset": preset, "accumulate": NUM_MICRO}
+        with (
+            sw.shard(first, plan, optimizer=sgd(first), world=world) as one,
+            sw.shard(second, plan, optimizer=sgd(second), world=world) as other,
+        ):
+            for x, y in data:
+                part = slice(2 * world.rank, 2 * world.rank + 2)
+                other.backward(F.mse_loss(other(one(x[part])), y[part]))
+                one.step()
+                other.step()
+            return [one.state_dict(), other.state_dict()]
+
+    twins = [copy.deepcopy(front), model()]
+    optimizers = [sgd(twin) for twin in twins]
+    for number, (x, y) in enumerate(data):
+        (F.mse_loss(twins[1](twins[0](x)), y) / NUM_MICRO).backward()
+        if number % NUM_MICRO == NUM_MICRO - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for states in run_ranks(2, rank):
+        for state, twin in zip(states, twins, strict=True):
+            for name, value in twin.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_step_may_end_earlier_or_later(preset: str) -> None:
+    """With 2 and 4 micro-batches in the place of 3 and 3; each loss counts a third."""
+    data, lasts = batches(2), (1, 5)
+    models = [model() for _ in range(2)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        mine = models[world.rank]
+        plan = {"preset": preset, "accumulate": NUM_MICRO}
+        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
+            for number, (x, y) in enumerate(data):
+                by_engine(engine, x.chunk(2)[world.rank], y.chunk(2)[world.rank])
+                assert (engine.step(is_last=number in lasts) is not None) == (number in lasts)
+            return engine.state_dict()
+
+    expected = plain(data, lasts=lasts)
+    for params in run_ranks(2, rank):
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_begun_is_not_mixed_with_whole_steps() -> None:
+    with sw.World.join(environment={}) as world:
+        mine = model()
+        with sw.shard(mine, {"accumulate": 2}, optimizer=sgd(mine), world=world) as engine:
+            x, y = batches(1)[0]
+            by_engine(engine, x, y)
+            with pytest.raises(sw.ShardwiseError, match="runs all micro-batches"):
+                engine.train_step((x,), y, loss_fn=F.mse_loss)
+            engine.zero_grad()
+            engine.train_step((x,), y, loss_fn=F.mse_loss)
+            assert engine.num_steps == 1
+            by_loss(engine, x, y)
+            assert engine.step() is None
+
+
+# -- means over tokens ----------------------------------------------------------------------------------
+
+COUNTS = [(1, 5), (0, 4), (3, 3)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_means_over_tokens_are_those_of_all_ranks(preset: str, counts: tuple[int, int], num_ranks: int) -> None:
+    """A rank without a counted token contributes nothing, and no nan."""
+    numbers = torch.Generator().manual_seed(4)
+    x, y = torch.randn(num_ranks, 6, 6, generator=numbers), torch.randint(0, 4, (num_ranks, 6), generator=numbers)
+    counted = torch.zeros(num_ranks, 6, dtype=torch.bool)
+    for row, number in enumerate((*counts, 2)[:num_ranks]):
+        counted[row, :number] = True
+    models = [model() for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> tuple[float, dict[str, Tensor | None]]:
+        mine, own = models[world.rank], world.rank
+        with sw.shard(mine, preset, optimizer=sgd(mine), world=world) as engine:
+            losses = F.cross_entropy(engine(x[own]), y[own], reduction="none")
+            loss = engine.mean_over_tokens(losses, counted[own])
+            engine.backward(loss)
+            return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+
+    twin = model()
+    expected = F.cross_entropy(twin(x[counted]), y[counted])
+    expected.backward()
+    for loss, grads in run_ranks(num_ranks, rank):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_means_over_tokens_where_ranks_have_other_numbers_of_samples() -> None:
+    """Weights by samples are for means over samples; a mean over tokens has counted them already."""
+    numbers = torch.Generator().manual_seed(4)
+    x, y = torch.randn(4, 6, generator=numbers), torch.randint(0, 4, (4,), generator=numbers)
+    shares = [slice(0, 1), slice(1, 4)]
+    models = [model() for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[float, dict[str, Tensor | None]]:
+        mine, own = models[world.rank], shares[world.rank]
+        with sw.shard(mine, "zero2", optimizer=sgd(mine), world=world) as engine:
+            engine.weigh(own.stop - own.start, of=4)
+            loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
+            engine.backward(loss)
+            return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+
+    twin = model()
+    expected = F.cross_entropy(twin(x), y)
+    expected.backward()
+    for loss, grads in run_ranks(2, rank):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+
+
+# -- gradients that are written -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_plan", [True, False])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "offload"])
+def test_a_gradient_that_was_set_is_clipped_by_its_own_norm(preset: str, by_plan: bool) -> None:
+    x = batches(2)[0][0]
+    models = [model() for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[float, float]:
+        mine = models[world.rank]
+        plan = {"preset": preset, **({"clip_grad_norm": 1.0} if by_plan else {})}
+        optimizer = torch.optim.SGD(mine.parameters(), lr=1.0)
+        with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
+            before = engine.state_dict()
+            engine(x).square().mean().backward()
+            for name in before:
+                engine.set(name, torch.full_like(before[name], 100.0), "grad")
+            seen = 0.0 if by_plan else float(engine.clip_grad_norm_(1.0))
+            norm = float(engine.step() or 0.0)
+            after = engine.state_dict()
+            moved = torch.cat([(after[name] - value).flatten() for name, value in before.items()])
+            return moved.norm().item(), norm if by_plan else seen
+
+    numel = sum(param.numel() for param in model().parameters())
+    for moved, norm in run_ranks(2, rank):
+        assert norm == pytest.approx(100.0 * numel**0.5, rel=1e-5)
+        assert moved == pytest.approx(1.0, rel=1e-5)
