@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from datasets import Dataset
 from peft import LoraConfig
 from trainer_jobs import llama

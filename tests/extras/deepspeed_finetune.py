@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed

@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

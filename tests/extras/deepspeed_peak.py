@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations import HfDeepSpeedConfig
 

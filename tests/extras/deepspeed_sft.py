@@ -10,7 +10,6 @@ import deepspeed
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from deepspeed import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus

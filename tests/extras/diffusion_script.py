@@ -10,7 +10,6 @@ import os
 import sys
 
 import torch
-import torchvision_operators  # noqa: F401  # diffusers imports torchvision where there is one
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from diffusers import (

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 import transformers
 from torch import nn
 from trainer_jobs import gpt2, llama, mixtral

@@ -8,7 +8,6 @@ import json
 import sys
 
 import torch
-import torchvision_operators  # noqa: F401  # Lightning imports torchvision where there is one
 
 pl = importlib.import_module(sys.argv[2])
 strategy = sys.argv[3] if len(sys.argv) > 3 else "auto"

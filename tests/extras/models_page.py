@@ -15,7 +15,7 @@ two half batches one after the other and steps with their mean gradient. The los
 parameters at the end, are **bit-identical**. Running statistics (BatchNorm) are not compared: a plain loop updates them
 from both halves in turn, ranks update them from their own half, and all ranks then take rank 0's.
 
-Models with a mixture of experts route the tokens of each half separately, in both loops. `make extras` runs the test.
+Models with a mixture of experts route the tokens of each half separately, in both loops. `make zoo` runs the test.
 This page is written by `tests/extras/models_page.py`.
 """
 

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 
 NAMES = [
-    "torchvision_operators",  # what is imported later may import torchvision
     "torch._dynamo",  # a first backward under hooks imports it
     "accelerate",
     "peft",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from torch import nn
 from torch.utils.data import DistributedSampler
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed

@@ -97,7 +97,6 @@ def test_names() -> None:
 
 SCRIPT = """
     import json, sys
-    import torchvision_operators  # Lightning imports torchvision where there is one
     from {package} import Fabric
     import torch
     fabric = Fabric(accelerator="cpu", devices=8, strategy="{strategy}")

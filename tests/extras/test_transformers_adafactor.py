@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 import transformers
 from torch import nn
 

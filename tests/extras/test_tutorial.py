@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision_operators  # noqa: F401  # transformers imports torchvision where there is one
 from safetensors.torch import load_file
 from transformers import AutoModel, BertModel
 
@@ -32,8 +31,7 @@ def test_what_the_page_shows_is_in_the_program() -> None:
 
 
 def finetune(out: Path, nproc: int, *options: str) -> str:
-    script = Path(__file__).parent / "tutorial_script.py"
-    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(nproc), "--threads", "1", str(script)]
+    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(nproc), "--threads", "1"]
     asked = [str(EXAMPLE / "finetune.py"), "--rows", "8", "--candidates", "16", "--out", str(out), *options]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, cwd=out.parent, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -6,7 +6,6 @@ import tempfile
 from typing import Any
 
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 import transformers
 from torch import nn
 from transformers import (

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
