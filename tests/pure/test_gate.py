@@ -112,9 +112,10 @@ def test_what_fails_is_run_once_more_alone_and_that_is_said() -> None:
     assert not passes(check, lambda command: run(command, statuses), said)
 
 
-def test_each_part_has_an_equal_share_of_the_time_that_is_left() -> None:
-    assert share_until(100, 400, 3) == 200
+def test_each_part_has_half_of_the_time_that_is_left_and_the_last_one_all() -> None:
+    assert share_until(100, 400, 3) == 250
     assert share_until(150, 400, 2) == 275  # what one leaves, the others have
+    assert share_until(300, 400, 1) == 400
     assert share_until(500, 400, 2) == 500
 
 
