@@ -13,6 +13,9 @@ from pathlib import Path
 
 import psutil
 
+SLOW_BF16 = 3.0
+"""A processor is slow at bf16 if it takes this many times as long as in fp32. Nothing was found between 1.4 and 5."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -38,6 +41,8 @@ class TorchFacts:
     gpu_trouble: str = ""
     nccl: str = ""
     """The version of NCCL, if it is built in."""
+    bf16_ratio: float = 0.0
+    """How many times as long as in fp32 a product of matrices takes in bf16 on the processor; 0 if unknown."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class RunLog:
 
     def follow(self, sharded: ShardedModel) -> None:
         """`sharded` takes the steps from now on: the first one, or another after `reshard`."""
+        self._plan = self._plan.with_precision(sharded.plan.precision, "engine")  # auto has been settled
         if self._folder is not None and self._notes is None:
             self._open(self._folder)
         self._sharded, self._bytes, self._slow = sharded, _Bytes(), None

@@ -18,7 +18,7 @@ from shardwise.config import Budget, Offload, Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
-from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
+from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings, device_for
 from shardwise.machine import Cgroups, host_memory
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.model_axes import (
@@ -35,6 +35,7 @@ from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout, stage_warnings
 from shardwise.placement import Table, mesh_for, table_for, takes_local_size
+from shardwise.precision.auto import settle
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
@@ -252,8 +253,9 @@ def lay(
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
     peers = DataGroup(world, mesh, mesh.params_axes)
-    table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     device = check_device(model, world)
+    plan = settle(plan, world, device_for(model, wishes, world))
+    table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
     plan = in_own_precision(plan, model)

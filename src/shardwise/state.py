@@ -40,6 +40,7 @@ from shardwise.model_axes import carry_out_experts, synchronize_generators
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
+from shardwise.precision.auto import settle
 from shardwise.program import Update
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import (
@@ -282,6 +283,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     if plan.follows_model and sharded.plan.has_own_precision:
         plan = plan.with_own_precision(sharded.plan.precision)
     check_same_settings(settings_of(plan, world), "plan", world)
+    plan = settle(plan, world, sharded.sharding.device)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
     added = sharded.optimizer.added if sharded.optimizer is not None else {}

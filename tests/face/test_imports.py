@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from shardwise.cli.main import COMMANDS
+
 SCRIPT = """
 import json, sys
 {first}
@@ -60,3 +62,21 @@ def test_what_has_not_been_asked_for_yet_costs_nothing(then: str) -> None:
 @pytest.mark.parametrize("verb", ["launch", "deepspeed", "horovodrun", "accelerate"])
 def test_the_launcher_reports_mistakes_before_torch_is_imported(verb: str) -> None:
     assert "torch" not in brought_in("", f"import shardwise.cli.main, shardwise.cli.{verb}")
+
+
+HEAVY = {"torch", "numpy", "matplotlib", "safetensors", "pandas", "transformers", "accelerate", "mpi4py"}
+"""What no command needs to print its help: each takes a tenth of a second or more."""
+PLANS = {"pydantic", "yaml"}
+"""What reads plans. `explain` has options for what a plan may say."""
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_imports_nothing_that_takes_long(command: str | None) -> None:
+    words = ["--help"] if command is None else [command, "--help"]
+    then = (
+        "import contextlib, io; from shardwise.cli.main import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()) as told: assert main({words}) == 0\n"
+        "assert 'usage' in told.getvalue()"
+    )
+    packages = {name.partition(".")[0] for name in brought_in("", then)}
+    assert not packages & (HEAVY if command == "explain" else HEAVY | PLANS)

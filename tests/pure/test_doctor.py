@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shardwise.cli import checks
+from shardwise.cli import checks, doctor, host_facts
 from shardwise.cli.checks import Check
+from shardwise.cli.console import waiting_for
 from shardwise.cli.doctor import print_table
 from shardwise.cli.loopback import LoopbackResult
 from shardwise.machine import Cgroups, Gpu, Memory, TorchFacts, host_memory, num_cores
@@ -141,3 +144,48 @@ def test_the_table_shows_every_answer_and_counts_failures() -> None:
     assert "[brackets] stay" in text
     assert "mend it" in text
     assert "1 of 2 checks failed." in text
+
+
+def test_two_processes_start_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three imports torch, which on a busy machine takes longer than all the rest."""
+    imports, connected = threading.Event(), threading.Event()
+
+    def connect(_: float) -> LoopbackResult:
+        assert imports.wait(30)
+        connected.set()
+        return LoopbackResult(1.0)
+
+    def ask_torch() -> TorchFacts:
+        imports.set()
+        assert connected.wait(30), "nothing ran beside the import of torch"
+        return TorchFacts("2.13", "CPU", ("gloo",))
+
+    monkeypatch.setattr(doctor, "run_loopback", connect)
+    monkeypatch.setattr(doctor, "_ask_torch", ask_torch)
+    monkeypatch.setattr(doctor, "_of_host", lambda _: iter(()))
+    assert {check.name: check.status for check in doctor.examine(30.0)}["loopback"] == "ok"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_told_what_is_waited_for(is_terminal: bool) -> None:
+    shown = io.StringIO()
+    with waiting_for("torch [cpu]", Console(file=shown, force_terminal=is_terminal, width=80)):
+        pass
+    assert ("waiting for torch [cpu] ..." in shown.getvalue()) == is_terminal
+    assert bool(shown.getvalue()) == is_terminal
+
+
+def test_a_slow_disk_is_measured_with_fewer_bytes(tmp_path: Path) -> None:
+    """Every look at the clock finds another second gone."""
+    seconds = itertools.count()
+    rates = host_facts.disk_rates(tmp_path, 2**30, clock=lambda: float(next(seconds)))
+    assert 0 < rates.write < 2**23
+    assert 0 < rates.read < 2**23
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(45.2, "45 times"), (0.16, "0.16 times")])
+def test_bf16_is_said_to_be_slow_where_it_is(ratio: float, said: str) -> None:
+    check = checks.check_bf16(ratio)
+    assert (check.name, check.status) == ("processor", "ok")
+    assert said in check.found
+    assert ("precision: auto" in check.cure) == (ratio > 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.cli.loopback import LoopbackResult
-from shardwise.machine import Memory, TorchFacts
+from shardwise.machine import SLOW_BF16, Memory, TorchFacts
 from shardwise.units import format_bytes, format_seconds
 
 GIB = 2**30
@@ -109,6 +109,15 @@ def check_threads(environ: Mapping[str, str], num_cores: int) -> Check:
         cure = f"More threads than the {num_cores} cores slow each other down: set it to cores / ranks."
         return Check("threads", "warn", found, cure)
     return Check("threads", "ok", found)
+
+
+def check_bf16(ratio: float) -> Check:
+    """`ratio` as in `TorchFacts.bf16_ratio`."""
+    found = f"products of matrices take {ratio:.2g} times as long in bf16 as in fp32"
+    if ratio > SLOW_BF16:
+        cure = "This processor has no instructions for bf16: without a GPU, set precision: auto or fp32."
+        return Check("processor", "ok", found, cure)
+    return Check("processor", "ok", found)
 
 
 def check_backends(facts: TorchFacts) -> Check:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 
 FILE_WIDTH = 160
 """Columns if stdout is not a terminal and COLUMNS is not set: wide, so that tables are not folded."""
@@ -16,3 +19,15 @@ def console_for_output() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         return Console(width=FILE_WIDTH)
     return console
+
+
+@contextmanager
+def waiting_for(what: str, console: Console | None = None) -> Iterator[None]:
+    """Shows on a terminal what the command waits for inside; the line is gone afterwards. `console` is that of
+    stderr."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"waiting for {escape(what)} ..."):
+        yield

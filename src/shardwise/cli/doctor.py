@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -23,12 +24,11 @@ from rich.text import Text
 from shardwise.cli import checks, host_checks, host_facts
 from shardwise.cli.between_hosts import examine_hosts
 from shardwise.cli.checks import Check
-from shardwise.cli.console import console_for_output
-from shardwise.cli.loopback import run_loopback
+from shardwise.cli.console import console_for_output, waiting_for
+from shardwise.cli.loopback import LoopbackResult, run_loopback
 from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.mpi import examine_mpi, mpi_facts
 from shardwise.cli.nccl import check_nccl, examine_gpus
-from shardwise.cli.plan_lint import lint
 from shardwise.cli.remote import SSH, Remote
 from shardwise.errors import ConfigError
 from shardwise.launch.hosts.facts import interfaces
@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
         answers += _of_plan(args.plan, args.world)
     if hosts:
         remote = Remote(shell, args.python, args.timeout)
-        answers += examine_hosts(hosts, remote, args.folder, args.port)
-        if len(hosts) > 1 and Check("hosts", "ok", f"reached {', '.join(hosts)}") in answers:
-            answers += examine_mpi(mpi_facts(), args.timeout, hosts)
+        with waiting_for(f"{', '.join(hosts)}, at most {args.timeout:g} s for each step"):
+            answers += examine_hosts(hosts, remote, args.folder, args.port)
+            if len(hosts) > 1 and Check("hosts", "ok", f"reached {', '.join(hosts)}") in answers:
+                answers += examine_mpi(mpi_facts(), args.timeout, hosts)
     healthy = all(answer.status != "fail" for answer in answers)
     if args.json:
         print(json.dumps({"healthy": healthy, "checks": [asdict(answer) for answer in answers]}, indent=2))
@@ -111,7 +112,14 @@ def _shell(command: str) -> tuple[str, ...]:
 
 def examine(timeout_seconds: float) -> Iterator[Check]:
     """Every check of this machine, in the order in which problems should be fixed."""
-    facts = _ask_torch()
+    with ThreadPoolExecutor(1) as beside:  # each of the two ranks imports torch, which takes as long as it does here
+        loopback = beside.submit(run_loopback, timeout_seconds)
+        yield from _of_this_machine(timeout_seconds, loopback)
+
+
+def _of_this_machine(timeout_seconds: float, loopback: Future[LoopbackResult]) -> Iterator[Check]:
+    with waiting_for("torch to be imported"):
+        facts = _ask_torch()
     yield checks.check_python(tuple(sys.version_info[:3]))
     yield checks.check_torch(facts)
     cgroups = Cgroups()
@@ -122,13 +130,17 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
     yield checks.check_allocator(os.environ, platform.libc_ver()[0])
     yield checks.check_threads(os.environ, num_cores())
     if isinstance(facts, TorchFacts):
+        yield checks.check_bf16(facts.bf16_ratio)
         yield checks.check_backends(facts)
         yield checks.check_gpus(facts)
         if "gloo" in facts.backends:
-            yield checks.check_loopback(run_loopback(timeout_seconds))
+            with waiting_for(f"two processes to connect, at most {timeout_seconds:g} s"):
+                meeting = loopback.result()
+            yield checks.check_loopback(meeting)
         if facts.gpus and "nccl" in facts.backends:
             yield check_nccl(facts, interfaces(), os.environ)
-            yield from examine_gpus(len(facts.gpus), timeout_seconds)
+            with waiting_for(f"the GPUs to exchange data, at most {timeout_seconds:g} s"):
+                yield from examine_gpus(len(facts.gpus), timeout_seconds)
         yield host_checks.check_driver(host_facts.driver_version(), facts)
     yield _ask_temp()
     yield from _of_host(timeout_seconds)
@@ -139,7 +151,8 @@ def _of_host(timeout_seconds: float) -> Iterator[Check]:
     yield host_checks.check_limits(host_facts.limits(), has_rdma=has_rdma)
     networks = [one for one in interfaces() if one.is_ipv4]
     yield host_checks.check_network(networks, host_facts.address_of_own_name(), os.environ)
-    yield from examine_mpi(mpi_facts(), timeout_seconds)
+    with waiting_for(f"mpirun to start two ranks, at most {timeout_seconds:g} s"):
+        yield from examine_mpi(mpi_facts(), timeout_seconds)
     yield host_checks.check_clock(host_facts.clock_is_synchronized())
     yield host_checks.check_versions(host_facts.conflicts(_requirements()))
     yield host_checks.check_leftovers(host_facts.leftovers(Path(tempfile.gettempdir())))
@@ -156,7 +169,8 @@ def _requirements() -> list[str]:
 def _of_folders(folders: list[str]) -> Iterator[Check]:
     for folder in dict.fromkeys(folders):
         try:
-            rates: host_facts.DiskRates | str = host_facts.disk_rates(Path(folder))
+            with waiting_for(f"the disk of {folder}"):
+                rates: host_facts.DiskRates | str = host_facts.disk_rates(Path(folder))
         except OSError as error:
             rates = error.strerror or str(error)
         yield host_checks.check_disk(folder, rates)
@@ -167,6 +181,8 @@ def _of_plan(source: str, world_size: int | None) -> list[Check]:
         raise ConfigError(f"--world is {world_size}; give 1 or more.")
     facts = _ask_torch()
     known = facts if isinstance(facts, TorchFacts) else TorchFacts("", "")
+    from shardwise.cli.plan_lint import lint  # see [Note: late imports] in cli/launch.py
+
     return lint(source, world_size or len(known.gpus) or 2, known, num_cores())
 
 

@@ -104,6 +104,8 @@ def _explained(args: argparse.Namespace) -> Explanation:
             "Name a plan: a preset such as zero3, or a file. `shardwise explain --list` lists the presets."
         )
     plan = load_plan(args.plan, args.set)
+    if plan.precision == "auto":
+        plan = importlib.import_module("shardwise.precision.auto").settled_here(plan)
     known_from = preset(plan.preset).known_from
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"

@@ -10,7 +10,7 @@ import resource
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 DISK_BYTES = 32 * 2**20
+DISK_SECONDS = 2.0
+"""For writing, and for reading; a slow disk is measured with fewer bytes."""
 _LOCK = "launcher.lock"
 """Held by a live launcher: see [Note: abandoned folders] in launch/folder.py."""
 _UNSYNCHRONIZED = 0x40
@@ -62,23 +64,27 @@ class DiskRates:
     read: float
 
 
-def disk_rates(folder: Path, num_bytes: int = DISK_BYTES) -> DiskRates:
-    """Write a file of `num_bytes` into `folder`, read it again, remove it. Raises `OSError` if that fails."""
-    block = os.urandom(2**20)
+def disk_rates(folder: Path, num_bytes: int = DISK_BYTES, clock: Callable[[], float] = time.perf_counter) -> DiskRates:
+    """Write a file of at most `num_bytes` into `folder`, read it again, remove it; a slow disk is given 2 s for each.
+    Raises `OSError` if that fails."""
+    block = os.urandom(min(num_bytes, 2**22))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
-        started = time.perf_counter()
-        for _ in range(num_bytes // len(block)):
+        started = clock()
+        num_written = 0
+        while num_written < num_bytes and clock() - started < DISK_SECONDS:
             file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        written = time.perf_counter()
+            file.flush()
+            os.fsync(file.fileno())
+            num_written += len(block)
+        written = clock()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
-        while file.read(len(block)):
-            pass
-        read = time.perf_counter()
-    return DiskRates(num_bytes / (written - started), num_bytes / (read - written))
+        num_read = 0
+        while clock() - written < DISK_SECONDS and (found := file.read(len(block))):
+            num_read += len(found)
+        read = clock()
+    return DiskRates(num_written / (written - started), num_read / (read - written))
 
 
 def driver_version(proc: Path = Path("/proc/driver/nvidia/version")) -> str:

@@ -1,4 +1,8 @@
-"""`shardwise launch`: runs a script on several ranks, of this machine or of others."""
+"""`shardwise launch`: runs a script on several ranks, of this machine or of others.
+
+[Note: late imports] What reads plans is imported by what needs it: pydantic and yaml take longer than all the rest of
+`shardwise launch --help`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,16 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise import launch
 from shardwise.cli import launch_places
-from shardwise.cli.one_machine import run_on_one
-from shardwise.config import load_plan
 from shardwise.errors import LaunchError
-from shardwise.integrations.accelerate_config import AccelerateConfig, read_accelerate_config
 from shardwise.launch.cores import BINDINGS
 from shardwise.launch.job import Elastic, Job, describe
+
+if TYPE_CHECKING:
+    from shardwise.integrations.accelerate_config import AccelerateConfig
 
 EXAMPLES = """examples:
   shardwise launch --nproc 2 train.py --lr 1e-3             options after the script are the script's own
@@ -114,14 +119,20 @@ def _run(args: argparse.Namespace) -> int:
             raise LaunchError(f"--profile {args.profile}: give the first and the last step, such as 10:12.")
         os.environ["SHARDWISE_PROFILE"] = args.profile
     if args.accelerate_config is not None:
+        from shardwise.integrations.accelerate_config import read_accelerate_config
+
         take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
     if args.shardwise is not None and not args.shardwise.startswith("{"):
+        from shardwise.config import load_plan
+
         load_plan(args.shardwise)
     place = launch_places.place_of(args)
     job = _job(args, nproc=_nproc(args, 1, is_here=place == "local"))
     if args.machines is not None:
         if place != "local":
             raise LaunchError("num_machines is above 1, and hosts are named too. Remove one of them.")
+        from shardwise.cli.one_machine import run_on_one
+
         return run_on_one(job, args.machines, args.dry_run)
     if place != "local":
         if job.elastic is not None and place == "mpi":

@@ -11,17 +11,16 @@ from pathlib import Path
 from shardwise.cli.checks import Check
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ShardwiseError
-from shardwise.machine import TorchFacts
+from shardwise.machine import SLOW_BF16, TorchFacts
 from shardwise.placement import Table, check_budget, check_offload, mesh_for, table_for
-
-FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Processor flags with which bf16 is faster than fp32."""
 
 
 def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> list[Check]:
     """All findings for the plan in `source`, on `world_size` ranks of this machine; a single `ok` if there are none."""
     try:
         plan = load_plan(source)
+        if plan.precision == "auto":
+            plan = importlib.import_module("shardwise.precision.auto").settled_here(plan)
         mesh = mesh_for(plan, world_size)
         table = table_for(plan, mesh).on(mesh)
         check_offload(plan, mesh)
@@ -53,10 +52,9 @@ def _of_numbers(plan: Plan, facts: TorchFacts) -> Iterator[Check]:
     if plan.precision == "fp16":
         cure = "On CPUs fp16 is slow, and it may overflow: use bf16 or fp32."
         yield Check("plan precision", "warn", "fp16 without a GPU", cure)
-    flags = _cpu_flags()
-    if plan.precision == "bf16" and flags and not any(flag in flags for flag in FAST_BF16):
-        cure = "It halves memory and communication, but this processor computes faster in fp32."
-        yield Check("plan precision", "warn", "bf16 on a processor without bf16 instructions", cure)
+    if plan.precision == "bf16" and facts.bf16_ratio > SLOW_BF16:
+        found = f"bf16 on a processor whose products take {facts.bf16_ratio:.0f} times as long as in fp32"
+        yield Check("plan precision", "warn", found, "Set precision: auto, or fp32.")
 
 
 def _of_files(plan: Plan) -> Iterator[Check]:
@@ -117,11 +115,3 @@ def _of_compiling(plan: Plan, facts: TorchFacts, environ: Mapping[str, str]) -> 
 def _can_be_made(folder: Path) -> bool:
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return place.is_dir() and os.access(place, os.W_OK)
-
-
-def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())

@@ -7,12 +7,13 @@ import torch.distributed as dist
 
 from shardwise.devices import TorchAccelerator
 from shardwise.machine import Gpu, TorchFacts
+from shardwise.precision.auto import bf16_ratio
 
 
 def torch_facts() -> TorchFacts:
     """The facts of torch; sees accelerators of the kind that it was built for. CUDA and ROCm share one name there."""
     gpus, trouble = _gpus()
-    return TorchFacts(torch.__version__, _build(), _backends(), gpus, trouble, nccl_version())
+    return TorchFacts(torch.__version__, _build(), _backends(), gpus, trouble, nccl_version(), bf16_ratio())
 
 
 def nccl_version() -> str:

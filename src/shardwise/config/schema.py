@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.units import parse_bytes
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
+PrecisionName = Literal[DtypeName, "auto"]
 TierName = Literal["device", "host", "disk"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 PolicyName = Literal["keep", "recompute", "selective", "offload", "disk"]
@@ -302,9 +303,10 @@ class Plan(Strict):
         default=None,
         description="axis sizes, outermost first; one may be -1 (the rest); default: the preset's axes",
     )
-    precision: DtypeName = Field(
+    precision: PrecisionName = Field(
         default="fp32",
-        description="dtype of parameters in forward and backward; default: the model's own, fp32 where none is known",
+        description="dtype of parameters in forward and backward; auto: bf16, or fp32 if any rank's device is slow in "
+        "bf16; default: the model's own, fp32 where none is known",
     )
     rows: Rows = Field(default=Rows(), description="changes to the preset's table")
     rules: dict[str, Rule] = Field(
@@ -403,10 +405,14 @@ class Plan(Strict):
         """Whether the precision is that of the model, and not one that was asked for."""
         return self._origins.get("precision") == "model"
 
-    def with_own_precision(self, precision: DtypeName) -> Plan:
+    def with_own_precision(self, precision: PrecisionName) -> Plan:
         """The same plan, in the precision of the model."""
+        return self.with_precision(precision, "model")
+
+    def with_precision(self, precision: PrecisionName, origin: str) -> Plan:
+        """The same plan in another precision, which came from `origin`."""
         plan = self.model_copy(update={"precision": precision})
-        plan._origins = {**self._origins, "precision": "model"}
+        plan._origins = {**self._origins, "precision": origin}
         return plan
 
     def with_offload(self, offload: Offload) -> Plan:

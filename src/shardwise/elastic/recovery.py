@@ -314,6 +314,7 @@ class Recovery(ABC):
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
+            "precision": self.plan.precision,
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
             "trained": trained.facts(),

@@ -2,7 +2,7 @@
 
 from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.deferred import is_deferred
-from shardwise.init.first_values import FirstValues, Wishes
+from shardwise.init.first_values import FirstValues, Wishes, device_for
 from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
 from shardwise.init.recorder import deferred_init
@@ -16,6 +16,7 @@ __all__ = [
     "check_same_everywhere",
     "check_same_settings",
     "deferred_init",
+    "device_for",
     "is_deferred",
     "materialize",
 ]

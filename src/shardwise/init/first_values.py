@@ -43,6 +43,15 @@ class Wishes:
     init: Init | None = None
 
 
+def device_for(model: nn.Module, wishes: Wishes, world: World) -> torch.device:
+    """The device on which the model will be: as asked for, its own, or this rank's for a model without values."""
+    if wishes.device is not None:
+        return world.rank_device.resolve(wishes.device)
+    own_device = check_model(model)
+    has_none = own_device.type == "meta" or any(isinstance(param, Deferred) for param in model.parameters())
+    return world.device if has_none else own_device
+
+
 class FirstValues:
     """The initial values of one model on this rank: found by the constructor, put in place by `apply`."""
 
@@ -51,14 +60,12 @@ class FirstValues:
         self._model = model
         self._data_group = data_group
         self._wishes = wishes
-        own_device = check_model(model)
-        self._is_meta = own_device.type == "meta"
+        self._is_meta = check_model(model).type == "meta"
         self._is_deferred = any(isinstance(param, Deferred) for param in model.parameters())
         self._match = _matched(model, wishes, world)
         if wishes.init is not None and not self._is_meta:
             raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
-        asked = None if wishes.device is None else world.rank_device.resolve(wishes.device)
-        self.device = asked or (world.device if self._is_meta or self._is_deferred else own_device)
+        self.device = device_for(model, wishes, world)
         self._has_begun = False
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 

@@ -6,12 +6,12 @@ import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LaunchError
-from shardwise.integrations.accelerate_config import AccelerateConfig, config_of, values_of
+
+if TYPE_CHECKING:
+    from shardwise.integrations.accelerate_config import AccelerateConfig
 
 _FSDP = (
     "version", "offload_params", "min_num_params", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy",
@@ -88,6 +88,8 @@ def read_options(args: Any) -> tuple[AccelerateConfig, list[str]]:
                 f"--{name} names other hosts, but this command starts ranks only on this host. Use shardwise launch "
                 f"--hosts or --hostfile with --shardwise PLAN, or shardwise deepspeed --hostfile FILE."
             )
+    from shardwise.integrations.accelerate_config import config_of, values_of  # which imports pydantic, unlike --help
+
     file = args.config_file or _default_file(args)
     values = {} if file is None else values_of(file)
     found = config_of(_merged(args, values), "accelerate launch")
@@ -129,6 +131,8 @@ def _merge_section(merged: dict[str, Any], section: str, options: Mapping[str, s
 
 def _read(text: str) -> Any:
     """A value of the command line as YAML reads it: a number, a boolean, or the text itself."""
+    import yaml
+
     value = yaml.safe_load(text) if text else text
     return value if isinstance(value, bool | int | float) else text
 

@@ -45,6 +45,11 @@ def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compile
     given = plan.precision if "precision" in plan.model_fields_set else None
     if mixed_precision not in _PRECISIONS:
         raise ConfigError(f"mixed_precision {mixed_precision!r} is not supported. Use bf16, fp16 or no.")
+    if given == "auto":
+        raise ConfigError(
+            f"The plan's precision is auto, but a model under {library} is fed in the precision that is set there. Set "
+            f"bf16, fp16 or none there, and leave precision out of the plan."
+        )
     if given is not None and mixed_precision != "no" and given in HALVES and given != mixed_precision:
         raise ConfigError(
             f"The plan sets precision {given}, but {library} is set to {mixed_precision}. Set only one of them."

@@ -104,7 +104,13 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     fp32, so that sums over micro-batches and small updates are not rounded away.
     """
     base = preset(plan.preset).over(mesh)
-    compute = (rule.precision if rule is not None else None) or plan.precision
+    asked = (rule.precision if rule is not None else None) or plan.precision
+    if asked == "auto":
+        raise PlacementError(
+            "precision auto has no table yet: sw.shard settles it, by what the devices of all ranks are fast at. Name "
+            "one: bf16 or fp32."
+        )
+    compute: Dtype = asked
     states: Dtype = compute if WIDTH[compute] >= WIDTH["fp32"] else "fp32"
     rows = [rows for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from shardwise.errors import ConfigError
 from shardwise.job_token import new_token
 from shardwise.launch.job import Job
@@ -69,6 +67,8 @@ class K8sPlan:
 
     def text(self) -> str:
         """What a dry run prints: YAML, as `kubectl apply -f -` reads it."""
+        import yaml  # see [Note: late imports] in cli/launch.py
+
         return yaml.safe_dump_all(self.manifests, sort_keys=False, width=1000).rstrip()
 
     @property
