@@ -41,6 +41,10 @@ class Report:
     def _speaks(self) -> bool:
         return self._engine.world.rank == 0
 
+    @property
+    def _files(self) -> tuple[Path, Path]:
+        return self.folder / "record.jsonl", self.folder / "loss.png"
+
     def __enter__(self) -> Report:
         self._progress.__enter__()
         return self
@@ -59,12 +63,12 @@ class Report:
     def validation(self, step: int, loss: float) -> None:
         self.note(f"step {step}: validation loss {loss:.3f}")
 
-    def curve(self) -> None:
-        """Draw the loss curve; without matplotlib, say what is missing."""
+    def curve(self, bigram: float) -> None:
+        """Draw the loss curve beside that of a bigram model; without matplotlib, say what is missing."""
         if not self._speaks:
             return
         try:
-            self.note(f"loss curve: {plot_loss(self.folder / 'record.jsonl', self.folder / 'loss.png')}")
+            self.note(f"loss curve: {plot_loss(*self._files, {'a bigram model': bigram})}")
         except sw.ShardwiseError as missing:
             self.note(str(missing))
 

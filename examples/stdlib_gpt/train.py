@@ -27,19 +27,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
 from corpus import Corpus, pieces, stdlib_folder
-from model import ByteGPT, ModelSize, decay_groups, generate
+from model import GPT, ModelSize, decay_groups, generate
 from report import Report
 from shardwise.data import Loader
 from shardwise.errors import ConfigError
 from shardwise.launch import StopRequest
+from tokens import Tokens, bigram_loss
 
 RUNS = Path("runs/stdlib_gpt")
-ROWS = 16  # of a step over all ranks, where --batch says nothing
-CORPUS_BYTES = 8 * 2**20
-JOB_PLAN = {"precision": "bf16", "clip_grad_norm": "1.0"}  # where neither --plan nor --set says anything
+ROWS = 8  # of a step over all ranks, where --batch says nothing
+CORPUS_BYTES = 4 * 2**20
+JOB_PLAN = {"precision": "auto", "clip_grad_norm": "1.0"}  # where neither --plan nor --set says anything
 WARMUP_SHARE, FINAL_LR_SHARE = 0.05, 0.1
-VALIDATION_BATCHES = 4
-PROMPT, SAMPLE_BYTES, TEMPERATURE = b"def ", 300, 0.8
+VALIDATION_BATCHES = 8
+PROMPT, SAMPLE_TOKENS, TEMPERATURE = b"class ", 140, 0.7
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Run:
     world: sw.World
     plan: sw.Plan
     rows: int
-    model: ByteGPT
+    tokens: Tokens
+    bigram: float
+    """The loss of a bigram model on the validation text."""
+    model: GPT
     engine: sw.Engine
     scheduler: LambdaLR
     train: Loader
@@ -80,8 +84,10 @@ def build(args: argparse.Namespace, world: sw.World) -> Run:
     """Text, model, optimizer and schedule as in any script; then the engine that shards them."""
     plan = load_plan(args)
     corpus = Corpus.of_folder(Path(args.text), CORPUS_BYTES)
+    tokens = Tokens.learn(corpus.train, args.vocabulary)
+    train, validation = tokens.encode(corpus.train), tokens.encode(corpus.validation)
     torch.manual_seed(args.seed)
-    model = ByteGPT(ModelSize(args.layers, args.width, args.heads, args.context))
+    model = GPT(ModelSize(args.vocabulary, args.layers, args.width, args.heads, args.context))
     optimizer = torch.optim.AdamW(decay_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
     engine = sw.shard(model, plan, optimizer=optimizer, world=world)
     dealt = engine.data_ranks
@@ -91,20 +97,20 @@ def build(args: argparse.Namespace, world: sw.World) -> Run:
         world=world,
         plan=plan,
         rows=rows,
+        tokens=tokens,
+        bigram=bigram_loss(train, validation, args.vocabulary),
         model=model,
         engine=engine,
         scheduler=LambdaLR(optimizer, lambda step: lr_share(step, args.steps)),
         train=Loader(
-            pieces(corpus.train, args.context),
+            pieces(train, args.context),
             batch_rows=rows,
             seed=args.seed,
             world=dealt,
             accumulate=plan.accumulate,
             steps=args.steps,
         ),
-        validation=Loader(
-            pieces(corpus.validation, args.context), batch_rows=rows, world=dealt, steps=VALIDATION_BATCHES
-        ),
+        validation=Loader(pieces(validation, args.context), batch_rows=rows, world=dealt, steps=VALIDATION_BATCHES),
     )
 
 
@@ -114,7 +120,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def batch_rows(args: argparse.Namespace, parts: int, num_ranks: int) -> int:
-    """Rows of a step: as --batch says, which has to come out even, or 16, rounded up until they do."""
+    """Rows of a step: as --batch says, which has to come out even, or 8, rounded up until they do."""
     if args.batch is None:
         return -(-ROWS // parts) * parts
     if args.batch <= 0 or args.batch % parts:
@@ -137,6 +143,7 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
         report.note(f"Continuing after step {done} of {steps}, from {run.checkpoints}.")
     else:
         report.note(f"A new run, kept in {run.folder}.")
+    report.note(f"A bigram model of the same text, which sees one token back, has a loss of {run.bigram:.2f}.")
     if run.args.batch is None and run.rows != ROWS:
         report.note(f"{ROWS} rows do not divide among {run.world.size} ranks: a step takes {run.rows}.")
     batches = iter(run.train)
@@ -171,13 +178,14 @@ def validate(run: Run) -> float:
 
 def finish(run: Run, stop: StopRequest, report: Report) -> int:
     """The curve, a sample of what the model writes, and the memory that all this took."""
-    report.curve()
+    report.curve(run.bigram)
     if "pp" in run.engine.mesh.axes:
         report.note("No sample: no rank of a pipeline can run the model by itself.")
     else:
         text = bytearray(PROMPT)
-        for byte in generate(run.model, PROMPT, SAMPLE_BYTES, TEMPERATURE, run.args.seed):
-            text.append(byte)
+        prompt = [int(token) for token in run.tokens.encode(PROMPT)]
+        for token in generate(run.model, prompt, SAMPLE_TOKENS, TEMPERATURE, run.args.seed):
+            text += run.tokens.decode(token)
             if run.engine.any_rank(stop.requested):
                 return interrupted(stop)
         report.sample(bytes(text))
@@ -257,13 +265,13 @@ def parse_arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("--plan", default="zero3", help="a preset or a plan file (default: zero3)")
     option("--set", action="append", default=[], metavar="KEY=VALUE", help="change the plan: precision=fp32")
-    option("--steps", type=int, default=300, help="optimizer steps in all (default: 300)")
+    option("--steps", type=int, default=800, help="optimizer steps in all (default: 800)")
     option("--batch", type=int, help=f"rows of a step over all ranks (default: {ROWS}, or a few more to divide)")
-    option("--lr", type=float, default=1e-3, help="largest learning rate (default: 1e-3)")
+    option("--lr", type=float, default=8e-3, help="largest learning rate (default: 8e-3)")
     option("--seed", type=int, default=0, help="of weights, batches and sample (default: 0)")
     option("--out", help=f"folder of the run (default: one for each plan, such as {RUNS}/zero3)")
-    option("--save-every", type=int, default=50, help="steps between checkpoints (default: 50)")
-    option("--validate-every", type=int, default=50, help="steps between validations (default: 50)")
+    option("--save-every", type=int, default=200, help="steps between checkpoints (default: 200)")
+    option("--validate-every", type=int, default=100, help="steps between validations (default: 100)")
     option("--fresh", action="store_true", help="start over, whatever --out has")
     option("--text", default=stdlib_folder(), help="folder of *.py (default: Python's standard library)")
     for name, value in asdict(size).items():

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-SLOW_BF16 = 3.0
-"""A processor is slow at bf16 if it takes this many times as long as in fp32. Nothing was found between 1.4 and 5."""
+SLOW_BF16 = 2.5
+"""A processor is slow at bf16 if it takes this many times as long as in fp32. Nothing was found between 1.7 and 5."""
 
 
 @dataclass(frozen=True)

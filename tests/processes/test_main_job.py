@@ -53,6 +53,7 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "checkpoints" / "step-00000006").is_dir()
     assert "a sample" in first.stdout
+    assert "A bigram model of the same text" in first.stdout
     assert "promised" in first.stdout
     whole = record(out)
     assert {line["kind"] for line in whole.lines} == {"step", "validation", "ranks", "memory", "end"}
@@ -71,7 +72,7 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
 @pytest.mark.parametrize(("plan", "nproc"), [("3d", 8), ("tp", 4), ("pp", 4)])
 def test_the_plans_of_the_example_train_as_one_process_does(plan: str, nproc: int, tmp_path: Path) -> None:
     """As `make train PLAN=3d NPROC=8 STEPS=2` runs it, with a smaller model of as many heads, in fp32."""
-    size = ("--steps", "2", "--heads", "5", "--width", "40", "--batch", "16", "--set", "precision=fp32")
+    size = ("--steps", "2", "--heads", "4", "--width", "32", "--batch", "16", "--set", "precision=fp32")
     split = run(tmp_path / plan, *size, "--plan", str(SCRIPT.with_name(f"{plan}.yaml")), nproc=nproc)
     assert split.returncode == 0, split.stderr
     alone = run(tmp_path / "alone", *size, "--plan", "ddp", nproc=1)

@@ -272,7 +272,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -
         "plan.yaml:6: units is {'clas': 'Block'}; expected auto, a list of names or a rule such as {class: Block}.",
         "plan.yaml:7: prefetch_bytes is '64 miles'; expected auto or bytes such as 64M or 4096.",
         "plan.yaml:10: rows.grad.shard is 'dp'; expected a list of names or null.",
-        "override 'precision=int8': precision is 'int8'; expected fp64, fp32, bf16 or fp16.",
+        "override 'precision=int8': precision is 'int8'; expected fp64, fp32, bf16, fp16 or auto.",
     ]
 
 

@@ -179,6 +179,15 @@ class TestPlot:
         png = plot_loss(path, path.with_name("loss.png"))
         assert png.read_bytes().startswith(b"\x89PNG")
 
+    def test_a_loss_to_compare_with_is_a_line_with_its_name(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        axes = pytest.importorskip("matplotlib.axes").Axes
+        with start(path) as record:
+            record.write("step", step=1, loss=5.0, tokens=2048)
+        drawn = []
+        monkeypatch.setattr(axes, "axhline", lambda _, level, *, label, **_style: drawn.append((level, label)))
+        plot_loss(path, path.with_name("loss.png"), {"a bigram model": 3.3333})
+        assert drawn == [(3.3333, "a bigram model (3.33)")]
+
     def test_a_record_without_a_loss_is_refused(self, path: Path) -> None:
         pytest.importorskip("matplotlib")
         start(path).close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,17 +16,9 @@ CPU = torch.device("cpu")
 FAST, SLOW = 0.2, 45.0
 
 
-def probe(*ratios: float) -> Callable[[torch.device], float]:
-    """The answers of ranks, one each; ranks are threads that take theirs in any order."""
-    left = list(ratios)
-    return lambda _: left.pop()
-
-
 def settled(precision: str, *ratios: float) -> list[str]:
-    ask = probe(*ratios)
-
     def rank(world: sw.World) -> str:
-        plan = auto.settle(sw.load_plan({"precision": precision}), world, CPU, ask)
+        plan = auto.settle(sw.load_plan({"precision": precision}), world, CPU, lambda _: ratios[world.rank])
         assert plan.origin("precision") == ("auto" if precision == "auto" else "argument")
         return plan.precision
 

@@ -20,6 +20,7 @@ from shardwise.config import Plan
 from shardwise.elastic import recovery
 from shardwise.errors import FaultError
 from shardwise.monitor import read_record
+from shardwise.precision import auto
 from shardwise.sharded_model import ShardedModel
 from shardwise.state import Former
 from tests.ranks.test_lost_ranks import (
@@ -147,6 +148,22 @@ def test_one_comes_after_a_death_while_another_was_let_in(
 
     trained(tmp_path, plan={"preset": preset}, at=at, num_newcomers=2)
     assert ranks.count(0) >= 3
+
+
+def test_one_that_comes_computes_in_the_precision_that_the_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have settled `auto`, and its own processor would choose another."""
+    monkeypatch.setattr(auto, "bf16_ratio", lambda: 45.0)
+
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        assert (engine.plan.precision, engine.table.compute) == ("fp32", "fp32")
+        if (member, step, now) == (1, 2, "backward"):
+            monkeypatch.setattr(auto, "bf16_ratio", lambda: 0.2)
+            raise Killed
+
+    sizes = trained(tmp_path, plan={"preset": "zero2", "precision": "auto"}, at=at)
+    assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
 
 
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,15 @@ INK = "#1f2937"
 FAINT = "#9ca3af"
 TRAIN = "#2563eb"
 VALIDATION = "#ea580c"
+LEVEL = "#6b7280"
 MOST_POINTS = 2000
 SMOOTHING_SHARE = 25  # a window reaches over a 25th of the run to either side
 
 
-def plot_loss(record_path: str | Path, png_path: str | Path) -> Path:
+def plot_loss(record_path: str | Path, png_path: str | Path, levels: Mapping[str, float] | None = None) -> Path:
     """Plot the loss of the record at `record_path` over tokens (over steps if none are recorded); returns `png_path`.
+
+    `levels` are losses to compare with, in nats per token by name, such as that of a simpler model: a line each.
 
     Raises `ShardwiseError` if matplotlib is not installed or the record has no loss.
     """
@@ -41,6 +45,8 @@ def plot_loss(record_path: str | Path, png_path: str | Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_curves(axes, train, validation)
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color=LEVEL, linewidth=1.2, linestyle=(0, (6, 3)), label=f"{name} ({level:.2f})", zorder=1)
     _dress(axes, record, unit)
     png_path = Path(png_path)
     figure.savefig(png_path, facecolor="white")
