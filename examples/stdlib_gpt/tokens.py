@@ -1,6 +1,6 @@
 """Byte-pair encoding (Sennrich et al. 2016), learned from the text itself: words of Python become one token each.
 
-A token is worth about three bytes of this text, so in the same time a model sees three times as much of it.
+A token of 512 is worth more than two bytes of this text, so in the same time a model sees more than twice as much of it.
 """
 
 from __future__ import annotations

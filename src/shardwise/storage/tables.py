@@ -91,7 +91,7 @@ def _tables_by_precision(
 ) -> dict[nn.Parameter, LabelledTable]:
     """The tables of a plan that says no precision. Labels name those that are not in the first, fp32 if there is
     any."""
-    kinds = sorted(_own_precisions(model) or ["fp32"], key=lambda kind: kind != "fp32")
+    kinds: list[DtypeName] = sorted(_own_precisions(model) or ["fp32"], key=lambda kind: kind != "fp32")
     rows, *others = (tables_for(model, plan.with_own_precision(kind), mesh, known) for kind in kinds)
     for kind, tables in zip(kinds[1:], others, strict=True):
         for param, row in tables.items():
