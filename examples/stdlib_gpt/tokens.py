@@ -1,6 +1,6 @@
 """Byte-pair encoding (Sennrich et al. 2016), learned from the text itself: words of Python become one token each.
 
-A token of 512 is worth more than two bytes of this text, so in the same time a model sees more than twice as much of it.
+A token of 512 is worth more than two bytes, so in the same time a model sees more than twice as much text.
 """
 
 from __future__ import annotations

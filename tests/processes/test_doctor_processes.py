@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import warm
+from shardwise.cli import loopback_rank
 from shardwise.cli.between_hosts import check_links, examine_hosts, measure_links
 from shardwise.cli.checks import check_loopback
 from shardwise.cli.loopback import run_loopback
@@ -109,6 +111,22 @@ def test_a_port_that_is_taken_is_the_reason(remote: Remote) -> None:
     assert isinstance(trouble, str)
     assert trouble.startswith("127.0.0.1: ")
     assert check_links(["127.0.0.1", "localhost"], trouble).status == "fail"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are processes of their own")
+def test_one_import_of_torch_serves_doctor_and_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import takes a second or two, and far longer on a busy machine."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("another process was started, which has to import torch")
+
+    before = children()
+    monkeypatch.setattr(subprocess, "Popen", start)
+    meeting = run_loopback(60)
+    assert (meeting.trouble, check_loopback(meeting).status) == ("", "ok")
+    monkeypatch.setattr(loopback_rank, "run_rank", lambda *_: sys.exit("no route to loopback"))
+    assert run_loopback(60).trouble.endswith("ended with status 1: no route to loopback")
+    assert children() <= before
 
 
 def test_ranks_that_never_connect_are_ended() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import itertools
-import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shardwise.cli import checks, doctor, host_facts
+from shardwise.cli import checks, host_facts
 from shardwise.cli.checks import Check
 from shardwise.cli.console import waiting_for
 from shardwise.cli.doctor import print_table
@@ -144,26 +143,6 @@ def test_the_table_shows_every_answer_and_counts_failures() -> None:
     assert "[brackets] stay" in text
     assert "mend it" in text
     assert "1 of 2 checks failed." in text
-
-
-def test_two_processes_start_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the three imports torch, which on a busy machine takes longer than all the rest."""
-    imports, connected = threading.Event(), threading.Event()
-
-    def connect(_: float) -> LoopbackResult:
-        assert imports.wait(30)
-        connected.set()
-        return LoopbackResult(1.0)
-
-    def ask_torch() -> TorchFacts:
-        imports.set()
-        assert connected.wait(30), "nothing ran beside the import of torch"
-        return TorchFacts("2.13", "CPU", ("gloo",))
-
-    monkeypatch.setattr(doctor, "run_loopback", connect)
-    monkeypatch.setattr(doctor, "_ask_torch", ask_torch)
-    monkeypatch.setattr(doctor, "_of_host", lambda _: iter(()))
-    assert {check.name: check.status for check in doctor.examine(30.0)}["loopback"] == "ok"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -144,7 +144,10 @@ def of_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
-    "norms": (lambda model: Norms(model.parameters()), "Norms is not elementwise: its step calls aten::linalg_vector_norm"),
+    "norms": (
+        lambda model: Norms(model.parameters()),
+        "Norms is not elementwise: its step calls aten::linalg_vector_norm",
+    ),
     "closure": (lambda model: torch.optim.LBFGS(model.parameters()), "all parameters together; use AdamW or SGD"),
     "factored": (
         lambda model: torch.optim.Adafactor(model.parameters()),

@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +24,7 @@ from shardwise.cli import checks, host_checks, host_facts
 from shardwise.cli.between_hosts import examine_hosts
 from shardwise.cli.checks import Check
 from shardwise.cli.console import console_for_output, waiting_for
-from shardwise.cli.loopback import LoopbackResult, run_loopback
+from shardwise.cli.loopback import run_loopback
 from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.mpi import examine_mpi, mpi_facts
 from shardwise.cli.nccl import check_nccl, examine_gpus
@@ -112,12 +111,6 @@ def _shell(command: str) -> tuple[str, ...]:
 
 def examine(timeout_seconds: float) -> Iterator[Check]:
     """Every check of this machine, in the order in which problems should be fixed."""
-    with ThreadPoolExecutor(1) as beside:  # each of the two ranks imports torch, which takes as long as it does here
-        loopback = beside.submit(run_loopback, timeout_seconds)
-        yield from _of_this_machine(timeout_seconds, loopback)
-
-
-def _of_this_machine(timeout_seconds: float, loopback: Future[LoopbackResult]) -> Iterator[Check]:
     with waiting_for("torch to be imported"):
         facts = _ask_torch()
     yield checks.check_python(tuple(sys.version_info[:3]))
@@ -135,7 +128,7 @@ def _of_this_machine(timeout_seconds: float, loopback: Future[LoopbackResult]) -
         yield checks.check_gpus(facts)
         if "gloo" in facts.backends:
             with waiting_for(f"two processes to connect, at most {timeout_seconds:g} s"):
-                meeting = loopback.result()
+                meeting = run_loopback(timeout_seconds)
             yield checks.check_loopback(meeting)
         if facts.gpus and "nccl" in facts.backends:
             yield check_nccl(facts, interfaces(), os.environ)
