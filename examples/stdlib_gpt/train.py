@@ -40,7 +40,7 @@ CORPUS_BYTES = 4 * 2**20
 JOB_PLAN = {"precision": "auto", "clip_grad_norm": "1.0"}  # where neither --plan nor --set says anything
 WARMUP_SHARE, FINAL_LR_SHARE = 0.05, 0.1
 VALIDATION_BATCHES = 8
-PROMPT, SAMPLE_TOKENS, TEMPERATURE = b"class ", 140, 0.7
+PROMPT, SAMPLE_TOKENS, TEMPERATURE = b"class Reader:\n    def __init__(self, ", 140, 0.6
 
 
 @dataclass(frozen=True)
