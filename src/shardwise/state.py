@@ -280,10 +280,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
             "resume."
         )
     model, world, progress = sharded.model, sharded.world, sharded.progress
-    if plan.follows_model and sharded.plan.has_own_precision:
-        plan = plan.with_own_precision(sharded.plan.precision)
-    check_same_settings(settings_of(plan, world), "plan", world)
-    plan = settle(plan, world, sharded.sharding.device)
+    plan = _in_one_precision(plan, sharded)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
     added = sharded.optimizer.added if sharded.optimizer is not None else {}
@@ -328,6 +325,15 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
         renewed.take_down()
         raise
     return renewed, None
+
+
+def _in_one_precision(plan: Plan, sharded: ShardedModel) -> Plan:
+    """`plan` in the precision in which the ranks will compute. All ranks call; raises `ConfigError` on all of them if
+    they have different plans."""
+    if plan.follows_model and sharded.plan.has_own_precision:
+        plan = plan.with_own_precision(sharded.plan.precision)
+    check_same_settings(settings_of(plan, sharded.world), "plan", sharded.world)
+    return settle(plan, sharded.world, sharded.sharding.device)
 
 
 def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierError | None:
