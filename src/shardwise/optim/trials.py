@@ -100,7 +100,7 @@ class Trial:
         for param, grad in zip(self.params, self._drawn(), strict=True):
             param.grad = grad * size
         if closure is None and self._needs_closure:
-            closure = lambda: torch.tensor(1.0, requires_grad=True)  # noqa: E731
+            closure = lambda: torch.tensor(1.0)  # noqa: E731
         self._num_steps += 1
         with self._watch:
             type(self.twin).step(self.twin, *([] if closure is None else [closure]))
