@@ -55,9 +55,10 @@ def shard(
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
     `model` stays the same object, and its parameters keep their names and shapes. `optimizer` stays the user's own
-    object: any elementwise one, or one of `shardwise.optim`, over `model.parameters()`; a list of several, each with
-    parameters of its own, is accepted too. All ranks start from rank 0's values. `plan` is a preset's name, a file, a
-    mapping or a `Plan`. `world` defaults to `World.join()`, and is then closed with the engine.
+    object: any elementwise one, or one of `shardwise.optim`, over `model.parameters()`; any other where each rank
+    updates whole parameters; a list of several, each with parameters of its own, is accepted too. All ranks start from
+    rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`. `world` defaults to `World.join()`, and
+    is then closed with the engine.
 
     First values are those of the model. If it was built inside `deferred_init()`, or on the meta device, each rank
     makes only its own part (docs/deferred-init.md). `weights` is a safetensors file, or a folder as written by

@@ -36,7 +36,7 @@ def low_rank(kind: Any, **settings: Any) -> Make:
         every = list(params)
         return kind(
             [
-                {"params": [one for one in every if one.dim() == 2], "rank": 4, **settings},
+                {"params": [one for one in every if one.dim() == 2], "rank": 4, "update_proj_gap": 2, **settings},
                 {"params": [one for one in every if one.dim() != 2]},
             ]
         )
@@ -80,8 +80,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "SophiaH": (lambda params: pytorch_optimizer.SophiaH(params), "draws random numbers"),
     "SOAP": (lambda params: pytorch_optimizer.SOAP(params), "keeps its state GG as a list"),
     "ScalableShampoo": (lambda params: pytorch_optimizer.ScalableShampoo(params), "as a PreConditioner"),
-    "GaLore": (low_rank(pytorch_optimizer.GaLore), "keeps its state|draws random numbers"),
-    "APOLLO": (low_rank(pytorch_optimizer.APOLLO), "keeps its state|draws random numbers"),
+    "GaLore": (
+        low_rank(pytorch_optimizer.GaLore, scale=1.0, projection_type="std"),
+        "keeps its state|draws random numbers",
+    ),
+    "APOLLO": (
+        low_rank(pytorch_optimizer.APOLLO, scale=1.0, projection_type="std"),
+        "keeps its state|draws random numbers",
+    ),
     "MADGRAD": (lambda params: pytorch_optimizer.MADGRAD(params), "a state 'k' for no parameter"),
     "AggMo": (lambda params: pytorch_optimizer.AggMo(params), "keeps its state momentum_buffer as a dict"),
     "Lookahead": (
@@ -171,7 +177,7 @@ def race(make: Make, preset: str, num_ranks: int, *, switches: bool = False) -> 
                 own = own_state["state"][number][key]
                 assert own.shape == value.shape, (number, key)
                 apart = (own.double() - value.double()).norm()  # inverse roots of matrices differ by more than rounding
-                assert apart <= 1e-2 * value.double().norm() + 1e-4, (number, key)
+                assert apart <= 0.1 * value.double().norm() + 1e-4, (number, key)
 
 
 @pytest.mark.parametrize(("preset", "num_ranks"), EVERYWHERE)

@@ -225,3 +225,19 @@ def test_a_disk_that_fails_in_a_step_gives_all_buffers_back(tmp_path: Path, queu
     assert pool.num_free == 3
     assert len(worked) < file.num_slices + 1
     folder.close()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["taken"] = self.param_groups[0].get("taken", 0) + 1
+        super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_group_is_refused(tmp_path: Path, queue: IoQueue) -> None:
+    """Each slice would count."""
+    optimizer = Counting([nn.Parameter(torch.empty(0))], lr=0.1)
+    folder = TierFolder(tmp_path)
+    with pytest.raises(ModelError, match="changes taken of its group"):
+        DiskStates(folder, "states", torch.zeros(8), optimizer, optimizer.param_groups[0], queue)

@@ -84,7 +84,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Elementwise; counts its steps in an attribute."""
+    """Elementwise; counts its steps in an attribute, and in a setting that its first step adds."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.3})
@@ -93,6 +93,8 @@ class Counting(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.num_steps += 1
+        self.param_groups[0]["taken"] = self.param_groups[0].get("taken", 0) + 1
+        assert self.param_groups[0]["taken"] == self.num_steps
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 param.sub_(
@@ -283,7 +285,7 @@ def test_switching_ends_with_the_engine(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("preset", ["zero1", "offload", "zero3-offload"])
-def test_steps_counted_in_an_attribute_are_counted_once(preset: str, model: Transformer) -> None:
+def test_steps_counted_in_attributes_and_new_settings_are_counted_once(preset: str, model: Transformer) -> None:
     race(model, lambda net: Counting(net.parameters()), preset, 2)
 
 

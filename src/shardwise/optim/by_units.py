@@ -79,7 +79,9 @@ def _settings_of(member: torch.optim.Optimizer) -> Settings:
 
 
 def _put(member: torch.optim.Optimizer, settings: Settings) -> None:
-    for container, kept in zip((vars(member), *member.param_groups), settings, strict=True):
+    for container, kept, now in zip((vars(member), *member.param_groups), settings, _settings_of(member), strict=True):
+        for key in now.keys() - kept.keys():  # what a first step adds, it has to find missing
+            del container[key]
         container.update(kept)
 
 

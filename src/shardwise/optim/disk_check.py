@@ -34,6 +34,21 @@ def require_states_for_disk(
                     ) from error
 
 
+def require_no_counts(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise `ModelError` if a step changes settings of the group: slices would each count."""
+    param = nn.Parameter(torch.ones(1))
+    twin = twin_of(optimizer, group, [param])
+    param.grad = torch.ones_like(param)
+    type(twin).step(twin)
+    own = twin.param_groups[0]
+    changed = [key for key in own if key != "params" and not (key in group and own[key] is group[key])]
+    if changed:
+        raise ModelError(
+            f"A step of {type(optimizer).__name__} changes {changed[0]} of its group, and DiskStates takes a step for "
+            f"each slice. Use an optimizer that counts in the state of each parameter, as those of torch do."
+        )
+
+
 def state_dtypes(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:

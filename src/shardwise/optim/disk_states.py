@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.optim.disk_check import state_dtypes
+from shardwise.optim.disk_check import require_no_counts, state_dtypes
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.trials import twin_of
 from shardwise.telemetry import Timeline
@@ -49,8 +49,10 @@ class DiskStates:
 
         On the meta device it only gives the length: `put` the values part by part if they are never whole.
 
-        Raises `ModelError` for an optimizer whose states do not have the parameter's shape and dtype.
+        Raises `ModelError` for an optimizer whose states do not have the parameter's shape and dtype, or that counts in
+        its group.
         """
+        require_no_counts(optimizer, group)
         self._optimizer = optimizer
         dtypes = {PARAM: master.dtype} | state_dtypes(optimizer, group, master.dtype)
         self.file = SlicedFile(folder, name, dtypes, master.numel(), queue, slice_numel=slice_numel)
