@@ -4,7 +4,7 @@ pieces."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -83,6 +83,8 @@ class Steps(Protocol):
     def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None: ...
 
     def whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]: ...
+
+    def rewritten(self) -> AbstractContextManager[None]: ...
 
     def scaler(self) -> LossScaler | None: ...
 

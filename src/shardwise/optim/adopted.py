@@ -98,7 +98,7 @@ class AdoptedOptimizer:
                 member.register_state_dict_post_hook(lambda member, _: whole(member)),
             ]
             only = None if len(self.members) == 1 else groups.pieces
-            kind = type(member)
+            kind: Any = type(member)
             member.__dict__.update(  # until release
                 zero_grad=partial(_zero_grad, partial(forget, only)),
                 add_param_group=partial(self._add_group, member),

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class Trial:
         self._numbers = torch.Generator().manual_seed(0)
         self.params = [nn.Parameter(value) for value in self._drawn()]
         self.first = [value.clone() for value in self.values]
-        self.twin = twin_of(optimizer, group, self.params)
+        self.twin = cast("Any", twin_of(optimizer, group, self.params))
         _set_apart(self.twin, optimizer)
         self._group = self.twin.param_groups[0]
         self._lr = self._group.get("lr")

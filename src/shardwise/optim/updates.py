@@ -85,6 +85,6 @@ def _offer(pieces: Sequence[Piece]) -> bool:
     """Give pieces the gradients that are due. Returns whether any has one."""
     for piece in pieces:
         grads = piece.flat.grads
-        is_touched = grads.touched_anywhere[piece.index]
-        piece.tensor.grad = grads.due_piece(piece.index).view(piece.tensor.shape) if is_touched else None
+        due = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None
+        piece.tensor.grad = None if due is None else due.view(piece.tensor.shape)
     return any(piece.tensor.grad is not None for piece in pieces)
