@@ -42,6 +42,12 @@ def check_same_model(path: Path, reader: Reader, content: Content, world: World)
             raise CheckpointError(
                 f"{path} has a tensor {name} that the model does not have; it is a checkpoint of another model."
             )
+    for alias, name in content.ties.items():
+        if alias in reader.index.ties and reader.index.ties[alias] != name:
+            raise CheckpointError(
+                f"In {path} {alias} and {reader.index.ties[alias]} are tied, but in the model {alias} and {name} are. "
+                f"Tie the same ones before shard()."
+            )
 
 
 def _check_tied(path: Path, reader: Reader, alias: str, name: str, world: World) -> None:
@@ -93,13 +99,24 @@ def check_same_groups(path: Path, index: Index, content: Content, optimizer: Ado
 
 
 def check_same_settings(path: Path, index: Index, optimizer: AdoptedOptimizer | None) -> None:
-    """Raise unless the settings of the groups, which are the same, are of the same types. Numbers stay numbers. A
-    setting that is `None` on either side may become anything."""
+    """Raise unless the settings of the groups, which are the same, are of the same types. Numbers stay numbers, and
+    finite. A setting that is `None` on either side may become anything.
+
+    The numbers with which an optimizer of this class was created must be there: this one's would be used instead.
+    """
     if optimizer is None:
         return
     for number, saved in enumerate(index.groups):
-        group = optimizer.groups[number]
-        for key, value in settings_of(saved, optimizer.group_owners[number]).items():
+        group, member = optimizer.groups[number], optimizer.group_owners[number]
+        settings = settings_of(saved, member)
+        own = member.own_settings if isinstance(member, Cooperative) else frozenset()
+        missing = [key for key in member.defaults if _has_numbers(group.get(key)) and key not in settings.keys() | own]
+        if missing and index.optimizer == optimizer.kind:
+            raise CheckpointError(
+                f"Group {number} of the optimizer in {path} has no {missing[0]}, which every {index.optimizer} has: the "
+                f"checkpoint was edited, or written by another version of that class. {_weights_alone(path)}"
+            )
+        for key, value in settings.items():
             if not _fits(value, group.get(key)):
                 raise CheckpointError(
                     f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, but this one has "
@@ -107,7 +124,16 @@ def check_same_settings(path: Path, index: Index, optimizer: AdoptedOptimizer | 
                 )
 
 
+def _has_numbers(value: Any) -> bool:
+    """Whether it is a number that an update depends on, or several."""
+    if isinstance(value, tuple | list):
+        return any(map(_has_numbers, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _fits(value: Any, own: Any) -> bool:
+    if _is_not_finite(value) and not (isinstance(own, float) and own == value):  # an infinite limit is none
+        return False
     if value is None or own is None:
         return True
     if isinstance(own, bool | int | float) or (isinstance(own, torch.Tensor) and own.numel() == 1):
@@ -117,6 +143,12 @@ def _fits(value: Any, own: Any) -> bool:
         is_as_long = isinstance(value, tuple | list) and len(value) == len(own)
         return is_as_long and all(map(_fits, value, own))
     return not isinstance(own, str) or isinstance(value, str)
+
+
+def _is_not_finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not bool(torch.isfinite(value).all())
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> None:

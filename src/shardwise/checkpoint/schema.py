@@ -71,6 +71,8 @@ def _check(index: Index) -> None:
     _check_keys(index)
     _check_coverage(index)
     _check_names(index)
+    _check_ranks(index)
+    _check_narrow(index)
     _check_state(index)
 
 
@@ -265,6 +267,27 @@ def _check_names(index: Index) -> None:
     for name in index.numbers:
         if name not in index.shapes:
             raise _WrongError(f"numbers has {name!r}, which shapes does not list.")
+    if all("params" in group for group in index.groups):  # a converted optimizer may not say whose groups they are
+        states = (chunk.name for chunk in index.chunks if chunk.kind.startswith("state."))
+        for name in (*states, *index.numbers):
+            if name not in seen:
+                raise _WrongError(f"groups has no {name!r}, whose states are there and would not be loaded.")
+
+
+def _check_ranks(index: Index) -> None:
+    """Every rank wrote its document, or none did (converted checkpoints)."""
+    there = {chunk.name for chunk in index.chunks if chunk.kind == RANK}
+    if there and len(there) != index.world_size:
+        raise _WrongError(f"world_size is {index.world_size}, but {len(there)} ranks wrote what they remember.")
+
+
+def _check_narrow(index: Index) -> None:
+    """A narrow state has fewer bits than its parameter; otherwise it would be rounded on loading."""
+    sizes = {chunk.name: dtype_of(chunk.dtype).itemsize for chunk in index.chunks if chunk.kind in ("param", "buffer")}
+    for chunk in index.chunks:
+        size = dtype_of(chunk.dtype).itemsize
+        if chunk.is_narrow and (not chunk.kind.startswith("state.") or size >= sizes.get(chunk.name, size)):
+            raise _WrongError(f"{chunk.key[:80]} is narrow, but its {chunk.dtype} has not fewer bits than others have.")
 
 
 def _check_state(index: Index) -> None:
@@ -272,8 +295,14 @@ def _check_state(index: Index) -> None:
     for number, group in enumerate(index.groups):
         decode(group, f"groups[{number}]")
     for name, numbers in index.numbers.items():
-        if not isinstance(decode(numbers, f"numbers[{name!r}]"), dict):
+        states = decode(numbers, f"numbers[{name!r}]")
+        if not isinstance(states, dict):
             raise _WrongError(f"numbers[{name!r}] is not states by name.")
+        for key, value in states.items():
+            if isinstance(value, float) and math.isnan(value):
+                raise _WrongError(f"numbers[{name!r}] has {key} = nan, which is not a number.")
+            if key == "step" and isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise _WrongError(f"numbers[{name!r}] has step = {value}, which is not a number of steps.")
     state = decode(index.state, "state")
     num_steps = state.get("num_steps")
     if type(num_steps) is not int or not 0 <= num_steps <= 2**60:
