@@ -101,8 +101,8 @@ def regular_descriptor(path: Path, *, follows_links: bool) -> int:
     """
     if not follows_links and path.is_symlink():
         raise CheckpointError(
-            f"{path} is a symbolic link, which a checkpoint does not contain: it may lead anywhere. Put the file "
-            f"itself there if you trust it."
+            f"{path} is a symbolic link, which is not followed: it may lead anywhere. Put the file itself there if you "
+            f"trust it."
         )
     never_waits = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # a pipe without a writer would block for ever
     handle = os.open(path, os.O_RDONLY | never_waits | (0 if follows_links else os.O_NOFOLLOW))
@@ -156,12 +156,17 @@ def read_own_text(path: Path, max_bytes: int) -> str:
 
     Raises `CheckpointError` if it is larger or not text, and `OSError` for errors of the system.
     """
+    return as_text(read_own_bytes(path, max_bytes), path)
+
+
+def read_own_bytes(path: Path, max_bytes: int) -> bytes:
+    """Like `read_own_text`, for content that need not be text."""
     with os.fdopen(regular_descriptor(path, follows_links=False), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # a read allocates memory for all requested bytes
         content = file.read(min(size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise CheckpointError(f"{path} has more than {max_bytes} bytes, which is more than it can mean.")
-    return as_text(content, path)
+    return content
 
 
 def as_text(content: bytes, name: Path | str) -> str:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import shardwise as sw
+from shardwise.cli.main import main
 from shardwise.errors import CheckpointError
 from shardwise.formats.cover import why_not_covered
 from shardwise.init.files import WeightFiles
@@ -188,6 +189,18 @@ def test_a_pipe_makes_nobody_wait(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError):
         sw.inspect(tmp_path)
+
+
+def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;title\x07[/none]\u202eb"
+    save_file({evil: TENSORS["b"]}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--full"]) == 0
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf"]) == 0
+    assert main(["inspect", str(tmp_path / evil)]) == 2
+    told = capsys.readouterr()
+    assert not set("\x1b\x07\u202e") & set(told.out + told.err)
+    assert "title" in told.out
+    assert "[/none]" in told.err
 
 
 def test_a_link_beside_the_weights_is_not_copied(tmp_path: Path) -> None:

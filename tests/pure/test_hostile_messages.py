@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from shardwise import plain_data
 from shardwise.comm import StartupBarrier
@@ -245,6 +246,56 @@ class TestMembers:
         MemberChannel(store, "0", 1, Seal("token")).send(self.READY)
         with pytest.raises(CommError, match="member 1 has sent is not a message of a member: it speaks for 2"):
             LauncherChannel(store, "0", Seal("token")).read([1, 2])
+
+    def test_a_copied_announcement_is_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Where the next one will be, until that comes; the job goes on."""
+        store = TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=30))
+        launcher, member = LauncherChannel(store, "0", Seal("token")), MemberChannel(store, "0", 2, Seal("token"))
+        heard: queue.Queue[Announcement] = queue.Queue()
+
+        def read(announcement: Announcement) -> bool:
+            heard.put(announcement)
+            return announcement.kind != "end"
+
+        place = "shardwise/members-0/news"
+        store.set(f"{place}/0", Seal("guessed").close(f"{place}/0", b"x"))
+        thread = member.listen(0, read)
+        for number in range(3):
+            said = Announcement("end" if number == 2 else "wanted", number)
+            launcher.publish(said)
+            assert heard.get(timeout=30) == said
+            store.set(f"{place}/{number + 1}", store.get(f"{place}/{number}"))
+        thread.join(30)
+        assert not thread.is_alive()
+        assert heard.empty()
+        assert "is no message of its members, or a copy of an earlier one" in caplog.text
+
+    def test_an_announcement_that_was_overwritten_ends_the_job(self) -> None:
+        """Its successor is there, so it will not come again."""
+        store = TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=30))
+        launcher, member = LauncherChannel(store, "0", Seal("token")), MemberChannel(store, "0", 2, Seal("token"))
+        for number in range(2):
+            launcher.publish(Announcement("wanted", number))
+        store.set("shardwise/members-0/news/0", store.get("shardwise/members-0/news/1"))
+        heard: queue.Queue[Announcement] = queue.Queue()
+        member.listen(0, lambda announcement: heard.put(announcement) is not None).join(30)
+        ended = heard.get(timeout=30)
+        assert ended.kind == "end"
+        assert "not written by a member" in ended.text
+
+    def test_a_copied_message_is_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
+        store = HashStore()
+        launcher, member = LauncherChannel(store, "0", Seal("token")), MemberChannel(store, "0", 2, Seal("token"))
+        other = MemberChannel(store, "0", 3, Seal("token"))
+        place = "shardwise/members-0/from/2"
+        for number in range(3):
+            said = replace(self.READY, generation=number)
+            member.send(said)
+            assert launcher.read([2, 3]) == [said]
+            store.set(f"{place}/{number + 1}", store.get(f"{place}/{number}"))
+            other.send(replace(self.READY, member=3))  # so that there is news to look for
+            assert [one.member for one in launcher.read([2, 3])] == [3]
+        assert "is no message of its members, or a copy of an earlier one" in caplog.text
 
     def test_an_old_report_is_not_taken_for_the_latest(self) -> None:
         """What a rank had reported of an earlier step would have the others restore what is no longer there."""

@@ -383,6 +383,66 @@ class TestOddRuns:
 
         show()
 
+    @pytest.mark.parametrize("kind", ["ranks", "memory", "end", "step", "fault", "resume"])
+    def test_a_time_that_is_none(self, kind: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        line = {"kind": kind, "step": 41, "ranks": [], "loss": 2.0}
+        for odd in (float("nan"), None, "now", [], 10**400):
+            last = json.dumps({**line, "time": odd})
+            assert all_commands(written(run, HEADER, STEP, last), capsys)[0] in (0, 1)
+
+    def test_nothing_reaches_the_terminal_but_text(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Escape sequences, a reversed direction, and the markup of the library that prints."""
+        evil = "\x1b]0;title\x07\x1b[31m\x9b2J\u202eabc\r[/none] [bold]"
+        memory = {
+            "kind": "memory",
+            "step": 1,
+            "ranks": [{"promised": {evil: {evil: 1}}, "measured": {evil: {evil: 1}}}],
+        }
+        waits = {**ROW, "computing": 0.01, "waited": {evil: 0.4}}
+        header = {**HEADER, "model": evil, "device": evil, "started": evil, "versions": {evil: evil}, "mesh": {evil: 2}}
+        header["plan"] = {"preset": evil, evil: evil}
+        note = {"time": 1.0, "rank": 1, "level": evil, "text": evil}
+        (run / "notes-rank-1.jsonl").write_text(json.dumps(note) + "\n")
+        (run / "program.txt").write_text(evil)
+        end = {"kind": "end", "step": 1, "status": "failed", "error": evil}
+        written(run, header, STEP, {"kind": "ranks", "step": 1, "ranks": [waits, ROW]}, memory, end)
+        assert main(["top", str(run), "--once"]) == 1
+        assert main(["top", str(run), "--json"]) == 1
+        assert main(["report", str(run)]) == 0
+        assert main(["inspect", str(run / evil)]) == 2
+        told = capsys.readouterr()
+        for text in (told.out, told.err, (run / "report.html").read_text()):
+            assert not set("\x1b\x07\x9b\u202e\r") & set(text)
+        assert "abc[/none] [bold]" in told.out  # the library leaves the \r out
+
+    def test_links_lead_nowhere(self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A run's folder may be open to others, and the reader may read, and write, more than they do."""
+        secret = tmp_path / "secret"
+        secret.write_text('{"time": 1, "rank": 1, "level": "error", "text": "secret"}\n')
+        for name in ("program.txt", "timeline.json", "notes-rank-3.jsonl"):
+            (run / name).symlink_to(secret)
+        assert "secret" not in all_commands(run, capsys)[1].replace(str(secret), "")
+        assert "program.txt is a symbolic link" in (run / "report.html").read_text()
+        (run / "report.html").unlink()
+        (run / "report.html").symlink_to(secret)
+        assert main(["report", str(run)]) == 2
+        assert "--out FILE" in capsys.readouterr().err
+        assert '"secret"' in secret.read_text()
+        (run / "report.html").unlink()
+        os.mkfifo(run / "report.html")
+        assert main(["report", str(run)]) == 2
+        kept = run / "record.jsonl"
+        kept.rename(tmp_path / "kept.jsonl")
+        kept.symlink_to(tmp_path / "kept.jsonl")
+        assert main(["top", str(run), "--once"]) == 2
+        assert "is a symbolic link" in capsys.readouterr().err
+        assert main(["top", str(kept), "--once"]) == 0  # naming the link itself is intended
+
+    def test_a_plan_that_nests(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        deep = '{"a":' * 400 + "1" + "}" * 400
+        resume = f'{{"kind": "resume", "step": 1, "plan": {deep}}}'
+        assert "One line of the record is damaged" in all_commands(written(run, HEADER, STEP, resume), capsys)[1]
+
     def test_a_name_that_is_no_text(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         odd = run.rename(run.parent / "run\udcff")
         assert main(["report", str(odd)]) == 0

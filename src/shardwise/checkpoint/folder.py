@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.index import INDEX
+from shardwise.checkpoint.index import INDEX, MAX_INDEX_BYTES
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.schema import read_index
 from shardwise.checkpoint.write import flush, note_path, write_text
@@ -133,7 +133,7 @@ def check_room(folder: Path, num_bytes: int, free_bytes: int) -> None:
 def read_note(draft: Path, name: str) -> dict[str, Any] | None:
     """A rank's note about its finished file; `None` until there is one."""
     try:
-        note: dict[str, Any] = json.loads(note_path(draft / name).read_text())
+        note: dict[str, Any] = json.loads(read_own_text(note_path(draft / name), MAX_INDEX_BYTES))
     except FileNotFoundError:
         return None
     return note

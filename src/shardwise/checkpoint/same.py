@@ -113,8 +113,8 @@ def check_same_settings(path: Path, index: Index, optimizer: AdoptedOptimizer | 
         missing = [key for key in member.defaults if _has_numbers(group.get(key)) and key not in settings.keys() | own]
         if missing and index.optimizer == optimizer.kind:
             raise CheckpointError(
-                f"Group {number} of the optimizer in {path} has no {missing[0]}, which every {index.optimizer} has: the "
-                f"checkpoint was edited, or written by another version of that class. {_weights_alone(path)}"
+                f"Group {number} of the optimizer in {path} has no {missing[0]}, which every {index.optimizer} has: "
+                f"the checkpoint was edited, or written by another version of that class. {_weights_alone(path)}"
             )
         for key, value in settings.items():
             if not _fits(value, group.get(key)):

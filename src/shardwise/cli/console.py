@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.control import Control
-from rich.segment import ControlType
+from rich.segment import ControlType, Segment
 from rich.text import Text
+
+from shardwise.printable import printable
 
 FILE_WIDTH = 160
 """Columns if stdout is not a terminal and COLUMNS is not set: wide, so that tables are not folded."""
 
 
-def console_for_output() -> Console:
+class SafeConsole(Console):
+    """Prints text of files and other processes as it is: no escape sequences, markup or emoji codes in it count."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text), style)
+
+
+def console_for_output() -> SafeConsole:
     """A console for stdout, as wide as the terminal; a pipe or a file gets wider lines."""
-    console = Console()
+    console = SafeConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        return Console(width=FILE_WIDTH)
+        return SafeConsole(width=FILE_WIDTH)
     return console
 
 

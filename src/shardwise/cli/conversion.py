@@ -6,6 +6,7 @@ import argparse
 
 from rich.console import Console
 
+from shardwise.cli.console import SafeConsole
 from shardwise.cli.print_inspection import print_conversion
 from shardwise.cli.reading import bar
 from shardwise.formats import carry_out, plan_conversion
@@ -26,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
         title = f"writing {format_bytes(conversion.num_bytes)}"
         with bar(Console(stderr=True), title, conversion.num_bytes) as tick:
             carry_out(conversion, tick)
-    print_conversion(conversion, Console(), is_dry_run=args.dry_run)
+    print_conversion(conversion, SafeConsole(), is_dry_run=args.dry_run)
     return 0

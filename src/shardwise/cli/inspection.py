@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.cli.console import SafeConsole
 from shardwise.cli.print_inspection import print_inspection
 from shardwise.cli.reading import bar
 from shardwise.formats import Inspection, inspect, open_checkpoint
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        print_inspection(found, Console(), full=args.full)
+        print_inspection(found, SafeConsole(), full=args.full)
     return DAMAGED_STATUS if found.problems else 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardwise.cli.broken_pipe import BROKEN_PIPE_STATUS, discard_output, is_about_output
 from shardwise.errors import ShardwiseError, nearest
+from shardwise.printable import printable
 from shardwise.version import __version__
 
 COMMANDS = {
@@ -146,7 +147,7 @@ def _top_parser() -> argparse.ArgumentParser:
 
 
 def _refuse(message: str) -> int:
-    print(f"shardwise: {message}", file=sys.stderr)
+    print(f"shardwise: {printable(message)}", file=sys.stderr)
     return USAGE_STATUS
 
 

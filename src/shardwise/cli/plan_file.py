@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
+from shardwise.cli.console import SafeConsole
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import TranslatedConfig, read_config
 
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         _write_new(args.out, text)
         print(f"{args.out}: written. `shardwise explain {args.out} --world {args.world}` shows what it does.")
     if report := reading.report(monitors_by="set run and trackers in the plan, and call engine.log"):
-        Console(stderr=True).print(report, highlight=False, markup=False, soft_wrap=True)
+        SafeConsole(stderr=True).print(report, highlight=False, soft_wrap=True)
     return 0
 
 

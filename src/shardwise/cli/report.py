@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
@@ -21,9 +22,16 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or view.folder / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html_report(view), encoding="utf-8", errors="replace")  # a name may have lone surrogates
+        _write(path, html_report(view), follows_links=args.out is not None)
     except OSError as error:
         why = f"{path} cannot be written: {error.strerror}."
         raise ShardwiseError(f"{why} Give another file with --out FILE.") from error
     print(path)
     return 0
+
+
+def _write(path: Path, page: str, *, follows_links: bool) -> None:
+    """Whoever can write into the folder of a run may put a link or a pipe at the place of its report."""
+    never_elsewhere = 0 if follows_links else os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | never_elsewhere, 0o666), "wb") as file:
+        file.write(page.encode(errors="replace"))  # a name may have lone surrogates

@@ -20,6 +20,10 @@ MAX_BYTES = 2**20
 """For one value: what ranks report about themselves is short."""
 
 
+class NotOfJobError(CommError):
+    """No member of the job has written this value."""
+
+
 class SealedStore:
     """Like `PrefixStore`, with sealed values. Store errors are raised as they come, `RuntimeError`."""
 
@@ -31,13 +35,13 @@ class SealedStore:
         self._store.set(key, self._closed(key, value))  # type: ignore[arg-type]  # it takes bytes as well
 
     def get(self, key: str) -> bytes:
-        """Raises `CommError` for a value that no member of the job has written."""
+        """Raises `NotOfJobError` for a value that no member of the job has written."""
         return self._opened(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set `key` if it does not exist; returns its value then. `expected` must be `""`.
 
-        Raises `CommError` as `get` does.
+        Raises `NotOfJobError` as `get` does.
         """
         assert not expected, "a value that is there is never replaced"
         return self._opened(key, self._store.compare_set(key, "", self._closed(key, desired)))  # type: ignore[arg-type]
@@ -65,13 +69,13 @@ class SealedStore:
 
 
 def opened(seal: Seal, name: str, value: bytes) -> bytes:
-    """The content of a value of the store. Raises `CommError` if no member of the job has written it."""
+    """The content of a value of the store. Raises `NotOfJobError` if no member of the job has written it."""
     try:
         if len(value) > MAX_BYTES:
             raise ForgedError(f"what is at {name!r} has {len(value)} bytes, more than any member of this job writes")
         return seal.open(name, value)
     except ForgedError as error:
-        raise CommError(
+        raise NotOfJobError(
             f"In the store of this job {error}. Somebody else reaches its port: see SECURITY.md, and start the job "
             f"where only its own ranks do."
         ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.experts.dispatch import DispatchedExperts
 from shardwise.experts.layer import Experts
 from shardwise.mesh import EXPERT_AXIS, Mesh
+from shardwise.name_patterns import matches_end
 from shardwise.placement import Box, Span
 
 AXIS = EXPERT_AXIS
@@ -185,13 +185,13 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
             yield ExpertModule.of(path, module, own.values(), module.num_experts)
             continue
         bare = path.replace(f".{_ADAPTED}", "")
-        if bare != path and any(_fits(f"{bare}.{name}", one) for name in own for one in patterns):
+        if bare != path and any(matches_end(f"{bare}.{name}", one) for name in own for one in patterns):
             raise ModelError(
                 f"{bare} has adapters on the parameters of its experts (target_parameters of peft), which need "
                 f"all experts at once, but along {AXIS} a rank has some of them. Adapt other modules (target_modules), "
                 f"or leave {AXIS} out of the mesh."
             )
-        stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
+        stacked = [param for name, param in own.items() if any(matches_end(f"{path}.{name}", one) for one in patterns)]
         if stacked:
             yield _of_transformers(path, module, stacked)
 
@@ -223,10 +223,6 @@ def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:
         )
     starts = [index * least + min(index, more) for index in range(num_ranks + 1)]
     return tuple(Span(start, stop) for start, stop in itertools.pairwise(starts))
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
 def _alike(modules: Sequence[ExpertModule]) -> list[tuple[int, tuple[str, ...]]]:

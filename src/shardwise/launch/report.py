@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from shardwise.launch.outcome import Outcome, first_failure
+from shardwise.printable import printable
 
 _INTERRUPT = "KeyboardInterrupt"
 _HINTS = {
@@ -90,7 +91,7 @@ def report_stop(outcomes: list[Outcome], num_killed: int, received: signal.Signa
 def say(text: str) -> None:
     """Print a status line on stderr."""
     try:
-        print(f"shardwise: {text}", file=sys.stderr, flush=True)
+        print(f"shardwise: {printable(text)}", file=sys.stderr, flush=True)
     except OSError:
         pass  # the terminal is gone; the ranks must still be ended
 

@@ -16,7 +16,8 @@ from shardwise.monitor.lines import Line
 from shardwise.monitor.plot import smooth
 from shardwise.monitor.run_view import RunView, most_of_all_ranks
 from shardwise.monitor.slowness import chosen, others
-from shardwise.safe_files import read_regular
+from shardwise.printable import printable
+from shardwise.safe_files import read_own_bytes
 from shardwise.units import format_bytes, format_count, format_seconds
 
 TIMELINE, PROGRAM = "timeline.json", "program.txt"
@@ -48,10 +49,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def html_report(view: RunView) -> str:
-    """The whole page. All content of the run's files is escaped."""
+    """The whole page. All content of the run's files is escaped, and none of it comes from elsewhere by a link."""
     name = escape(view.folder.resolve().name)
     parts = "".join(_parts(view))
-    return (
+    return printable(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
@@ -204,8 +205,17 @@ def _memory_of_ranks(rows: Sequence[Mapping[str, Any]]) -> str:
 def _of_file(path: Path, draw: Callable[[str], str]) -> str:
     """What `draw` makes of a file; a sentence if it cannot be read, and nothing if it does not exist."""
     try:
-        return draw(read_regular(path, MOST_BYTES).decode(errors="replace")) if os.path.lexists(path) else ""
-    except (ShardwiseError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return draw(read_own_bytes(path, MOST_BYTES).decode(errors="replace")) if os.path.lexists(path) else ""
+    except (
+        ShardwiseError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         return f'<p class="error">{escape(f"{path.name} cannot be read: {error}")}</p>'
 
 

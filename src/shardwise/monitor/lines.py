@@ -40,6 +40,7 @@ def is_line(value: object) -> bool:
 
 def showable(line: Line) -> Line | None:
     """`line` without values that cannot be shown; None if nothing is left of it."""
+    line = {name: value for name, value in line.items() if name not in _NUMBERS or fits(value, float)}
     match line["kind"]:
         case "run" | "resume":
             return line | {name: other for name, (shape, other) in _HEADER.items() if not _has(line, name, shape)}
@@ -49,7 +50,7 @@ def showable(line: Line) -> Line | None:
             return line if _all(line.get("ranks"), _is_memory) else None
         case "end":
             return {**line, "status": str(line.get("status")), "error": str(line.get("error") or "")}
-    return {name: value for name, value in line.items() if name not in _NUMBERS or fits(value, float)}
+    return line
 
 
 def _has(line: Mapping[str, Any], name: str, shape: Shape) -> bool:

@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise import plain_data
+from shardwise.errors import CheckpointError
+from shardwise.safe_files import read_own_bytes
 
 LOGGER = "shardwise"
+_MAX_BYTES = 2**26
+"""Of the notes of one rank: more than anybody reads."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,16 @@ class Notes(logging.Handler):
 
 
 def read_notes(folder: Path) -> list[Note]:
-    """The notes of all ranks sorted by time. Torn or foreign lines are skipped, as are files that cannot be read."""
-    paths = (path for path in folder.glob("notes-rank-*.jsonl") if path.is_file())
-    found = [note for path in paths for note in _in_file(path)]
+    """The notes of all ranks sorted by time. Torn or foreign lines are skipped, as are files that cannot be read, and
+    links."""
+    found = [note for path in folder.glob("notes-rank-*.jsonl") for note in _in_file(path)]
     return sorted(found, key=lambda note: note.time)
 
 
 def _in_file(path: Path) -> Iterator[Note]:
     try:
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        texts = read_own_bytes(path, _MAX_BYTES).decode(errors="replace").splitlines()
+    except (CheckpointError, OSError):
         return
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):

@@ -33,7 +33,7 @@ import psutil
 
 from shardwise.errors import ShardwiseError
 from shardwise.monitor.lines import Line, is_line
-from shardwise.safe_files import regular_descriptor
+from shardwise.safe_files import MAX_JSON_DEPTH, nests_deeper, regular_descriptor
 from shardwise.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -154,10 +154,13 @@ def read_record(path: str | Path) -> Record:
 class RecordReader:
     """Reads one record, any number of times; each time only what was added since."""
 
-    def __init__(self, path: Path, keep: Callable[[Line], Line | None] | None = None) -> None:
+    def __init__(
+        self, path: Path, keep: Callable[[Line], Line | None] | None = None, *, follows_links: bool = True
+    ) -> None:
         """Without `keep`, a damaged line is an error. With it damaged lines are counted, and others replaced by what
-        `keep` returns, or counted too if that is None."""
+        `keep` returns, or counted too if that is None. A link at `path` is followed if a user has named that path."""
         self._path = path
+        self._follows_links = follows_links
         self._keep = keep
         self._file_number = -1
         self._begin()
@@ -185,7 +188,7 @@ class RecordReader:
 
     def _opened(self) -> BinaryIO:
         try:
-            return os.fdopen(regular_descriptor(self._path, follows_links=True), "rb")
+            return os.fdopen(regular_descriptor(self._path, follows_links=self._follows_links), "rb")
         except FileNotFoundError:
             raise ShardwiseError(f"There is no run record at {self._path}. Give the record.jsonl of a run.") from None
         except OSError as error:
@@ -272,8 +275,10 @@ def _number(value: object) -> bool:
 
 def _parse(path: Path, number: int, text: bytes) -> Line:
     try:
+        if nests_deeper(text, MAX_JSON_DEPTH):
+            raise ValueError(f"it nests more than {MAX_JSON_DEPTH} lists and objects")
         line = json.loads(text.decode(errors="replace"), parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ShardwiseError(
             f"{path}, line {number} is damaged: {error}. Take the line out, or start the run over."
         ) from error

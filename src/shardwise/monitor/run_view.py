@@ -178,7 +178,7 @@ class RunReader:
         """What the files say now. Raises `ShardwiseError` if there is no record."""
         path = self._path()
         if self._record is None:
-            self._record = RecordReader(path, keep=showable)
+            self._record = RecordReader(path, keep=showable, follows_links=path == self._run)
         record = self._record.read()
         header, notes = showable(record.header) or record.header, read_notes(path.parent)
         return RunView(path.parent, header, record.lines, notes, time.time(), num_damaged=record.num_damaged)

@@ -3,7 +3,6 @@ changed."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -14,6 +13,7 @@ from torch import nn
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.mesh import Mesh
+from shardwise.name_patterns import matches_by_parts
 from shardwise.program.schedule import Schedule, schedule_of, timed
 
 AXIS = "pp"
@@ -241,7 +241,7 @@ def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found: list[str] = []
     for pattern in patterns:
-        matching = [name for name in modules if name and _matches(name, pattern)]
+        matching = [name for name in modules if name and matches_by_parts(name, pattern)]
         named = [name for name in matching if _numel(modules[name]) or _keeps_buffers(modules, name, pattern)]
         if not named:
             raise ConfigError(
@@ -252,11 +252,6 @@ def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     if not found:
         raise ConfigError("pipeline.stages lists a stage without modules; give each at least one.")
     return tuple(found)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _check_cover(model: nn.Module, pieces: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ gathered.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import nn
 
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, nearest
+from shardwise.name_patterns import matches_by_parts
 from shardwise.placement import Box, Slot, pack, pack_boxes
 
 REST = "rest"
@@ -206,16 +206,10 @@ def _by_name(model: nn.Module, wanted: tuple[str, ...], numel_of: Numel) -> Grou
 def _named(model: nn.Module, pattern: str, numel_of: Numel) -> list[str]:
     """The modules with parameters that `pattern` names."""
     modules = dict(model.named_modules())
-    matches = [path for path in modules if path and _matches(path, pattern)]
+    matches = [path for path in modules if path and matches_by_parts(path, pattern)]
     if not matches:
         raise ConfigError(f"units names {pattern!r}, but the model has no such module. {nearest(pattern, modules)}")
     return [path for path in matches if numel_of(modules[path])]
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Matches part by part: `h.*` names the blocks `h.0`, `h.1`, and not what is inside them."""
-    parts, patterns = path.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _by_size(module: nn.Module, path: str, min_numel: int, numel_of: Numel) -> Iterator[tuple[str, nn.Module]]:

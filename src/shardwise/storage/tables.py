@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import nn
 from shardwise.config import DtypeName, Offload, Plan, Rule
 from shardwise.errors import ConfigError, nearest
 from shardwise.mesh import Mesh
+from shardwise.name_patterns import matches
 from shardwise.placement import (
     Box,
     Dtype,
@@ -140,7 +140,7 @@ def owners_of(model: nn.Module) -> dict[nn.Parameter, str]:
 def fits(rule: Rule, name: str, owner: str, numel: int) -> bool:
     """Whether the rule names a parameter of that name and size, owned by a module of class `owner`."""
     return (
-        (rule.params is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.params))
+        (rule.params is None or any(matches(name, pattern) for pattern in rule.params))
         and (rule.classes is None or owner in rule.classes)
         and (rule.max_numel is None or numel <= rule.max_numel)
     )
@@ -150,7 +150,7 @@ def _fits_nothing(name: str, rule: Rule, model: nn.Module, owners: Mapping[nn.Pa
     hint = "No rule before it may take all of its parameters."
     for pattern in rule.params or ():
         names = [known for known, _ in model.named_parameters()]
-        if not any(fnmatch.fnmatchcase(known, pattern) for known in names):
+        if not any(matches(known, pattern) for known in names):
             hint = f"No parameter is called {pattern!r}. {nearest(pattern, names)}"
     for owner in sorted(set(rule.classes or ()) - set(owners.values())):
         hint = f"No module of class {owner!r} has parameters. {nearest(owner, owners.values())}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 
 from shardwise.config import StyleName, TensorParallel
 from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.name_patterns import matches_end
 from shardwise.tensor.adapters import is_adapted, rules_inside, trained_copies
 from shardwise.tensor.known_models import (
     EXPERTS_STYLE,
@@ -195,7 +195,7 @@ def plan_of_model(model: nn.Module, excluded: Collection[str]) -> dict[str, str]
         own_plan |= LEFT_OUT.get(str(getattr(config_of(model), "model_type", "")), {})
     for pattern in list(own_plan):
         around = (pattern, pattern.rpartition(".")[0])
-        if any(matches(path, one) for path in excluded for one in around):
+        if any(matches_end(path, one) for path in excluded for one in around):
             del own_plan[pattern]
     return own_plan
 
@@ -211,12 +211,7 @@ def _translated(model: nn.Module, pattern: str, style: str) -> StyleName:
 
 def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """The paths that a pattern matches, at any depth."""
-    return (path for path in modules if path and matches(path, pattern))
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether a module's path, or the end of it, matches a pattern."""
-    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"*.{pattern}")
+    return (path for path in modules if path and matches_end(path, pattern))
 
 
 def _tied(chosen: Mapping[str, TensorRule], modules: Mapping[str, nn.Module]) -> dict[str, TensorRule]:

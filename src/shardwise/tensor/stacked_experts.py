@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.name_patterns import matches_end
 from shardwise.placement import Box
 from shardwise.tensor.forwards import Forward
 from shardwise.tensor.functions import copy_to, reduce_from
 from shardwise.tensor.known_models import EXPERTS_STYLE, STACKED_STYLES
 from shardwise.tensor.model_split import ModelSplit
 from shardwise.tensor.partition import AXIS, partition
-from shardwise.tensor.rules import SplitModule, matches, plan_of_model
+from shardwise.tensor.rules import SplitModule, plan_of_model
 
 Tensor = torch.Tensor
 _ALIGNED = 8
@@ -45,11 +46,11 @@ def experts_to_split(model: nn.Module, own_plan: Mapping[str, str]) -> Iterator[
     """
     owners = [pattern for pattern, style in own_plan.items() if style == EXPERTS_STYLE]
     for path, module in model.named_modules():
-        if not any(matches(path, pattern) for pattern in owners):
+        if not any(matches_end(path, pattern) for pattern in owners):
             continue
         params = {}
         for name, param in module.named_parameters():
-            style = next((style for pattern, style in own_plan.items() if matches(f"{path}.{name}", pattern)), None)
+            style = next((style for pattern, style in own_plan.items() if matches_end(f"{path}.{name}", pattern)), None)
             if style not in STACKED_STYLES or param.dim() != 3:
                 raise ModelError(
                     f"The tensor-parallel plan of {type(model).__name__} does not split {path}.{name} with the other "

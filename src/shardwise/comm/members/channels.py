@@ -7,13 +7,19 @@ begins.
 
 Every key is written once, and its name is part of what is sealed: an old message or report cannot be repeated in the
 place of a new one.
+
+[Note: forged messages] What a stranger writes where the next message will be, such as a copy of an earlier one, is not
+there for the reader: the genuine one will replace it. Only if that has been sent before, and so was overwritten, can
+the job not go on without it.
 """
 
 from __future__ import annotations
 
 import base64
 import datetime
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -21,12 +27,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shardwise.comm import compat
 from shardwise.comm.board import last_status
 from shardwise.comm.members.messages import Announcement, MemberMessage, reports_as_text, reports_of_text
-from shardwise.comm.sealed import SealedStore
+from shardwise.comm.sealed import NotOfJobError, SealedStore
 from shardwise.errors import CommError
 from shardwise.job_token import Seal
 
 _NUM_SENT = "num-sent"
 _ALWAYS = datetime.timedelta(days=365)
+_PAUSE_SECONDS = 0.1
+"""Between two looks at a forged announcement."""
+_log = logging.getLogger("shardwise")
 
 
 def prefix_of(attempt: str) -> str:
@@ -48,6 +57,22 @@ def _report_key(member: int, number: int) -> str:
     return f"report-of/{member}/{number}"
 
 
+class Forged:
+    """The keys that hold what no member has written, each named in one warning."""
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+
+    def ignore(self, key: str) -> None:
+        if key not in self._keys:
+            self._keys.add(key)
+            _log.warning(
+                "Somebody else writes into the store of this job: what is at %s is no message of its members, or a "
+                "copy of an earlier one. It is ignored. See SECURITY.md.",
+                key,
+            )
+
+
 class LauncherChannel:
     """The launcher's side. Used by one thread. The store's `RuntimeError` is not translated."""
 
@@ -59,6 +84,7 @@ class LauncherChannel:
         self._num_read: dict[int, int] = {}
         self._report_keys: dict[int, str] = {}
         self._num_sent = 0
+        self._forged = Forged()
         self.num_announcements = 0
 
     def publish(self, announcement: Announcement) -> None:
@@ -66,17 +92,28 @@ class LauncherChannel:
         self.num_announcements += 1
 
     def read(self, members: Iterable[int]) -> list[MemberMessage]:
-        """New messages of `members`, each member's in their order. Raises `CommError` for what no member has sent."""
+        """New messages of `members`, each member's in their order.
+
+        Raises `CommError` for a message that is none, or was overwritten: see [Note: forged messages].
+        """
         num_sent = self._store.add(_NUM_SENT, 0)
         if num_sent == self._num_sent:
             return []
         self._num_sent = num_sent
-        found = []
+        found, forged = [], dict[str, NotOfJobError]()
         for member in members:
             while self._store.check([key := f"from/{member}/{self._num_read.get(member, 0)}"]):
-                found.append(self._message_of(member, key))
+                try:
+                    found.append(self._message_of(member, key))
+                except NotOfJobError as error:
+                    forged[key] = error
+                    break
                 self._note_report(member)
                 self._num_read[member] = self._num_read.get(member, 0) + 1
+        for key, error in forged.items():
+            if sum(self._num_read.values()) < num_sent:  # it was sent and counted, and is not there any more
+                raise error
+            self._forged.ignore(key)
         return found
 
     def _message_of(self, member: int, key: str) -> MemberMessage:
@@ -174,12 +211,23 @@ class MemberChannel:
         prefix, twin = prefix_of(self._attempt), compat.twin(self._root)
         plain, store = PrefixStore(prefix, twin), SealedStore(prefix, twin, self._seal)
 
+        forged = Forged()
+
         def follow() -> None:
             number, goes_on = first, True
             try:
                 while goes_on:
-                    plain.wait([f"news/{number}"], _ALWAYS)
-                    goes_on = read(Announcement.from_json(store.get(f"news/{number}")))
+                    plain.wait([key := f"news/{number}"], _ALWAYS)
+                    is_overwritten = plain.check([f"news/{number + 1}"])  # asked first: the launcher writes in order
+                    try:
+                        announcement = Announcement.from_json(store.get(key))
+                    except NotOfJobError:
+                        if is_overwritten and _is_genuine(store, f"news/{number + 1}"):
+                            raise
+                        forged.ignore(key)
+                        time.sleep(_PAUSE_SECONDS)
+                        continue
+                    goes_on = read(announcement)
                     number += 1
             except (CommError, ValueError) as error:  # forged: what follows cannot be trusted either
                 read(Announcement("end", -1, text=str(error)))
@@ -189,3 +237,11 @@ class MemberChannel:
         thread = threading.Thread(target=follow, name=f"shardwise-news-{self.member}", daemon=True)
         thread.start()
         return thread
+
+
+def _is_genuine(store: SealedStore, key: str) -> bool:
+    try:
+        store.get(key)
+    except NotOfJobError:
+        return False
+    return True
