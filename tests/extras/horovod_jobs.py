@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,7 @@ def tensorflow_job() -> dict[str, Any]:
         y = tf.reduce_sum(hvd.allreduce(x, op=hvd.Max))
     with pytest.raises(ValueError, match="no gradient for op=Max"):
         tape.gradient(y, x)
-    with pytest.raises(Exception, match="works only eagerly"):  # TensorFlow makes a StagingError of it
-        tf.function(hvd.alltoall)(x)
+    tensorflow_gradients(tf, hvd)
 
     weights, unused = tf.Variable(W + rank), tf.Variable(1.0)
     hvd.broadcast_variables([weights], root_rank=0)
@@ -170,6 +170,45 @@ def tensorflow_job() -> dict[str, Any]:
     losses = [float(step(tf.constant(own_rows(x, hvd)))) for x in X]
     hvd.shutdown()
     return {"losses": losses, "weights": weights.numpy().tolist()}
+
+
+def tensorflow_gradients(tf: Any, hvd: Any) -> None:
+    """Those of Horovod (horovod/tensorflow/mpi_ops.py), eagerly and within `tf.function`."""
+    rank = hvd.rank()
+    counts = [1, 2] if rank == 0 else [2, 1]
+
+    def gradient(call: Any, x: Any, factors: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.add_n([tf.reduce_sum(one * factors) for one in tf.nest.flatten(call(x))]))
+        return tape.gradient(y, x)
+
+    x, weights = tf.ones(3), tf.constant([1.0, 2.0, 3.0]) + rank
+    pair, two_rows = tf.ones((2 * rank + 2, 1)), tf.ones((2, 1))  # of `pair` 1 row to each rank, and 2
+    own_factor = tf.constant([[rank + 1.0]])
+    rows, of_rows = tf.ones((rank + 1, 2)), tf.reshape(tf.range(6.0), (3, 2))
+    for wrap in (lambda call: call, tf.function):
+        result = wrap(lambda: gradient(lambda x: hvd.broadcast(x, 0), x, weights))()
+        assert result.numpy().tolist() == ([1.5, 2.5, 3.5] if rank == 0 else [0, 0, 0])
+        result = wrap(lambda: gradient(hvd.allgather, rows, of_rows))()
+        assert result.numpy().tolist() == ([[0, 1]] if rank == 0 else [[2, 3], [4, 5]])
+        result = wrap(lambda: gradient(lambda x: hvd.grouped_allgather([x, 2 * x]), rows, of_rows))()
+        assert result.numpy().tolist() == ([[0, 3]] if rank == 0 else [[6, 9], [12, 15]])
+        result = wrap(lambda: gradient(lambda x: hvd.alltoall(x, counts)[0], x, weights))()
+        assert result.numpy().tolist() == ([1, 2, 3] if rank == 0 else [2, 3, 4])
+        result = wrap(lambda: gradient(hvd.alltoall, pair, tf.constant([[1.0], [2.0], [3.0]]) + 10 * rank))()
+        assert result.numpy()[:, 0].tolist() == ([1, 11] if rank == 0 else [2, 3, 12, 13])
+        for op, factor in ((hvd.Sum, 2), (hvd.Average, 1)):
+            scatter = partial(hvd.reducescatter, op=op, prescale_factor=3.0)
+            result = wrap(partial(gradient, scatter, two_rows, own_factor))()
+            assert result.numpy()[:, 0].tolist() == [3 * factor, 6 * factor]
+        result = wrap(lambda: gradient(lambda x: hvd.grouped_reducescatter([x, x], op=hvd.Sum), two_rows, own_factor))()
+        assert result.numpy()[:, 0].tolist() == [4, 8]
+    received, there = tf.function(lambda: hvd.alltoall(x * (rank + 1), counts))()
+    assert received.numpy().tolist() == ([1, 2, 2] if rank == 0 else [1, 1, 2])
+    assert there.numpy().tolist() == ([1, 2] if rank == 0 else [2, 1])
+    with pytest.raises(ValueError, match="no gradient for op=Max"):
+        gradient(lambda x: hvd.reducescatter(x, op=hvd.Max), two_rows, own_factor)
 
 
 def keras_job(backend: str, folder: str) -> dict[str, Any]:

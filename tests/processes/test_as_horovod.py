@@ -19,6 +19,7 @@ import warm
 
 SCRIPT = """
     import json
+    import os
 
     import torch
     import torch.nn.functional as F
@@ -28,7 +29,10 @@ SCRIPT = """
     from horovod.torch.elastic.sampler import ElasticSampler
     from horovod.torch.mpi_ops import allreduce_async_, synchronize
 
+    told = [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     hvd.init()
+    assert told == [os.environ["RANK"], "2", os.environ["RANK"], "2"]
+    assert [os.environ[f"HOROVOD_CROSS_{name}"] for name in ("RANK", "SIZE")] == ["0", "1"]
     torch.manual_seed(42 + hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.5)

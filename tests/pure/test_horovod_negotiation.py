@@ -13,7 +13,7 @@ import torch
 from shardwise.integrations.horovod.collectives import HorovodCollectives
 from shardwise.integrations.horovod.executor import neutral_tensors
 from shardwise.integrations.horovod.messages import Request, Response
-from shardwise.integrations.horovod.mismatches import mismatch
+from shardwise.integrations.horovod.mismatches import why_invalid
 from shardwise.integrations.horovod.negotiation import Negotiation
 from shardwise.integrations.horovod.timeline import Timeline
 
@@ -92,7 +92,7 @@ def test_collectives_of_a_removed_process_set_fail() -> None:
 )
 def test_reductions_that_a_dtype_does_not_have(one: Request, num_ranks: int, error: str) -> None:
     ranks = tuple(range(num_ranks))
-    found = mismatch(dict.fromkeys(ranks, one), ranks)
+    found = why_invalid(dict.fromkeys(ranks, one), ranks)
     assert error in found
     assert bool(found) == bool(error)
 

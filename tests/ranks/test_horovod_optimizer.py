@@ -133,6 +133,33 @@ def test_a_loop_equals_the_one_on_whole_batches(
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns in `coalesce`
+@pytest.mark.parametrize("groups", [0, 1])
+def test_sparse_gradients_sent_as_dense_stay_sparse_for_the_optimizer(groups: int) -> None:
+    torch.manual_seed(0)
+    tables = nn.ModuleList(nn.Embedding(11, 3, sparse=True) for _ in range(2))
+    tokens = torch.arange(RANKS * 4).reshape(RANKS, 4) % 7
+
+    def work() -> list[Tensor]:
+        model = copy.deepcopy(tables)
+        optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, sparse_as_dense=True, num_groups=groups)
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(table(tokens[hvd.rank()]).square().sum() for table in model).backward()
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    results = on_ranks(RANKS, work)
+    optimizer = torch.optim.SparseAdam(list(tables.parameters()), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (sum(table(tokens).square().sum() for table in tables) / RANKS).backward()
+        optimizer.step()
+    for weights in results:
+        torch.testing.assert_close(weights, [param.detach() for param in tables.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients(as_dense: bool) -> None:
     torch.manual_seed(0)
@@ -152,7 +179,7 @@ def test_sparse_gradients(as_dense: bool) -> None:
             model(tokens[0]).square().sum().backward()
         optimizer.step()
         assert model.weight.grad is not None
-        assert model.weight.grad.is_sparse is not as_dense
+        assert model.weight.grad.is_sparse
         return model.weight.detach()
 
     results = on_ranks(RANKS, work)

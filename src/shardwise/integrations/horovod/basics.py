@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ def _open_for_process(process_sets: Mapping[int, Sequence[int]]) -> None:
     world = CURRENT.idle_world if CURRENT.idle_world is not None else sw.World.join()
     CURRENT.idle_world = None  # it is closed if the session cannot be opened
     try:
-        CURRENT.of_process = _open_session(world, process_sets)
+        CURRENT.of_process = _told(_open_session(world, process_sets))
     except ProcessSetError:
         CURRENT.idle_world = world
         raise
@@ -125,7 +126,16 @@ def regroup() -> None:
         )
     CURRENT.of_process = None
     session.abandon()
-    CURRENT.of_process = _open_session(membership.regroup(session.world, b"").world, {})
+    CURRENT.of_process = _told(_open_session(membership.regroup(session.world, b"").world, {}))
+
+
+def _told(session: Session) -> Session:
+    """The session, after its ranks were written into the environment, where scripts find them under `horovodrun`."""
+    place = session.topology
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    values = (session.rank, session.size, place.local_rank, place.local_size, place.cross_rank, place.cross_size)
+    os.environ |= {f"HOROVOD_{name}": str(value) for name, value in zip(names, values, strict=True)}
+    return session
 
 
 def restart() -> None:

@@ -12,6 +12,14 @@ class HorovodInternalError(CommError):
     """
 
 
+class InvalidCallError(ConfigError, RuntimeError):
+    """A collective that no ranks could carry out, such as `alltoall` with wrong splits, or an op that a dtype lacks.
+
+    Every rank that has issued it raises this, with the same text. Elastic loops do not retry: it would fail again. As
+    in Horovod a `ValueError` for splits and a `RuntimeError` for ops, and so both.
+    """
+
+
 class ProcessSetError(ConfigError):
     """`init` was given invalid process sets, or different ones on other ranks. All ranks raise it."""
 

@@ -12,7 +12,7 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.horovod.collectives import HorovodCollectives, rows_of_ranks, scaled, wait_for_device
 from shardwise.integrations.horovod.coordinator import DONE
-from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.errors import HorovodInternalError, InvalidCallError
 from shardwise.integrations.horovod.links import Link
 from shardwise.integrations.horovod.messages import MessageDecoder, Response
 from shardwise.integrations.horovod.pending import Entry, PendingCollectives
@@ -71,10 +71,11 @@ class Executor:
 
     def _execute(self, response: Response) -> None:
         if response.error:
+            error_class = InvalidCallError if response.is_invalid else HorovodInternalError
             for name in response.names:
                 entry = self._pending.take((response.process_set, name))
                 if entry is not None:
-                    entry.handle.fail(HorovodInternalError(response.error))
+                    entry.handle.fail(error_class(response.error))
             return
         start = time.perf_counter()
         verb = self._verbs.get(response.verb)

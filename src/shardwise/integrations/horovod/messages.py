@@ -79,6 +79,8 @@ class Response:
     """The ranks of an added process set."""
     acknowledges: int = -1
     """The rank that notifies the coordinator when this is done."""
+    is_invalid: bool = False
+    """Whether it is not executed because of its arguments, which no ranks could carry out."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

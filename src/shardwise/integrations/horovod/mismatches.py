@@ -16,8 +16,8 @@ _OPS_BY_DTYPE: dict[str, tuple[str, ...]] = {
 """The reductions of each dtype. A sum of bools is true if any of them is."""
 
 
-def mismatch(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
-    """An error text if the ranks' requests under one name do not match, or are invalid; else `""`."""
+def mismatch(requests: Mapping[int, Request]) -> str:
+    """An error text if the ranks' requests under one name do not match; else `""`."""
     first = next(iter(requests.values()))
     same = all(request is first or request == first for request in requests.values())
     if not same:
@@ -32,7 +32,12 @@ def mismatch(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
             error = _difference(first, label, shapes)
             if error:
                 return error
-    return next(_invalid(first, requests, ranks), "")
+    return ""
+
+
+def why_invalid(requests: Mapping[int, Request], ranks: tuple[int, ...]) -> str:
+    """An error text if requests that match cannot be carried out; else `""`."""
+    return next(_invalid(next(iter(requests.values())), requests, ranks), "")
 
 
 def _difference(first: Request, what: str, values: Mapping[int, str]) -> str:

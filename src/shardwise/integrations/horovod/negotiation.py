@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from shardwise.integrations.horovod.messages import Request, Response
-from shardwise.integrations.horovod.mismatches import call_of, describe, in_words, mismatch
+from shardwise.integrations.horovod.mismatches import call_of, describe, in_words, mismatch, why_invalid
 
 STALL_HINT = "Check that all ranks issue the same collectives. A rank without data must call join()."
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "int16": 2, "float16": 2, "bfloat16": 2}
@@ -176,7 +176,11 @@ class Negotiation:
         first = issued.first
         error = self._why_impossible(key[0], issued)
         if not error and not self._missing(key[0], issued):
-            error = mismatch(issued.requests, self._ranks_of(key[0]))
+            ranks = self._ranks_of(key[0])
+            error = mismatch(issued.requests)
+            if not error and (reason := why_invalid(issued.requests, ranks)):
+                self._fail(key, reason, is_invalid=True)
+                return
             if not error:
                 del self._table[key]
                 self._respond(self._response(first, issued.requests))
@@ -229,11 +233,13 @@ class Negotiation:
 
     # -- responses that become ready --------------------------------------------------------------------
 
-    def _fail(self, key: tuple[int, str], error: str) -> None:
+    def _fail(self, key: tuple[int, str], error: str, *, is_invalid: bool = False) -> None:
         """Raise `error` on all ranks that have issued the collective."""
         issued = self._table.pop(key)
         first = issued.first
-        self._respond(Response(first.verb, (first.name,), key[0], error, tuple(issued.requests)))
+        self._respond(
+            Response(first.verb, (first.name,), key[0], error, to=tuple(issued.requests), is_invalid=is_invalid)
+        )
 
     def _respond(self, response: Response) -> None:
         for name in response.names:

@@ -35,7 +35,9 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_object",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "poll",
     "reducescatter",
     "reducescatter_async",
@@ -85,10 +87,7 @@ def grouped_allreduce(
 ) -> list[Array]:
     """`allreduce` of several arrays together."""
     reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
-    handle = current_session().issue_tensors(
-        "allreduce", name, [*map(to_torch, arrays)], is_single=False, **reduction.fields()
-    )
-    return [to_numpy(one, array.dtype) for one, array in zip(handle.wait(), arrays, strict=True)]
+    return _issue_group("allreduce", name, arrays, **reduction.fields())
 
 
 def allgather_async(array: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
@@ -99,6 +98,13 @@ def allgather(array: Array, name: str | None = None, process_set: ProcessSet = g
     """Concatenate the ranks' arrays along the first axis, whose size may differ between ranks."""
     gathered: Array = allgather_async(array, name, process_set).wait()
     return gathered
+
+
+def grouped_allgather(
+    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """`allgather` of several arrays together."""
+    return _issue_group("allgather", name, arrays, process_set=process_set.number())
 
 
 def broadcast_async(
@@ -175,6 +181,24 @@ def reducescatter(
     handle = reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor)
     scattered: Array = handle.wait()
     return scattered
+
+
+def grouped_reducescatter(
+    arrays: Sequence[Array],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """`reducescatter` of several arrays together."""
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+    return _issue_group("reducescatter", name, arrays, **reduction.fields())
+
+
+def _issue_group(verb: str, name: str | None, arrays: Sequence[Array], **fields: Any) -> list[Array]:
+    handle = current_session().issue_tensors(verb, name, [*map(to_torch, arrays)], is_single=False, **fields)
+    return [to_numpy(one, array.dtype) for one, array in zip(handle.wait(), arrays, strict=True)]
 
 
 def _issue(verb: str, name: str | None, array: Array, **fields: Any) -> Handle:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.errors import HorovodInternalError, InvalidCallError
 
 Tensor = torch.Tensor
 
@@ -21,7 +21,7 @@ class Handle:
         self._done = threading.Event()
         self._finish = finish
         self._result: Any = None
-        self._error: HorovodInternalError | None = None
+        self._error: HorovodInternalError | InvalidCallError | None = None
         self.before_wait: Callable[[], None] | None = None
         """Sends the requests that are still queued."""
 
@@ -34,20 +34,24 @@ class Handle:
         self._result = result
         self._done.set()
 
-    def fail(self, error: HorovodInternalError) -> None:
+    def fail(self, error: HorovodInternalError | InvalidCallError) -> None:
         """Fail with `error`, unless it is done already."""
         if not self._done.is_set():
             self._error = error
             self._done.set()
 
     def wait(self) -> Any:
-        """Wait for the result; may be called again. Raises `HorovodInternalError` if the collective failed."""
+        """Wait for the result; may be called again.
+
+        Raises `HorovodInternalError` if the collective failed, and `InvalidCallError` if it could not have succeeded.
+        """
         if self.before_wait is not None:
             self.before_wait()
             self.before_wait = None
         self._done.wait()
         if self._error is not None:
-            raise HorovodInternalError(str(self._error)) from self._error
+            kind = InvalidCallError if isinstance(self._error, InvalidCallError) else HorovodInternalError
+            raise kind(str(self._error)) from self._error
         if self._finish is not None:
             self._result, self._finish = self._finish(self._result), None
         return self._result
@@ -106,7 +110,7 @@ class PendingCollectives:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, str], Entry] = {}
         self._lock = threading.Lock()
-        self._error: HorovodInternalError | None = None
+        self._error: HorovodInternalError | InvalidCallError | None = None
 
     @property
     def error(self) -> HorovodInternalError | None:

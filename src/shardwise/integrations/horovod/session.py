@@ -17,7 +17,7 @@ import torch
 import shardwise as sw
 from shardwise.integrations.horovod.collectives import HorovodCollectives
 from shardwise.integrations.horovod.coordinator import LEAVE, Coordinator
-from shardwise.integrations.horovod.errors import ProcessSetError
+from shardwise.integrations.horovod.errors import InvalidCallError, ProcessSetError
 from shardwise.integrations.horovod.executor import Executor
 from shardwise.integrations.horovod.links import LOOPBACK, Link, Listener, SendQueue, connect
 from shardwise.integrations.horovod.messages import WORLD_SET, MessageEncoder, Request
@@ -186,7 +186,7 @@ class Session:
         if len(sources) > 1 and len({source.device for source in sources}) > 1:
             raise ValueError(f"{verb} was given tensors of several devices. Use one call for each device.")
         if verb == "reducescatter" and fields["op"] == "Adasum":
-            raise ValueError("reducescatter does not support Adasum. Use Average, Sum, Min, Max or Product.")
+            raise InvalidCallError("reducescatter does not support Adasum. Use Average, Sum, Min, Max or Product.")
 
     def join(self) -> int:
         """See `hvd.join`."""

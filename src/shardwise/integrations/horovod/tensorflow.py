@@ -25,9 +25,14 @@ from shardwise.integrations.horovod.tensorflow_reductions import (
     all_reduce,
     allgather,
     allreduce,
+    average,
     call_on_host,
+    grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
     is_sparse,
+    reducescatter,
+    shapes_of_rows,
 )
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
 
@@ -44,7 +49,9 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "reducescatter",
 ]
 __all__ += basics.__all__
@@ -53,43 +60,63 @@ __all__ += basics.__all__
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return `root_rank`'s tensor on all ranks. Has no gradient."""
+    """Return `root_rank`'s tensor on all ranks. The gradient is Horovod's: the average on the root, zero elsewhere."""
     name = current_session().name_for("broadcast", name)
-    source = tf.convert_to_tensor(tensor)
 
     def on_host(array: Any) -> Any:
         return [numpy_hvd.broadcast(array, root_rank, name, process_set)]
 
-    return call_on_host(on_host, [source], [source.dtype], [source.shape])[0]
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def send(source: Tensor) -> tuple[Tensor, Any]:
+        def gradient(grad: Tensor) -> Tensor:
+            averaged = average([grad], f"{name}.grad", process_set)[0]
+            return averaged if current_session().rank == root_rank else tf.zeros_like(averaged)
+
+        return call_on_host(on_host, [source], [source.dtype], [source.shape])[0], gradient
+
+    return send(tf.convert_to_tensor(tensor))
 
 
 def alltoall(
     tensor: Tensor,
-    splits: Sequence[int] | None = None,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send `splits[i]` rows to the i-th rank, and return the received rows. Only eagerly; has no gradient.
+    """Send `splits[i]` rows to the i-th rank, and return the received rows. Gradients are sent back.
 
-    With `splits`, also return the number of rows from each rank.
+    With `splits`, also return the number of rows from each rank in int32. Without it, every rank gets the same number
+    of rows.
     """
-    array = _eager_array("alltoall", tensor)
-    received = numpy_hvd.alltoall(array, None if splits is None else list(splits), name, process_set)
-    return tf.convert_to_tensor(received) if splits is None else tuple(map(tf.convert_to_tensor, received))
+    name = current_session().name_for("alltoall", name)
+    counts = tf.zeros([0], tf.int32) if splits is None else tf.cast(splits, tf.int32)
+    received, received_counts = _all_to_all(tf.convert_to_tensor(tensor), counts, name, process_set)
+    return received if splits is None else (received, received_counts)
 
 
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Reduce the ranks' tensors and return this rank's rows. Only eagerly; has no gradient."""
-    array = _eager_array("reducescatter", tensor)
-    scattered = numpy_hvd.reducescatter(array, name, op, process_set, prescale_factor, postscale_factor)
-    return tf.convert_to_tensor(scattered)
+def _all_to_all(tensor: Tensor, splits: Tensor, name: str, process_set: ProcessSet) -> tuple[Tensor, Tensor]:
+    """The received rows and their numbers; empty `splits` are equal ones."""
+
+    def on_host(array: Any, counts: Any) -> Any:
+        num_ranks, rows = process_set.size() or 1, len(array) if array.ndim else 0
+        if not counts.size and (not array.ndim or rows % num_ranks):
+            numpy_hvd.alltoall(array, None, name, process_set)  # the coordinator raises the error on all ranks
+        return list(
+            numpy_hvd.alltoall(array, counts if counts.size else [rows // num_ranks] * num_ranks, name, process_set)
+        )
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def exchange(source: Tensor) -> tuple[list[Tensor], Any]:
+        shapes = [*shapes_of_rows([source]), [None]]
+        received, counts = call_on_host(on_host, [source, splits], [source.dtype, tf.int32], shapes)
+
+        def gradient(grad: Tensor, _: Any) -> Tensor:
+            return _all_to_all(grad, counts, f"{name}.grad", process_set)[0]
+
+        return [received, counts], gradient
+
+    received, counts = exchange(tensor)
+    return received, counts
 
 
 def _eager_array(call: str, tensor: Tensor) -> np.ndarray:

@@ -1,15 +1,16 @@
-"""Reductions and all-gather of TensorFlow tensors, eagerly and within `tf.function`."""
+"""Reductions and all-gather of TensorFlow tensors with their gradients, eagerly and within `tf.function`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from shardwise.integrations.horovod import numpy as numpy_hvd
 from shardwise.integrations.horovod.current_session import current_session
-from shardwise.integrations.horovod.ops import Reduction
+from shardwise.integrations.horovod.ops import Average, Reduction, Sum
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 
 Tensor = Any
@@ -102,8 +103,7 @@ def _reduce_dense(tensors: list[Tensor], name: str, reduction: Reduction) -> lis
         shapes = [one.shape for one in sources]
         return call_on_host(on_host, list(sources), [one.dtype for one in sources], shapes), gradient
 
-    reduced: Any = reduce(*tensors)
-    return list(reduced) if isinstance(reduced, list | tuple) else [reduced]
+    return _listed(reduce(*tensors))
 
 
 def call_on_host(function: Any, sources: list[Tensor], dtypes: list[Any], shapes: list[Any]) -> list[Tensor]:
@@ -111,19 +111,101 @@ def call_on_host(function: Any, sources: list[Tensor], dtypes: list[Any], shapes
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(one) for one in function(*(one.numpy() for one in sources))]
     results = tf.numpy_function(function, sources, dtypes, stateful=True)
-    results = list(results) if isinstance(results, list | tuple) else [results]
+    results = _listed(results)
     for one, shape in zip(results, shapes, strict=True):
         one.set_shape(shape)
     return results
 
 
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce the ranks' tensors and return this rank's rows. The gradient is gathered from all ranks."""
+    return grouped_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """`reducescatter` of several tensors together."""
+    name = current_session().name_for("reducescatter", name)
+    reduction = Reduction.of(op, None, prescale_factor, postscale_factor, process_set)
+
+    def on_host(*arrays: Any) -> Any:
+        return numpy_hvd.grouped_reducescatter(
+            arrays, name, reduction.op, process_set, prescale_factor, postscale_factor
+        )
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def scatter(*sources: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*grads: Tensor) -> list[Tensor]:
+            reduction.require_gradient("reducescatter")
+            factor = prescale_factor * postscale_factor * (process_set.size() if reduction.op is Sum else 1)
+            return _gather([grad * tf.cast(factor, grad.dtype) for grad in grads], f"{name}.grad", process_set)
+
+        return call_on_host(on_host, list(sources), [one.dtype for one in sources], shapes_of_rows(sources)), gradient
+
+    return _listed(scatter(*map(tf.convert_to_tensor, tensors)))
+
+
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenate the ranks' tensors along the first axis, whose size may differ between ranks. Has no gradient."""
+    """Concatenate the ranks' tensors along the first axis, whose size may differ between ranks.
+
+    The gradient is Horovod's: this rank's rows of the ranks' average.
+    """
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """`allgather` of several tensors together."""
     name = current_session().name_for("allgather", name)
-    source = tf.convert_to_tensor(tensor)
-    shape = tf.TensorShape([None, *source.shape[1:]])
+    return _gather([tf.convert_to_tensor(one) for one in tensors], name, process_set)
 
-    def on_host(array: Any) -> Any:
-        return [numpy_hvd.allgather(array, name, process_set)]
 
-    return call_on_host(on_host, [source], [source.dtype], [shape])[0]
+def _gather(tensors: list[Tensor], name: str, process_set: ProcessSet) -> list[Tensor]:
+    def on_host(*arrays: Any) -> Any:
+        return numpy_hvd.grouped_allgather(arrays, name, process_set)
+
+    def starts_on_host(*rows: Any) -> Any:
+        """Where this rank's rows begin."""
+        of_ranks = numpy_hvd.allgather(np.array([rows]), f"{name}.rows", process_set)
+        return list(of_ranks[: process_set.rank()].sum(0, dtype=np.int32))
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gather(*sources: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*grads: Tensor) -> list[Tensor]:
+            averaged = average(list(grads), f"{name}.grad", process_set)
+            rows = [tf.shape(one)[0] for one in sources]
+            starts = call_on_host(starts_on_host, rows, [tf.int32] * len(rows), [tf.TensorShape([])] * len(rows))
+            return [one[start : start + count] for one, start, count in zip(averaged, starts, rows, strict=True)]
+
+        return call_on_host(on_host, list(sources), [one.dtype for one in sources], shapes_of_rows(sources)), gradient
+
+    return _listed(gather(*tensors))
+
+
+def average(tensors: list[Tensor], name: str, process_set: ProcessSet) -> list[Tensor]:
+    """The ranks' averages of dense tensors."""
+    return _reduce_dense(tensors, name, Reduction.of(Average, None, 1.0, 1.0, process_set))
+
+
+def shapes_of_rows(tensors: Sequence[Tensor]) -> list[Any]:
+    """Their shapes with any number of rows."""
+    return [tf.TensorShape(None) if one.shape.rank is None else [None, *one.shape[1:]] for one in tensors]
+
+
+def _listed(results: Any) -> list[Tensor]:
+    """Several results of a function with a gradient; TensorFlow gives one alone."""
+    return list(results) if isinstance(results, list | tuple) else [results]

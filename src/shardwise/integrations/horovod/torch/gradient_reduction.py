@@ -44,7 +44,7 @@ class GradientReduction:
         self.passes = passes
         self.is_synchronized = False
         self.skips_synchronize = False
-        self._names = names
+        self.names = names
         self._options = options
         self._groups: list[tuple[Parameter, ...]] = []
         self._group_of: dict[Parameter, int] = {}
@@ -79,7 +79,7 @@ class GradientReduction:
         index = self._group_of[param]
         if self._counts[param] >= self.passes:
             raise AssertionError(
-                f"The gradient of '{self._names.name_of(param)}' was computed more than backward_passes_per_step="
+                f"The gradient of '{self.names.name_of(param)}' was computed more than backward_passes_per_step="
                 f"{self.passes} times before step(). Increase it, or call step() or zero_grad() earlier."
             )
         self.is_synchronized = False
@@ -103,6 +103,7 @@ class GradientReduction:
                 return
             for param in group:
                 if param.grad is not None and param.grad.is_sparse:
+                    self._sparse.add(param)
                     param.grad = param.grad.to_dense()
         grads = [param.grad for param in group if param.grad is not None]
         compressed, contexts = zip(*map(options.compression.compress, grads), strict=True)
@@ -112,7 +113,7 @@ class GradientReduction:
             postscale = options.predivide_factor / (options.process_set.size() or 1)
         handle = grouped_allreduce_async_(
             compressed,
-            name=self._names.name_of(self._groups[index][0]),
+            name=self.names.name_of(self._groups[index][0]),
             op=op,
             prescale_factor=prescale,
             postscale_factor=postscale,
@@ -122,7 +123,7 @@ class GradientReduction:
 
     def _issue_sparse(self, index: int, group: Sequence[Parameter]) -> None:
         param = next(one for one in group if one.grad is not None and one.grad.is_sparse)
-        name = self._names.name_of(param)
+        name = self.names.name_of(param)
         if len(self._groups[index]) > 1:
             raise ConfigError(
                 f"The gradient of '{name}' is sparse and cannot be in a group. Leave groups out, or set "
@@ -174,6 +175,8 @@ class GradientReduction:
             assert param.grad is not None
             if grad.data_ptr() != param.grad.data_ptr():
                 param.grad.copy_(grad)
+            if param in self._sparse:  # sent as dense; the optimizer expects what the model gave it
+                param.grad = param.grad.to_sparse(1)
 
 
 def _without_rows(param: Parameter) -> Tensor:

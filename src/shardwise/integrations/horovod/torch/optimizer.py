@@ -25,6 +25,11 @@ class _Distributed(torch.optim.Optimizer):
 
     _reduction: GradientReduction
 
+    @property
+    def _parameter_names(self) -> dict[Parameter, str]:
+        """Read by scripts that know Horovod's optimizer."""
+        return self._reduction.names.by_parameter
+
     def synchronize(self) -> None:
         """Wait until every `param.grad` is averaged. `step` does so too, except within `skip_synchronize`."""
         self._reduction.synchronize(_trainable(self))
@@ -51,8 +56,9 @@ class _Distributed(torch.optim.Optimizer):
         if closure is None:
             if reduction.is_synchronized:
                 warnings.warn(
-                    "optimizer.step() was called after optimizer.synchronize(), so it averages gradients a second "
-                    "time. Call it within `with optimizer.skip_synchronize():`.",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(), so it averages gradients a second time. Call it within `with "
+                    "optimizer.skip_synchronize():`.",
                     stacklevel=2,
                 )
             self.synchronize()

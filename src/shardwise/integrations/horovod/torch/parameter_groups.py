@@ -31,6 +31,10 @@ class ParameterNames:
         for param in params:
             self.name_of(param)  # numbers unnamed parameters in the order of the optimizer
 
+    @property
+    def by_parameter(self) -> dict[Parameter, str]:
+        return dict(self._names)
+
     def name_of(self, param: Parameter) -> str:
         """The parameter's name; a number if it has none. Ranks must add unnamed parameters in the same order."""
         name = self._names.get(param)
