@@ -110,9 +110,9 @@ class LauncherChannel:
                     break
                 self._note_report(member)
                 self._num_read[member] = self._num_read.get(member, 0) + 1
-        for key, error in forged.items():
+        for key, forgery in forged.items():
             if sum(self._num_read.values()) < num_sent:  # it was sent and counted, and is not there any more
-                raise error
+                raise forgery
             self._forged.ignore(key)
         return found
 

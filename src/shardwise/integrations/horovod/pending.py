@@ -110,7 +110,7 @@ class PendingCollectives:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, str], Entry] = {}
         self._lock = threading.Lock()
-        self._error: HorovodInternalError | InvalidCallError | None = None
+        self._error: HorovodInternalError | None = None
 
     @property
     def error(self) -> HorovodInternalError | None:
