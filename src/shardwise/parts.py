@@ -222,7 +222,7 @@ class Assembly:
     def _runner(self, executor: Executor) -> Runner:
         plan, sharding = self._plan, self._sharding
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
-        settings = Settings(prefetch_bytes, plan.compile)
+        settings = Settings(prefetch_bytes, plan.compile, paths_differ=plan.paths == "by_rank")
         closings = partial(self._data_group.exchange, subject="closings")
         return Runner(self._model, sharding.units, executor, closings, sharding.shared_buffers, settings)
 

@@ -221,6 +221,11 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
         boxes = boxes_for(model, mesh, world.rank, split, experts)
     else:
         boxes = boxes_after(model, mesh, world.rank, parts, had, experts)
+    if plan.paths == "by_rank" and has_pipeline(mesh):
+        raise ConfigError(
+            f"paths is by_rank, but along {STAGES} ranks also wait for what other stages send, so all call the same "
+            f"modules. Leave paths out of the plan, or {STAGES} out of the mesh."
+        )
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     choices = choose_units(model, plan, parts)

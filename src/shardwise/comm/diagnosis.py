@@ -122,12 +122,13 @@ class _Divergence:
     """By rank, the moment to which it has come, and its unit."""
 
     def text(self) -> str:
-        """A sentence."""
+        """Where, and what helps."""
         ranks: dict[str, list[int]] = {}
         for rank, (moment, _) in sorted(self.there.items()):
             ranks.setdefault(moment, []).append(rank)
         ways = [f"{_ranks(tuple(of_them))} came to '{moment}'" for moment, of_them in ranks.items()]
-        return f"Their paths through the model diverge where {', '.join(ways[:-1])} and {ways[-1]}."
+        diverge = f"Their paths through the model diverge where {', '.join(ways[:-1])} and {ways[-1]}."
+        return f"{diverge} If ranks are to call different modules, say paths: by_rank in the plan."
 
     def fault(self) -> Fault:
         moments = {rank: moment for rank, (moment, _) in self.there.items()}

@@ -341,6 +341,11 @@ class Plan(Strict):
     prefetch_bytes: Literal["auto"] | Bytes = Field(
         default="auto", description="how far gathers may run ahead; auto: the largest unit; 0: not at all"
     )
+    paths: Literal["alike", "by_rank"] = Field(
+        default="alike",
+        description="by_rank: where parameters are gathered, ranks agree on each gather, so that each may call what it "
+        "likes; alike: only in recorded passes, and a rank may leave out what was called there",
+    )
     compile: str | None = Field(
         default=None, description="backend of torch.compile for each unit, such as inductor; default: not compiled"
     )
@@ -414,6 +419,11 @@ class Plan(Strict):
         plan = self.model_copy(update={"precision": precision})
         plan._origins = {**self._origins, "precision": origin}
         return plan
+
+    def after(self, former: Plan) -> Plan:
+        """The same plan for a model that `former` has laid out: if it says no precision, in the model's own."""
+        is_own = former._origins.get("precision") == "model"
+        return self.with_own_precision(former.precision) if self.follows_model and is_own else self
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""

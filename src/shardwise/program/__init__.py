@@ -45,6 +45,7 @@ from shardwise.program.footprint import (
     resting_disk_bytes,
 )
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
+from shardwise.program.merge import extended, in_order, merged
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
@@ -119,13 +120,16 @@ __all__ = [
     "crossing_bytes",
     "disk_bytes",
     "drop_due",
+    "extended",
     "factored_update",
     "fills_grad",
     "footprint",
     "gather_due",
+    "in_order",
     "is_over_schedule",
     "lines_on_hosts",
     "matrix_exchanges",
+    "merged",
     "norms_axes",
     "norms_numel",
     "overlap",

@@ -2,14 +2,20 @@
 
 [Note: closings] A unit's backward is *closed* (its parameters freed, its gradients reduced) at the same point on every
 rank. Ranks may see it end at different times, or never, if one of them has not used all of its parameters (an expert
-that got no token). The program fixes that point: at the latest before the backward of the next unit opens. While there
-is no program, the ranks agree before each opening on the units that have finished on any of them. Gradients that arrive
-later are found by the verdict of the step.
+that got no token), or has not called it at all. The program fixes that point: at the latest before the backward of the
+next unit opens. While there is no program, the ranks agree in rounds, before each opening, on the units that have
+finished on any of them and that none is still to come to. Gradients that arrive later are found by the verdict of the
+step.
+
+[Note: left out, or added] Where a rank leaves out modules that the program has, it does for them what the program says
+at the next moment that it comes to: it takes part in their gathers, and adds zeros to their gradients. Where it calls
+one that the program has not, which needs no other rank as long as parameters are copies, the program goes on as if it
+had not. The gradients are found by the verdict, and the next pass is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from shardwise.program import Moment
 from shardwise.runtime.executor import BoundBlock
@@ -17,6 +23,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.passes import Passes
+from shardwise.runtime.rounds import End, Report, Rounds
 from shardwise.storage import Unit
 from shardwise.telemetry import UNITS, Timeline
 
@@ -33,10 +40,11 @@ class Closings:
         exchange: Callable[[bytes], list[bytes]],
     ) -> None:
         self._passes = passes
-        self._gathering = gathering
+        self.gathering = gathering
         self._hooks = hooks
         self._halves = halves
         self._exchange = exchange
+        self.rounds = Rounds(gathering, exchange)
         self._units = gathering.units
         self._by_name = {unit.name: unit for unit in self._units}
         self._numbers = {unit.name: number for number, unit in enumerate(self._units, start=1)}
@@ -56,16 +64,38 @@ class Closings:
         while (closing := self._expected()) in current.ended:
             self._close_as_planned(closing)
 
-    def arrive_at(self, moment: Moment) -> BoundBlock | None:
-        """Close every backward that is due before `moment`. Returns the program's block for `moment`, if the program is
-        followed."""
+    def arrive_at(self, moment: Moment, unit: Unit | None = None) -> BoundBlock | None:
+        """Close every backward that is due before `moment`, which is one of `unit`, if given. Returns the program's
+        block for `moment`, if the program is followed."""
         while closing := self._expected():
             self._close_as_planned(closing)
         script = self._passes.current.script
-        if not script.expects(moment):
-            self._gathering.finish_reductions()
-            self._close_agreed(and_left=moment == self._passes.current.end_of_backward)
+        for block in script.left_out(moment):
+            self.pass_by(block)
+        if script.expects(moment):
+            return script.take(moment)
+        if script.is_followed and unit is not None and self.adds(unit):
+            return None
+        self.gathering.finish_reductions()
+        script.leave()
+        if unit is None:
+            self.rounds.finish(self, "backward")
+        else:
+            self.rounds.need(unit, self, is_backward=True, meets=True)
         return script.take(moment)
+
+    def adds(self, unit: Unit) -> bool:
+        """Whether `unit` may be computed beside a program that has it not; see [Note: left out, or added]."""
+        return unit.comes_alone and self._passes.current.op is None
+
+    def pass_by(self, block: BoundBlock) -> None:
+        """Do what the program says for a moment that this rank leaves out."""
+        current = self._passes.current
+        if block.closes:
+            self._close_as_planned(block.closes)
+        else:
+            unit = self._by_name[block.moment.unit]
+            self.gathering.run(current.script.take(block.moment), block.moment, unit, current)
 
     def close_weights(self, compute: Callable[[Unit], None], timeline: Timeline) -> None:
         """The second half of a backward, unit by unit in the order of the first half. `compute` runs the backward that
@@ -74,13 +104,13 @@ class Closings:
         assert current.op is not None
         for unit, arrived in self._halves.take(current.op.micro_batch):
             before, after = current.moments(unit).before_backward, current.moments(unit).after_backward
-            self._gathering.run(self.arrive_at(before), before, unit, current)
+            self.gathering.run(self.arrive_at(before, unit), before, unit, current)
             with timeline.during(UNITS, f"weights {unit.name}"), self._halves.second():
                 arrived()
                 compute(unit)
             for flat in unit.flats:
                 flat.grads.expect_all()
-            self._gathering.run(current.script.take(after), after, unit, current)
+            self.gathering.run(current.script.take(after), after, unit, current)
 
     def agree(self, ended: Iterable[str], left: Iterable[str]) -> dict[str, bool]:
         """The units that are `ended` or `left` on any rank, in an order shared by all, and whether any rank has each
@@ -106,24 +136,39 @@ class Closings:
         if block is not None:
             block.run(frees=has_ended)
             if not has_ended:
-                self._gathering.owe_frees(unit, block)
+                self.gathering.owe_frees(unit, block)
 
-    def _close_agreed(self, *, and_left: bool) -> None:
-        """Close the units that have finished on any rank, in the same order everywhere. Collective.
+    def report(self, end: End) -> Report:
+        """What this rank tells the others in a round of the running pass."""
+        current = self._passes.current
+        ended = [self.rounds.number(name) for name in current.ended]
+        left = [self.rounds.number(unit.name) for unit in self._units if end == "backward" and self._is_left(unit)]
+        awaited = current.called - current.opened if current.op is None and end != "backward" else ()
+        return Report(end=end, ended=ended, left=left, awaited=sorted(map(self.rounds.number, awaited)))
 
-        `and_left` includes units that no rank reports as finished but that have gradients. Some of their parameters
-        will get no gradient next time either, so the end of their backward is detected by other means from then on.
+    def act(self, reports: Sequence[Report]) -> None:
+        """Close the units that have finished on any rank, and that none has still to come to, in the same order
+        everywhere. Collective.
+
+        When all ranks are at the end of the backward, units are included that no rank reports as finished but that have
+        gradients. Some of their parameters will get no gradient next time either, so the end of their backward is
+        detected by other means from then on.
         """
         current = self._passes.current
-        left = [unit.name for unit in self._units if and_left and self._is_left(unit)]
-        for name, is_left in self.agree(current.ended, left).items():
-            unit = self._by_name[name]
+        is_last = all(one.end == "backward" for one in reports)
+        awaited = {number for one in reports for number in one.awaited}
+        is_left: dict[int, bool] = {}
+        for one in reports:
+            is_left.update({number: is_left.get(number, False) for number in one.ended})
+            is_left.update(dict.fromkeys(one.left, True))
+        for number in is_left if is_last else [number for number in is_left if number not in awaited]:
+            unit = self._units[number]
             self._end(unit)
-            if is_left and name not in self._known_left:
-                self._known_left.add(name)
+            if is_left[number] and unit.name not in self._known_left:
+                self._known_left.add(unit.name)
                 current.must_record_again = True
             moment = current.moments(unit).after_backward
-            self._gathering.run(current.script.take(moment), moment, unit, current)
+            self.gathering.run(current.script.take(moment), moment, unit, current)
 
     def _is_left(self, unit: Unit) -> bool:
         """Whether the unit has gradients here, fresh or waiting, although no event has reported the end of its
@@ -135,13 +180,15 @@ class Closings:
         return current.reduces and unit.has_fresh() and is_of_this
 
     def _end(self, unit: Unit) -> bool:
-        """Whether the unit that is being closed has finished on this rank too. If not it may still be read, and stays
-        gathered."""
+        """Whether the unit that is being closed has finished on this rank too, or was not used. If not it may still be
+        read, and stays gathered."""
         current = self._passes.current
         self._halves.note_closed(unit)
         current.open.discard(unit.name)
         if current.ended.pop(unit.name, None) is not None:
             unit.rest()
+            return True
+        if not current.has_used(unit):
             return True
         current.lasting.add(unit.name)
         self._hooks.watch_inputs(unit)

@@ -42,7 +42,7 @@ class Gathering:
                 self._executor.movers[flat.name].params.wait_full()
             if flat.state is ABSENT:
                 moment = unit.moments.before_forward
-                with self._unwatched():
+                with self.unwatched():
                     self._executor.run(moment, serial(gather_due(unit.spec, moment)))
 
     def await_updates(self) -> None:
@@ -63,8 +63,24 @@ class Gathering:
         moment = unit.moments.before_forward
         absent = {flat.name for flat in unit.flats if flat.state is ABSENT}
         due = serial(tuple(action for action in gather_due(unit.spec, moment) if action.flat in absent))
-        with self._unwatched():
+        with self.unwatched():
             self._executor.run(moment, [action for action in due if (action.verb, action.subject) != ("wait", "full")])
+
+    def gather_with_others(self, unit: Unit, *, keeps: bool) -> None:
+        """Gather `unit` on all ranks, because some rank needs it. Unless this rank `keeps` it, or has had it whole, it
+        is freed again."""
+        absent = []
+        for flat in unit.flats:
+            if flat.state is GATHERING or flat.is_updating:
+                self._executor.movers[flat.name].params.wait_full()
+            if flat.state is ABSENT:
+                absent.append(flat)
+            elif not flat.spec.resident:
+                flat.owes_free = True  # another rank needs this one's part
+        moment = unit.moments.before_forward
+        self._executor.run(moment, serial(gather_due(unit.spec, moment)))
+        for flat in () if keeps else absent:
+            flat.free_full()
 
     def free(self, unit: Unit) -> None:
         """Free `unit`, after waiting for a gather that is under way."""
@@ -80,7 +96,7 @@ class Gathering:
         if block is not None and self.watcher is None:
             block.run()
             return
-        with self._unwatched():
+        with self.unwatched():
             if block is not None:
                 block.run()
             else:
@@ -96,7 +112,8 @@ class Gathering:
         self._executor.run(moment, serial(due))
 
     @contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> Iterator[None]:
+        """Inside, operations are not watched, because they are our own."""
         if self.watcher is None:
             yield
         else:

@@ -41,6 +41,10 @@ class Pass:
         """Whether it found new sites, so that the next pass has to be recorded."""
         self.open: set[str] = set()
         """Units whose backward has begun and not ended on this rank."""
+        self.called: set[str] = set()
+        """Units that have computed a forward on this rank."""
+        self.opened: set[str] = set()
+        """Units whose backward has begun on this rank."""
         self.ended: dict[str, Unit] = {}
         """Units whose backward has ended on this rank and is not closed yet, in that order."""
         self.kept: set[str] = set()
@@ -76,6 +80,10 @@ class Pass:
         self.must_record_again = True
         self.kept.add(unit.name)
         self.lasting.add(unit.name)
+
+    def has_used(self, unit: Unit) -> bool:
+        """Whether this rank may be computing with `unit`, or still be going to, in its backward."""
+        return any(unit.name in some for some in (self.called, self.opened, self.kept, self.lasting))
 
 
 class Passes:
@@ -193,3 +201,8 @@ class Evaluation:
     def begin(self) -> None:
         self.is_running = True
         self.script.begin()
+
+    def forget_programs(self) -> None:
+        """Record the next call of each segment."""
+        for script in self._scripts.values():
+            script.forget()

@@ -61,12 +61,13 @@ class Programs:
         self.program = self._planned(schedule_trace(row, straight_passes(row, stages)))
         self.step = self._bound_step()
 
-    def learn_training(self, script: Script, *, reduces: bool) -> bool:
-        """Make the program of the pass that `script` has recorded. False, and no change, if the record is too long."""
+    def learn_training(self, script: Script, trace: Trace | None = None, *, reduces: bool) -> bool:
+        """Make the program of a pass that goes the way of `trace`, for `script`; without it of the schedule that
+        `script` has recorded. False, and no change, if the record is too long."""
         if script.is_too_long:
             return False
-        row = script.recorded_row()
-        trace = schedule_trace(row, script.recorded_passes()) if row else script.recorded()
+        if trace is None:
+            trace = schedule_trace(script.recorded_row(), script.recorded_passes())
         if reduces:
             self.program = self._planned(trace)
             micro_batch = self.program.micro_batch
@@ -77,9 +78,8 @@ class Programs:
         self.num_recordings += 1
         return True
 
-    def learn_evaluation(self, script: Script) -> bool:
-        """Make the program of a recorded evaluation. False also if it used no unit."""
-        trace = tuple(script.trace)
+    def learn_evaluation(self, script: Script, trace: Trace) -> bool:
+        """Make the program of an evaluation that goes the way of `trace`. False also if it used no unit."""
         if not 0 < len(trace) < LONGEST_TRACE:
             return False
         planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, training=False)

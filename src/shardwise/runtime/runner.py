@@ -27,11 +27,11 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks, Listener, in_backward
 from shardwise.runtime.inference import Inference
-from shardwise.runtime.passes import Evaluation, Pass, Passes
+from shardwise.runtime.passes import Evaluation, Passes
 from shardwise.runtime.programs import Programs
-from shardwise.runtime.script import Script
 from shardwise.runtime.step import Step
 from shardwise.runtime.watching import Watching
+from shardwise.runtime.ways import Ways
 from shardwise.storage import Unit
 from shardwise.telemetry import UNITS
 
@@ -43,6 +43,8 @@ class Settings:
     prefetch_bytes: int | None
     """Bytes that may be gathered ahead of their use; `None`: as many as the largest unit has."""
     compile_backend: str | None = None
+    paths_differ: bool = False
+    """Whether ranks call different modules; see [Note: different ways] in `ways.py`."""
 
 
 class Runner:
@@ -70,7 +72,9 @@ class Runner:
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
         self._closings = Closings(self.passes, self.gathering, self._hooks, self.halves, exchange)
-        self._watching = Watching(model, self.gathering, self._hooks, self.passes)
+        self._ways = Ways(self.passes, self._evaluation, self._closings, self.programs, exchange)
+        self._ways.may_differ = settings.paths_differ
+        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._ways)
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._closings, shared_buffers)
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
@@ -114,18 +118,20 @@ class Runner:
             self._recover()
             return
         self._watching.pause()
+        if self._is_training_root and self.passes.current.is_running:
+            self._ways.end_forward(training=True)
         self._is_training_root = None
         if self._evaluation.is_running:
             self._end_evaluation()
 
     def _end_evaluation(self) -> None:
+        self._ways.end_forward(training=False)
         if not is_dynamo_compiling():
             self._journal.clock.rest()
         self._evaluation.is_running = False
-        script, current = self._evaluation.script, self.passes.current
-        if not script.is_finished() and not current.must_record_again and self.programs.learn_evaluation(script):
+        if self._ways.learn_evaluation():
             self._watching.note_seen(training=False)
-        if not current.is_running:
+        if not (current := self.passes.current).is_running:
             current.must_record_again = False
             current.lasting.clear()
             self.gathering.free_all()
@@ -139,8 +145,9 @@ class Runner:
         training = self._is_training()
         if training:
             self.passes.begin()
+            self.passes.current.called.add(unit.name)
         moment = self._moments(unit, training=training).before_forward
-        block = self._script(training=training).take(moment)
+        block = self._ways.come_to(moment, unit, training=training)
         self.gathering.run(block, moment, unit, self.passes.current, training=training)
         self.gathering.open(unit)
         if self._timeline.is_on:
@@ -157,7 +164,7 @@ class Runner:
             current.kept.add(unit.name)
         training = self._is_training()
         moment = self._moments(unit, training=training).after_forward
-        block = self._script(training=training).take(moment)
+        block = self._ways.come_to(moment, unit, training=training)
         if not (training and unit.name in current.kept):
             self.gathering.run(block, moment, unit, current, training=training)
         unit.rest()
@@ -171,20 +178,19 @@ class Runner:
     def _moments(self, unit: Unit, *, training: bool) -> UnitMoments:
         return self.passes.current.moments(unit) if training else unit.moments
 
-    def _script(self, *, training: bool) -> Script:
-        return self.passes.current.script if training else self._evaluation.script
-
     # -- events: a backward -----------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit) -> None:
         current = self.passes.current
         if unit.name in current.open:
+            self._ways.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
             return
         self.passes.begin()
         current.open.add(unit.name)
+        current.opened.add(unit.name)
         moment = current.moments(unit).before_backward
-        block = self._closings.arrive_at(moment)
+        block = self._closings.arrive_at(moment, unit)
         self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
         if self._timeline.is_on:
@@ -214,17 +220,10 @@ class Runner:
             self.gathering.come_to_rest()
         if current.op is not None:
             self.gathering.expect_gradients()
-        if current.op is None:
-            self._learn(current, reduces=current.reduces)
+        if current.op is None and self._ways.learn(current, reduces=current.reduces):
+            self._watching.note_seen(training=True)
         self.passes.end()
         self._journal.clock.rest()
-
-    def _learn(self, ended: Pass, *, reduces: bool) -> None:
-        """Make a program of a pass that was recorded to its end, unless it found new sites."""
-        if ended.script.is_finished() or ended.must_record_again:
-            return
-        if self.programs.learn_training(ended.script, reduces=reduces):
-            self._watching.note_seen(training=True)
 
     def await_graph(self, unit: Unit) -> None:
         """A backward is building a graph that may read `unit` in another backward: keep it whole until
@@ -274,7 +273,8 @@ class Runner:
         if block is not None:
             block.run()
         self.gathering.come_to_rest()
-        self._learn(current, reduces=self.passes.reduces)
+        if self._ways.learn(current, reduces=self.passes.reduces):
+            self._watching.note_seen(training=True)
         self.passes.abandon()
 
     def backward_of_weights(self, compute: Callable[[Unit], None]) -> None:
@@ -295,6 +295,7 @@ class Runner:
     def _recover(self) -> None:
         """A forward or backward raised: reset to a state in which nothing runs and nothing is gathered."""
         self._hooks.forget()
+        self._closings.rounds.forget()
         self.halves.forget()
         self._watching.pause()
         self.gathering.abandon()
@@ -342,6 +343,7 @@ class Runner:
             unit.wake()
         elif in_backward():
             self.passes.current.lasting.add(unit.name)
+            self._ways.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
         else:
             self._watching.gather_reached(unit)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.comm import Journal
-from shardwise.program import Moment, PassTraces, Trace
+from shardwise.program import Moment, PassTraces, Trace, in_order
 from shardwise.program.schedule import Op
 from shardwise.runtime.executor import BoundBlock
 
@@ -25,6 +25,8 @@ class Script:
         self.blocks: tuple[BoundBlock, ...] = ()
         self.trace: list[Moment] = []
         self.is_followed = False
+        self.unlearned: Trace = ()
+        """What passes were recorded to do of which no program was made, because there was something new in them."""
         self._next = 0
         self._ops: list[tuple[Op, int]] = []
         """The ops of a schedule so far, each with the length of the trace when it began."""
@@ -43,6 +45,7 @@ class Script:
 
     def learn(self, blocks: Sequence[BoundBlock]) -> None:
         self.blocks = tuple(blocks)
+        self.unlearned = ()
 
     def expected(self) -> BoundBlock | None:
         """The next block, as long as the program is followed."""
@@ -54,6 +57,27 @@ class Script:
         """Whether `moment` comes next in the program."""
         expected = self.expected()
         return expected is not None and (expected.moment is moment or expected.moment == moment)
+
+    def left_out(self, moment: Moment) -> Sequence[BoundBlock]:
+        """The blocks before that of `moment`, if the program has it later.
+
+        This rank has left out what they are for, and others may have computed it; so it runs them, and goes on with the
+        program. In a schedule, whose ops every rank takes, nothing is left out.
+        """
+        if not self.is_followed or self._ops:
+            return ()
+        for index in range(self._next, len(self.blocks)):
+            if self.blocks[index].moment is moment or self.blocks[index].moment == moment:
+                return self.blocks[self._next : index]
+        return ()
+
+    def rest(self) -> Sequence[BoundBlock]:
+        """The blocks that are still to come, while the program is followed."""
+        return self.blocks[self._next :] if self.is_followed else ()
+
+    def leave(self) -> None:
+        """What comes next is not in the program: record the pass from here on."""
+        self.is_followed = False
 
     def forget(self) -> None:
         """The program no longer fits: the next pass is recorded."""
@@ -85,32 +109,13 @@ class Script:
         seen."""
         stops = [start for _, start in self._ops[1:]] + [len(self.trace)]
         return {
-            (op.kind, op.stage): tuple(replace(one, micro_batch=None) for one in _in_order(self.trace[start:stop]))
+            (op.kind, op.stage): tuple(replace(one, micro_batch=None) for one in in_order(self.trace[start:stop]))
             for (op, start), stop in zip(self._ops, stops, strict=True)
         }
 
     def recorded(self) -> Trace:
         """The order in which units were used in this pass."""
-        return _in_order(self.trace)
+        return in_order(self.trace)
 
     def is_finished(self) -> bool:
         return self.is_followed and self._next == len(self.blocks)
-
-
-def _in_order(recorded: Sequence[Moment]) -> Trace:
-    """The record, without ends that were premature.
-
-    A program that was followed at first may have closed a backward too early; it was closed again when it had ended,
-    and only that counts.
-    """
-    trace, closed = [], set()
-    for moment in reversed(recorded):
-        if moment.phase != "forward":
-            if moment.edge == "before":
-                closed.discard(moment.unit)
-            elif moment.unit in closed:
-                continue
-            else:
-                closed.add(moment.unit)
-        trace.append(moment)
-    return tuple(moment for moment in reversed(trace) if moment.unit)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.reach import Callers, Reach
+from shardwise.runtime.ways import Ways
 from shardwise.storage import Unit
 
 
 class Watching:
     """Watches every operation of a forward until all that it reads is known."""
 
-    def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes) -> None:
+    def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes, ways: Ways) -> None:
         self._model = model
         self._units: Sequence[Unit] = gathering.units
         self._gathering = gathering
         self._hooks = hooks
         self._passes = passes
+        self._ways = ways
         self._callers: Callers | None = None
         self._has_seen = {True: False, False: False}
         """By whether a pass is a training pass: whether everything that it reads is known."""
@@ -65,6 +68,7 @@ class Watching:
             self._has_seen = {True: False, False: False}
         else:
             self._add_site(unit, self._callers)
+        self._ways.need(unit, training=torch.is_grad_enabled())
         self._gathering.open(unit)
 
     def _add_site(self, unit: Unit, callers: Callers) -> None:

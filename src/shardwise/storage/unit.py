@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.mesh import Mesh
 from shardwise.placement import WIDTH, Slot, padded_numel
-from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update
+from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update, gather_due
 from shardwise.storage.dtypes import dtype_of_codes
 from shardwise.storage.flat import Flat
 from shardwise.storage.gradients import FlatGradients
@@ -56,6 +56,11 @@ class Unit:
     @cached_property
     def has_frozen(self) -> bool:
         return any(not flat.spec.trainable for flat in self.flats)
+
+    @cached_property
+    def comes_alone(self) -> bool:
+        """Whether a rank makes its parameters whole without the others: they are copies, wherever they rest."""
+        return not any(action.communicates for action in gather_due(self.spec, self.moments.before_forward))
 
     @cached_property
     def trained_grads(self) -> tuple[FlatGradients, ...]:
