@@ -95,6 +95,45 @@ def test_room_for_graphs_is_made_where_torch_compile_has_no_argument_for_it(monk
     assert counters["stats"]["unique_graphs"] == num_calls
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_hooks_of_units_inside_others_are_not_traced() -> None:
+    """Units by size: a decoder's layer has other units inside, and is not compiled; its attention is."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = llama(use_cache=False)
+    twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+    tokens = torch.randint(0, VOCAB, (3, 2, 8))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch in tokens:
+        twin(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        mine = models[world.rank]
+        plan = {"preset": "zero3", "compile": "eager", "units": {"min_numel": 1500}}
+        engine = sw.shard(mine, plan, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world)
+        for batch in tokens:
+            own = batch[world.rank : world.rank + 1]
+            engine.backward(mine(input_ids=own, labels=own).loss)
+            engine.step()
+        assert "forward" in mine.model.layers[0].self_attn.__dict__
+        assert "forward" not in mine.model.layers[0].__dict__
+        return engine.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torch.compile around a sharded model")
+        for state in run_ranks(2, rank):
+            for name, value in twin.state_dict().items():
+                assert (state[name] - value).abs().max() < 1e-6, name
+
+
+def test_a_compile_of_nothing_is_told() -> None:
+    model = Transformer(num_blocks=1)
+    with pytest.warns(UserWarning, match="eager finds nothing to compile.*units: {class: Block}"):
+        sharded_run(model, batches(3), "zero3", 1, None, compile="eager", units={"min_numel": 1})
+
+
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ConfigError, match="compile is 'inductr'"):
         sw.shard(Transformer(), {"compile": "inductr"})

@@ -62,28 +62,47 @@ class WrappedForward:
 
 
 class CompiledUnits:
-    """The compiled forwards of all units that are modules below the root. `remove` puts the originals back."""
+    """The compiled forwards of units that are modules below the root. `remove` puts the originals back.
+
+    A site with another one inside is not compiled, for Dynamo would trace the hooks of that one, and with them gathers.
+    If a module has parameters in a unit of their own, what is compiled is the part of it that has not.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], backend: str) -> None:
         self._backend = backend
-        sites = dict.fromkeys(site for unit in units for site in unit.sites if site is not model)
-        inside = {inner for site in sites for inner in site.modules() if inner is not site}
-        self._sites = [
-            site
-            for site in sites
-            if site not in inside and any(True for _ in site.children()) and "forward" not in site.__dict__
-        ]
+        self._model = model
+        self._units = units
         self._originals: dict[nn.Module, Callable[..., Any]] = {}
         self._are_installed = False
+
+    def _compilable(self) -> list[nn.Module]:
+        """Sites are known once a pass has been watched."""
+        sites = dict.fromkeys(site for unit in self._units for site in unit.sites)
+        return [
+            site
+            for site in sites
+            if site is not self._model
+            and any(True for _ in site.children())
+            and not any(inner in sites for inner in site.modules() if inner is not site)
+            and isinstance(site.__dict__.get("forward"), WrappedForward | None)
+        ]
 
     def install(self) -> None:
         """Compile from the next call on. Idempotent."""
         if self._are_installed:
             return
         self._are_installed = True
-        num_alike = Counter(_code_of(site) for site in self._sites)
+        sites = self._compilable()
+        if not sites:
+            warnings.warn(
+                f"compile: {self._backend} finds nothing to compile, because every unit is a single operation or has "
+                f"other units inside. Say which blocks are units: units: {{class: Block}}.",
+                UserWarning,
+                stacklevel=2,
+            )
+        num_alike = Counter(_code_of(site) for site in sites)
         looked_at = set()
-        for site in self._sites:
+        for site in sites:
             code = _code_of(site)
             wrapper = site.__dict__.get("forward")
             holder = wrapper if isinstance(wrapper, WrappedForward) else site
