@@ -330,8 +330,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
 def _in_one_precision(plan: Plan, sharded: ShardedModel) -> Plan:
     """`plan` in the precision in which the ranks will compute. All ranks call; raises `ConfigError` on all of them if
     they have different plans."""
-    if plan.follows_model and sharded.plan.has_own_precision:
-        plan = plan.with_own_precision(sharded.plan.precision)
+    plan = plan.after(sharded.plan)
     check_same_settings(settings_of(plan, sharded.world), "plan", sharded.world)
     return settle(plan, sharded.world, sharded.sharding.device)
 

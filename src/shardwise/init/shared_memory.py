@@ -38,7 +38,7 @@ class _Place:
                 if tensor.layout is not torch.strided or not tensor.numel():
                     return None
                 storage = tensor.untyped_storage()
-                start = tensor.storage_offset() * tensor.element_size()
+                start = int(tensor.storage_offset()) * tensor.element_size()
         except (RuntimeError, NotImplementedError):  # what wraps other tensors
             return None
         base = storage.data_ptr()
@@ -77,7 +77,7 @@ def _fills_its_span(tensor: Tensor) -> bool:
 def check_memory(model: nn.Module) -> None:
     """Raise `ModelError`, naming both, if a parameter that may be trained shares memory with another tensor of the
     model: a parameter, a buffer, or an attribute of a module."""
-    found = [("parameter", name, param) for name, param in model.named_parameters()]
+    found: list[tuple[str, str, Tensor]] = [("parameter", name, param) for name, param in model.named_parameters()]
     found += _others(model, {id(param) for _, _, param in found})
     places = [place for one in found if (place := _Place.of(*one)) is not None]
     near: list[_Place] = []
