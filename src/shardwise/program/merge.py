@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from functools import reduce
 
 from shardwise.program.action import Moment
 from shardwise.program.spec import Trace
@@ -43,8 +42,10 @@ def merged(traces: Sequence[Trace]) -> Trace:
     What several have in common is in it once, as far as one order allows that. The same on every rank that has the same
     list.
     """
-    first, *others = dict.fromkeys(traces)
-    return in_order(reduce(_joined, others, first))
+    whole: Trace = ()
+    for trace in dict.fromkeys(traces):
+        whole = _joined(whole, trace)
+    return in_order(whole)
 
 
 def extended(trace: Trace, former: Trace) -> Trace:
