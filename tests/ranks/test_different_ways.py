@@ -66,10 +66,17 @@ class Sees(nn.Module):
     """A language model with a tower for images, added to the embedding or read by some of its blocks."""
 
     def __init__(
-        self, *, first: bool = False, cross: bool = False, tied: bool = False, frozen: bool = False, again: str = ""
+        self,
+        *,
+        first: bool = False,
+        cross: bool = False,
+        late: bool = False,
+        tied: bool = False,
+        frozen: bool = False,
+        again: str = "",
     ) -> None:
         super().__init__()
-        self.again, self.cross = again, cross
+        self.again, self.cross, self.late = again, cross, late
         if first:
             self.vision = Tower()
         self.emb = nn.Embedding(WORDS, WIDTH)
@@ -82,12 +89,18 @@ class Sees(nn.Module):
         self.vision.first.requires_grad_(not frozen)
 
     def forward(self, x: Tensor, images: Sequence[Tensor]) -> Tensor:
+        if self.late:
+            loss = self.words(self.emb(x), x, None)
+            return sum((self.vision(image).square().mean() for image in images), loss)
         h, seen = self.emb(x), None
         for image in images:
             features = checkpoint(self.vision, image, use_reentrant=False) if self.again else self.vision(image)
             seen = features if seen is None else seen + features
         if seen is not None and not self.cross:
             h = h + seen.mean(1, keepdim=True)
+        return self.words(h, x, seen)
+
+    def words(self, h: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         for block in self.blocks:
             h = checkpoint(block, h, seen, use_reentrant=False) if self.again == "all" else block(h, seen)
         return F.cross_entropy(self.head(h).flatten(0, 1).float(), x.roll(1, 1).flatten())
@@ -222,6 +235,12 @@ VARIATIONS: dict[str, Job] = {
     "evaluated": Job({}, ONE_RANK_FIRST, {"cross": True}, evaluates=True),
     "a collective before the backward": Job(
         {"paths": "by_rank"}, ONE_RANK_FIRST, between=lambda engine, loss: engine.mean(loss.item())
+    ),
+    "one after what a rank leaves out": Job(
+        {"units": TOWERS["tower"], "prefetch_bytes": 0},
+        ([1, 1], [1, 1], [0, 1], [0, 0], [1, 0]),
+        {"late": True},
+        between=lambda engine, loss: engine.mean(loss.item()),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from shardwise.comm import Journal
 from shardwise.program import Moment, PassTraces, Trace, in_order
@@ -28,6 +29,10 @@ class Script:
         self.unlearned: Trace = ()
         """What passes were recorded to do of which no program was made, because there was something new in them."""
         self._next = 0
+        self._returns: list[int] = []
+        """The lengths of the trace when the model returned."""
+        self._ends_with_return = False
+        """Whether the recorded pass had one forward, which ended when the model returned."""
         self._ops: list[tuple[Op, int]] = []
         """The ops of a schedule so far, each with the length of the trace when it began."""
 
@@ -36,6 +41,7 @@ class Script:
         self.trace = []
         self._journal.begin_pass(self.trace)
         self._next = 0
+        self._returns = []
         self._ops = []
         self.is_followed = bool(self.blocks)
 
@@ -46,6 +52,8 @@ class Script:
     def learn(self, blocks: Sequence[BoundBlock]) -> None:
         self.blocks = tuple(blocks)
         self.unlearned = ()
+        num_forward = max((at for at, moment in enumerate(self.trace, start=1) if moment.phase == "forward"), default=0)
+        self._ends_with_return = len(self._returns) == 1 and num_forward <= self._returns[0]
 
     def expected(self) -> BoundBlock | None:
         """The next block, as long as the program is followed."""
@@ -71,9 +79,14 @@ class Script:
                 return self.blocks[self._next : index]
         return ()
 
-    def rest(self) -> Sequence[BoundBlock]:
-        """The blocks that are still to come, while the program is followed."""
-        return self.blocks[self._next :] if self.is_followed else ()
+    def returned(self) -> Sequence[BoundBlock]:
+        """The model has returned. The blocks of its forward that are still to come, if the program is followed: of what
+        this rank has left out."""
+        self._returns.append(len(self.trace))
+        if not self.is_followed or self._ops or not self._ends_with_return:
+            return ()
+        left = self.blocks[self._next :]
+        return tuple(takewhile(lambda block: block.moment.phase == "forward", left))
 
     def leave(self) -> None:
         """What comes next is not in the program: record the pass from here on."""

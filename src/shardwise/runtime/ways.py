@@ -72,9 +72,8 @@ class Ways:
     def end_forward(self, *, training: bool) -> None:
         """The model has returned: take part in what other ranks still gather for it."""
         script = self._script(training=training)
-        if not training:
-            for block in script.rest():
-                self._pass_by(block, training=False)
+        for block in script.returned():
+            self._pass_by(block, training=training)
         if self._gathers and not script.is_followed and self._passes.current.op is None:
             self._closings.rounds.finish(self._closings if training else NoGradients(), "forward")
 
