@@ -290,7 +290,7 @@ def test_cross_entropy_of_a_head_that_gathers_is_refused() -> None:
         run_ranks(2, rank)
     asked = {**plan, "tensor": {**TENSOR, "cut_logits": True}}
     others = [seeded(CutLogits) for _ in range(2)]
-    with pytest.raises(ModelError, match="is for causal language models of transformers, which CutLogits is not"):
+    with pytest.raises(ModelError, match=r"is for language models of transformers, .* CutLogits has none"):
         run_ranks(2, lambda world: sw.shard(others[world.rank], asked, world=world))
 
 

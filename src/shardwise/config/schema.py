@@ -272,7 +272,7 @@ class TensorParallel(Strict):
     )
     sequence: bool = Field(default=False, description="also split the sequence between column and row modules")
     cut_logits: bool = Field(
-        default=False, description="leave the logits of a causal language model of transformers split for its loss"
+        default=False, description="leave the logits of a language model of transformers split by vocabulary"
     )
     verify: bool = Field(default=False, description="compare the first batch with the unsplit model, module by module")
 

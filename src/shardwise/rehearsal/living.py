@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 DEVICE_BLOCK_BYTES = 512
@@ -43,7 +43,9 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def count(self, values: object) -> None:
         """Count the storages of all tensors in nested tuples, lists and dicts that are not counted yet."""
         for tensor in tree_leaves(values):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            if is_traceable_wrapper_subclass_type(type(tensor)):
+                self.count([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+            elif isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._count(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -78,6 +80,8 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # then it computes with what it wraps, and that is counted
         result = func(*args, **(kwargs or {}))
         self.count(result)
         return result

@@ -1,5 +1,6 @@
 """Tensor parallelism: modules are split along one dimension over ranks that share each sample (arXiv:1909.08053)."""
 
+from shardwise.tensor.cut import full_tensor
 from shardwise.tensor.functions import (
     copy_to,
     gather_from,
@@ -28,6 +29,7 @@ __all__ = [
     "copy_to",
     "cross_entropy",
     "draws",
+    "full_tensor",
     "gather_from",
     "gather_to",
     "reduce_from",

@@ -18,6 +18,7 @@ from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Span
 from shardwise.runtime.hooks import in_backward
+from shardwise.tensor.cut import Cut, cut_logits
 from shardwise.tensor.functions import apply as _apply
 from shardwise.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
 from shardwise.tensor.regions import Regions
@@ -55,17 +56,21 @@ class Column(Forward):
         *given: Any,
         sizes: Sizes,
         gathers: bool,
+        is_cut: bool,
         shared: SharedHeads | None,
         on_sequence: bool,
         is_entered: bool,
         is_alone: bool,
     ) -> None:
-        """`is_entered`: the parent module enters the region; `is_alone`: the module is a region by itself."""
+        """`is_cut`: its output is left split as `CutLogits`; `is_entered`: the parent module enters the region;
+        `is_alone`: the module is a region by itself."""
         super().__init__(*given, on_sequence=on_sequence)
         self.is_entered = is_entered
         self.is_alone = is_alone
         self.sizes = sizes
         self.gathers = gathers
+        self.is_cut = is_cut
+        self._gathered: set[str] = set()
         self.shared = shared
         kind = type(self.module)
         self.is_conv1d = kind.__name__ == "Conv1D"
@@ -82,7 +87,9 @@ class Column(Forward):
         if made is None:
             with with_params(self.module, own):
                 made = self.original(entered, *args, **kwargs)
-        return gather_from(made, self.line, -1, self.sizes) if self.gathers else made
+        if self.gathers or (self.is_cut and self.regions.keeps_whole):  # a generated token has one row of logits
+            return gather_from(made, self.line, -1, self.sizes)
+        return cut_logits(made, Cut(self.line, made.dim() - 1, self.sizes, self._gathered)) if self.is_cut else made
 
 
 class SharedHeads:

@@ -13,10 +13,9 @@ from shardwise.errors import ModelError
 from shardwise.placement import Span
 from shardwise.tensor.adapters import BASE, dropouts, refuse_prefixes
 from shardwise.tensor.forwards import AdapterDropout, OwnHeads, RegionEntry, SequenceEdge, SummedGrads
-from shardwise.tensor.loss import CausalLoss
 from shardwise.tensor.model_split import ModelSplit
 from shardwise.tensor.partition import AXIS, partition
-from shardwise.tensor.rules import SplitModule, divided_attributes, head_of, per_head_arguments, targets_for
+from shardwise.tensor.rules import SplitModule, divided_attributes, per_head_arguments, targets_for
 from shardwise.tensor.styles import STYLES
 
 
@@ -38,8 +37,6 @@ def split_for(model: nn.Module, plan: Plan, index: int, num_ranks: int, excluded
         from shardwise.tensor.stacked_experts import split_stacked  # only ranks with split layers load it
 
         split_stacked(split, model, excluded)
-    if plan.tensor.cut_logits:
-        split.attributes.append((model, "loss_function", CausalLoss(head_of(model)[1])))
     if split.blocks:
         _split_sequence(split, targets)
     _set_adapter_dropout(split, targets)

@@ -66,7 +66,7 @@ def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[
             f"{wrapper} has adapters, which tensor.sequence does not support. Leave tensor.sequence out of the plan."
         )
     if options.cut_logits:
-        chosen |= dict.fromkeys(head_of(model)[:1], TensorRule("vocabulary_cut"))
+        chosen |= dict.fromkeys([_head_of(model)], TensorRule("vocabulary_cut"))
     targets = [
         _target(path, modules[path], chosen[path], config, wrapper_of.get(path, ""))
         for path in modules
@@ -111,23 +111,17 @@ def _inside_wrappers(
     return rules, wrapper_of
 
 
-def head_of(model: nn.Module) -> tuple[str, nn.Module]:
-    """Path and module of the head of a causal language model of transformers whose loss function can be replaced."""
+def _head_of(model: nn.Module) -> str:
+    """The path of the head of a language model of transformers."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    path = next((path for path, module in model.named_modules() if module is head), None)
-    if head is None or path is None or not hasattr(type(model), "loss_function") or not _is_causal(model):
+    path: str | None = next((path for path, module in model.named_modules() if module is head), None)
+    if head is None or path is None:
         raise ModelError(
-            f"tensor.cut_logits is for causal language models of transformers, which {type(model).__name__} is not. "
-            f"Give the head the style vocabulary_cut, and call shardwise.tensor.cross_entropy(logits, targets, head)."
+            f"tensor.cut_logits is for language models of transformers, whose head get_output_embeddings() returns; "
+            f"{type(model).__name__} has none. Give the head the style vocabulary_cut in tensor.plan."
         )
-    return path, head
-
-
-def _is_causal(model: nn.Module) -> bool:
-    return "CausalLM" in str(getattr(model, "loss_type", "")) or type(model).__name__.endswith(
-        ("CausalLM", "LMHeadModel")
-    )
+    return path
 
 
 def divided_attributes(model: nn.Module, options: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:

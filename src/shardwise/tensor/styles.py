@@ -36,7 +36,11 @@ def _column(split: ModelSplit, target: SplitModule) -> None:
     kind, weight = _linear(target)
     out_dim = 1 if kind == CONV1D else 0
     shares = partition(target, weight.shape[out_dim], split.num_ranks)
-    gathers, is_alone = target.style == "column_gathered", target.style != "column"
+    gathers, is_cut, is_alone = (
+        target.style == "column_gathered",
+        target.style == "vocabulary_cut",
+        target.style != "column",
+    )
     if is_alone and (target.parts > 1 or shares.copies > 1):
         raise ModelError(
             f"{target.path} has {target.parts} fused parts, or fewer heads than there are ranks; its style must be "
@@ -59,6 +63,7 @@ def _column(split: ModelSplit, target: SplitModule) -> None:
                 regions,
                 sizes=sizes,
                 gathers=gathers,
+                is_cut=is_cut,
                 shared=shared,
                 on_sequence=on_sequence,
                 is_entered=is_entered,

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.runtime.nested import tensors_in
+from shardwise.tensor.cut import own_part
 from shardwise.tensor.forwards import keeps_whole_sequences
 from shardwise.tensor.generators import draws
 from shardwise.tensor.model_split import ModelSplit
@@ -141,7 +142,7 @@ def _record_outputs(
                 return
             tensor = next((one for one in tensors_in(output) if one.is_floating_point()), None)
             if tensor is not None:
-                found.append((path, tensor.detach().clone()))
+                found.append((path, own_part(tensor).detach().clone()))
 
         return module.register_forward_hook(note)
 
