@@ -18,7 +18,6 @@ from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Span
 from shardwise.runtime.hooks import in_backward
-from shardwise.tensor.cut import Cut, cut_logits
 from shardwise.tensor.functions import apply as _apply
 from shardwise.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
 from shardwise.tensor.regions import Regions
@@ -89,7 +88,11 @@ class Column(Forward):
                 made = self.original(entered, *args, **kwargs)
         if self.gathers or (self.is_cut and self.regions.keeps_whole):  # a generated token has one row of logits
             return gather_from(made, self.line, -1, self.sizes)
-        return cut_logits(made, Cut(self.line, made.dim() - 1, self.sizes, self._gathered)) if self.is_cut else made
+        if not self.is_cut:
+            return made
+        from shardwise.tensor.cut import Cut, cut_logits  # only ranks with split logits load it
+
+        return cut_logits(made, Cut(self.line, made.dim() - 1, self.sizes, self._gathered))
 
 
 class SharedHeads:

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.runtime.nested import tensors_in
-from shardwise.tensor.cut import own_part
 from shardwise.tensor.forwards import keeps_whole_sequences
 from shardwise.tensor.generators import draws
 from shardwise.tensor.model_split import ModelSplit
@@ -135,6 +134,8 @@ def _record_outputs(
 ) -> list[RemovableHandle]:
     """Record the first floating-point tensor that each module returns, in the order in which the modules finish, in
     forwards for which `is_recorded` returns true."""
+
+    from shardwise.tensor.cut import own_part  # only ranks that verify, or have split logits, load it
 
     def listen(path: str, module: nn.Module) -> RemovableHandle:
         def note(_: nn.Module, __: Any, output: Any) -> None:
