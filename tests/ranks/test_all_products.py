@@ -86,11 +86,12 @@ def micro_batches(mesh: dict[str, int]) -> int:
     return max(2, mesh.get("pp", 1))
 
 
-def run_over(model: nn.Module, mesh: dict[str, int], preset: str) -> list[Run]:
+def run_over(model: nn.Module, mesh: dict[str, int], preset: str, **more: Any) -> list[Run]:
     num_ranks = math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
     names = [name for name, _ in model.named_parameters()]
     plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": micro_batches(mesh), "clip_grad_norm": CLIP}
+    plan |= more
 
     def rank(world: sw.World) -> Run:
         mine, run = models[world.rank], Run()
@@ -107,10 +108,10 @@ def run_over(model: nn.Module, mesh: dict[str, int], preset: str) -> list[Run]:
     return run_ranks(num_ranks, rank)
 
 
-def race(model: nn.Module, preset: str, mesh: dict[str, int]) -> None:
+def race(model: nn.Module, preset: str, mesh: dict[str, int], **more: Any) -> None:
     model.train()
     twin = whole_run(model, batches(), loss_of=own_loss, accumulate=micro_batches(mesh), clip=CLIP, make_optimizer=sgd)
-    for run in run_over(model, mesh, preset):
+    for run in run_over(model, mesh, preset, **more):
         assert_same(run, twin)
 
 
@@ -128,3 +129,10 @@ def test_a_dense_model_trains_as_the_unsplit_one(preset: str, mesh: dict[str, in
 def test_a_model_with_experts_trains_as_the_unsplit_one(preset: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     race(mixtral(), preset, mesh)
+
+
+@one_in(4)
+@pytest.mark.parametrize("mesh", [one for _, one in DENSE if "tp" in one], ids=name_of)
+def test_logits_may_be_split_in_every_product(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    race(llama(), "zero1" if "pp" in mesh else "zero3", mesh, tensor={"cut_logits": True})

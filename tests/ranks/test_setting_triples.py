@@ -1,0 +1,137 @@
+"""Every three settings of a plan together, in as few plans as cover them: each trains as the plain model does, or is
+refused before the first step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelined import Decoder, batches, rows_of, unsplit
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.testing import run_ranks
+from tests.thorough import one_in, thorough_only
+
+pytestmark = [thorough_only("some 200 plans"), one_in(4)]
+
+NUM_RANKS, NUM_STEPS, ROWS, SEED, CLIP = 2, 3, 8, 0, 0.5
+SPLIT = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary", "head": "vocabulary"}}
+NORMS = {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}, "held": {"shard": []}}}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "preset": [{"preset": name} for name in ("ddp", "zero1", "zero2", "zero3", "zero3-kept")],
+    "mesh": [{"mesh": {"dp": 2}}, {"mesh": {"pp": 2, "dp": 1}}, {"mesh": {"dp": 1, "tp": 2}, "tensor": SPLIT}],
+    "accumulate": [{"accumulate": 1}, {"accumulate": 4}],
+    "activations": [{"activations": name} for name in ("keep", "recompute", "selective", "offload", "disk")],
+    "offload": [
+        {"offload": shares}
+        for shares in (
+            {},
+            {"optim": 0.3},
+            {"optim": 1.0},
+            {"optim": 0.6, "param": 0.3},
+            {"optim": 1.0, "optim_disk": 0.5},
+            {"optim": 1.0, "optim_disk": 1.0, "param": 1.0, "param_disk": 0.5},
+        )
+    ],
+    "schedule": [{"pipeline": {"schedule": name}} for name in ("1f1b", "gpipe", "interleaved", "zb-h1")],
+    "units": [
+        {"units": {"class": "Block"}},
+        {"units": {"class": "Block", "together": 2}},
+        {"units": {"min_numel": 5000}},
+    ],
+    "resident": [{}, {"resident_below": 100}, {"rules": {"norms": NORMS}}],
+    "prefetch": [{}, {"prefetch_bytes": 0}],
+    "clip": [{}, {"clip_grad_norm": CLIP}],
+    "checksums": [{}, {"disk_checksums": True}],
+}
+
+
+def covering(sizes: Mapping[str, int], strength: int, seed: int) -> list[dict[str, int]]:
+    """Choices of a value for each name, so that every combination of values of `strength` names is in one of them."""
+    numbers = random.Random(seed)
+    missing = {
+        tuple(zip(names, values, strict=True))
+        for names in itertools.combinations(sizes, strength)
+        for values in itertools.product(*(range(sizes[name]) for name in names))
+    }
+    rows = []
+    while missing:
+        first = dict(min(missing))
+        drawn = [_row(sizes, numbers, first) for _ in range(20)]
+        best = max(drawn, key=lambda row: len(_covered(row, strength) & missing))
+        missing -= _covered(best, strength)
+        rows.append(best)
+    return rows
+
+
+def _row(sizes: Mapping[str, int], numbers: random.Random, fixed: Mapping[str, int]) -> dict[str, int]:
+    return {name: fixed.get(name, numbers.randrange(size)) for name, size in sizes.items()}
+
+
+def _covered(row: Mapping[str, int], strength: int) -> set[tuple[tuple[str, int], ...]]:
+    return set(itertools.combinations(row.items(), strength))
+
+
+ROWS_OF_TABLE = covering({name: len(values) for name, values in SETTINGS.items()}, 3, SEED)
+
+
+def plan_of(row: Mapping[str, int], folder: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = {}
+    for name, number in row.items():
+        plan |= SETTINGS[name][number]
+    return {**plan, "disk": str(folder)} if "disk" in str(plan) else plan
+
+
+def name_of(row: Mapping[str, int]) -> str:
+    return "-".join(str(number) for number in row.values())
+
+
+def outcome(plan: Mapping[str, Any]) -> Sequence[Any]:
+    """What each rank says: its refusal, or its losses, norms and parameters."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    replicas = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+
+    def rank(world: sw.World) -> Any:
+        mine = replicas[world.rank]
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+        try:
+            engine = sw.shard(mine, plan, optimizer=optimizer, world=world)
+        except ConfigError as error:
+            return str(error)
+        with engine:
+            losses, norms = [], []
+            for x, y in batches(NUM_STEPS, ROWS):
+                losses.append(engine.mean(engine.train_step((rows_of(engine, x), rows_of(engine, y))).item()))
+                norms.append(float(engine.gradient_norm or 0.0))
+            return losses, norms, engine.state_dict()
+
+    return run_ranks(NUM_RANKS, rank)
+
+
+@pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=name_of)
+def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, int], tmp_path: Path) -> None:
+    plan = plan_of(row, tmp_path)
+    told = outcome(plan)
+    if isinstance(told[0], str):
+        assert told == [told[0]] * NUM_RANKS
+        return
+    torch.manual_seed(0)
+    twin = unsplit(
+        Decoder(tied=True),
+        batches(NUM_STEPS, ROWS),
+        clip=plan.get("clip_grad_norm"),
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
+    for losses, norms, params in told:
+        assert losses == pytest.approx(twin.losses, rel=1e-5)
+        assert norms == pytest.approx(twin.norms, rel=1e-4)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-4, atol=1e-5, msg=name)
