@@ -17,9 +17,9 @@ from pipelined import Decoder, batches, rows_of, unsplit
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import soak
 
-pytestmark = [thorough_only("some 200 plans"), one_in(4)]
+pytestmark = soak("some 200 plans")
 
 NUM_RANKS, NUM_STEPS, ROWS, SEED, CLIP = 2, 3, 8, 0, 0.5
 SPLIT = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary", "head": "vocabulary"}}
