@@ -422,8 +422,8 @@ class Plan(Strict):
 
     def after(self, former: Plan) -> Plan:
         """The same plan for a model that `former` has laid out: if it says no precision, in the model's own."""
-        is_own = former._origins.get("precision") == "model"
-        return self.with_own_precision(former.precision) if self.follows_model and is_own else self
+        follows = self.follows_model and former.has_own_precision
+        return self.with_own_precision(former.precision) if follows else self
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""
