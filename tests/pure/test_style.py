@@ -8,8 +8,8 @@ from pathlib import Path
 
 import shardwise
 
-MOST_LINES_OF_A_CLASS = 300
-MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_CLASS = 310
+MOST_LINES_OF_A_FUNCTION = 70
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -48,8 +48,8 @@ def test_classes_and_functions_are_short() -> None:
 
 def test_long_ones_are_found() -> None:
     line = "        x = 1\n"
-    for head, most in (("class A:\n", 300), ("def f():\n", 60), ("async def f():\n", 60)):
+    for head, most in (("class A:\n", 310), ("def f():\n", 70), ("async def f():\n", 70)):
         assert list(too_long(head + (most - 1) * line)) == []
         assert len(list(too_long(head + most * line))) == 1
     for around in ("class A:", "def f():", "if a:", "try: pass\nexcept A:", "for a in b: pass\nelse:"):
-        assert len(list(too_long(f"{around}\n    def f(self):\n" + 60 * line))) == (2 if "def" in around else 1)
+        assert len(list(too_long(f"{around}\n    def f(self):\n" + 70 * line))) == (2 if "def" in around else 1)
