@@ -19,8 +19,6 @@ from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from tests.thorough import soak
 
-pytestmark = soak("some 200 plans")
-
 NUM_RANKS, NUM_STEPS, ROWS, SEED, CLIP = 2, 3, 8, 0, 0.5
 SPLIT = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary", "head": "vocabulary"}}
 NORMS = {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}, "held": {"shard": []}}}
@@ -116,6 +114,7 @@ def outcome(plan: Mapping[str, Any]) -> Sequence[Any]:
     return run_ranks(NUM_RANKS, rank)
 
 
+@soak("some 200 plans")
 @pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=name_of)
 def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, int], tmp_path: Path) -> None:
     plan = plan_of(row, tmp_path)
@@ -135,3 +134,11 @@ def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, i
         assert norms == pytest.approx(twin.norms, rel=1e-4)
         for name, value in twin.params.items():
             torch.testing.assert_close(params[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("whole", [{"resident_below": 100}, {"rules": {"norms": NORMS}}])
+def test_whole_parameters_do_not_lie_on_a_disk_with_their_states(whole: dict[str, Any], tmp_path: Path) -> None:
+    """They were not updated on the device."""
+    shares = {"optim": 1.0, "optim_disk": 1.0, "param": 1.0, "param_disk": 1.0}
+    told = outcome({"preset": "zero3", "mesh": {"dp": 2}, "offload": shares, "disk": str(tmp_path), **whole})
+    assert all("on a disk both lie in one file" in one for one in told)

@@ -11,7 +11,7 @@ from shardwise.config import Offload, Plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.placement.place import Tier
-from shardwise.placement.presets import table_for
+from shardwise.placement.presets import ruled_tables, table_for
 from shardwise.placement.table import Table
 
 
@@ -152,6 +152,13 @@ def check_offload(plan: Plan, mesh: Mesh, sizes: Sequence[UnitNumel] | None = No
         raise ConfigError(
             f"offload.param_disk is {asked.param_disk:g}, but parameters are {table.param} and states {table.optim}, "
             f"and on a disk both lie in one file. Take a preset that shards parameters, such as zero3, or leave it out."
+        )
+    apart = [f"rule {name!r}" for name, one in ruled_tables(plan, mesh).items() if one.param.shard != one.optim.shard]
+    apart += ["resident_below"] if plan.resident_below else []
+    if asked.param_disk and apart:  # updates on the disk would not reach the copies
+        raise ConfigError(
+            f"offload.param_disk is {asked.param_disk:g}, but {apart[0]} has parameters sharded otherwise than their "
+            f"states, and on a disk both lie in one file. Leave one of them out."
         )
     if asked.optim and table.step != "device":
         raise ConfigError(
