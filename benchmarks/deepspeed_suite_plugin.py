@@ -13,8 +13,11 @@ import socket
 import sys
 import time
 import traceback
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ import torch
 
 from shardwise.integrations.deepspeed.distribution import register_distribution
 from shardwise.integrations.deepspeed.facade import VERSION, install
+from shardwise.integrations.deepspeed.names import RefusedImports
 
 _GRACE_SECONDS = 5
 """For which ranks may go on after one has failed."""
@@ -35,8 +39,66 @@ class RankError(Exception):
         self.kind, self.message, self.trace = kind, message, trace
 
 
-install()
-register_distribution(VERSION)
+class InternalsError(Exception):
+    """A test used something of DeepSpeed that shardwise's `deepspeed` does not have."""
+
+
+class _StandIn(type):
+    """A class in the place of an absent name, so that a file can be imported whose other tests do not use it."""
+
+    def __call__(cls, *_: object, **__: object) -> Any:
+        raise InternalsError(cls.__qualname__)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _stand_in(f"{cls.__qualname__}.{name}")
+
+    def __getitem__(cls, key: object) -> Any:
+        return _stand_in(f"{cls.__qualname__}[{key!r}]")
+
+    def __bool__(cls) -> bool:
+        raise InternalsError(cls.__qualname__)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+
+def _stand_in(name: str) -> Any:
+    return _StandIn(name, (), {"__qualname__": name})
+
+
+class _AbsentModules(MetaPathFinder, Loader):
+    """Finds modules of DeepSpeed that are not there, whose names are all stand-ins."""
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.startswith("deepspeed.") else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        _let_stand_in(module)
+
+
+def _let_stand_in(module: ModuleType) -> None:
+    def absent(name: str) -> Any:
+        if name in ("__path__", "__file__", "__all__", "__wrapped__"):
+            raise AttributeError(name)
+        return _stand_in(f"{module.__name__}.{name}")
+
+    module.__dict__["__getattr__"] = absent
+
+
+def _install() -> None:
+    """Let tests import DeepSpeed. What is absent is an error where a test uses it, not where its file imports it."""
+    install()
+    register_distribution(VERSION)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, RefusedImports)]
+    sys.meta_path.append(_AbsentModules())
+    for name, module in list(sys.modules.items()):
+        if name == "deepspeed" or name.startswith("deepspeed."):
+            _let_stand_in(module)
+
+
+_install()
 
 
 def pytest_collection_modifyitems() -> None:
@@ -81,10 +143,10 @@ def _outcomes(pipes: list[Connection], deadline: float) -> list[str]:
             try:
                 answer = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                answer = RankError("Crash", "A rank ended without a word.", "")
-            if isinstance(answer, RankError):
+                answer = ("Crash", "A rank ended without a word.", "")
+            if isinstance(answer, tuple):
                 if first_error is None:
-                    first_error, deadline = answer, time.monotonic() + _GRACE_SECONDS
+                    first_error, deadline = RankError(*answer), time.monotonic() + _GRACE_SECONDS
             else:
                 skips.append(answer)
     if first_error is not None:
@@ -99,7 +161,7 @@ def _rank(test: Any, rank: int, num_procs: int, port: int, init_method: str, pip
     try:
         pipe.send(test._dist_run(rank, num_procs, port, init_method))
     except BaseException as error:
-        pipe.send(RankError(_type(error), str(error), "".join(traceback.format_exception(error))[-4000:]))
+        pipe.send((_type(error), str(error), "".join(traceback.format_exception(error))[-4000:]))
     finally:
         time.sleep(3600)  # until the process is killed: others may still need this rank's connections
 
@@ -134,6 +196,8 @@ class _Record:
 
     def _write(self, test: str, outcome: str, error: BaseException | None) -> None:
         line = {"test": test, "outcome": outcome}
+        if outcome == "skipped" and error is not None:
+            line["message"] = str(error)
         if outcome == "failed" and error is not None:
             if isinstance(error, RankError):
                 line |= {"type": error.kind, "message": error.message, "trace": error.trace}

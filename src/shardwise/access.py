@@ -150,12 +150,14 @@ class Access:
             for slot in flat.slots:
                 yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load whole values, the same on all ranks, as `state_dict` returns them."""
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load whole values, the same on all ranks, as `state_dict` returns them; see `Engine.load_state_dict`."""
         own = self._model.state_dict(keep_vars=True)
         by_tensor: dict[Tensor, str] = {param: name for name, param in self._model.named_parameters()}
-        _check_names(own, state)
-        extra = dict(with_extra_state(self._model))
+        if strict:
+            _check_names(own, state)
+        own = {name: value for name, value in own.items() if name in state}
+        extra = {name: module for name, module in with_extra_state(self._model) if name in own}
         for name in extra:
             del own[name]
         for name, value in own.items():

@@ -229,14 +229,17 @@ class EngineState(EngineInJob):
             return whole if on_rank else {}
         return self._asking(lambda: self._sharded.access.state_dict(on_rank=on_rank), is_small=False)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a plain model's `state_dict`, the same on every rank. All ranks call. Raises `ModelError` if names or
-        shapes differ."""
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Load a plain model's `state_dict`, the same on every rank. All ranks call.
+
+        With `strict=False`, as in torch, what the state lacks keeps its value, and what only the state has is ignored.
+        Raises `ModelError` if shapes or, with `strict`, names differ.
+        """
         self._require_open()
         self._before_change()
         if self._sharded.pipeline is not None:
-            state = self._sharded.pipeline.across.own_part(state)
-        self._sharded.access.load_state_dict(state)
+            state = self._sharded.pipeline.across.own_part(state, strict=strict)
+        self._sharded.access.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""

@@ -194,10 +194,10 @@ def test_is_refused(name: str) -> None:
 
 
 def test_all_that_cannot_be_granted_is_said_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)sparse_gradients.*zenflow.*torch_autocast"):
+    with pytest.raises(ConfigError, match=r"(?s)graph_harvesting.*zenflow.*torch_autocast"):
         read_config(
             {
-                "sparse_gradients": True,
+                "graph_harvesting": True,
                 "zero_optimization": {"zenflow": {"topk_ratio": 0.1}},
                 "torch_autocast": {"enabled": True},
             },

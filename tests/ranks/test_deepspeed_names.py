@@ -14,7 +14,8 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
-from shardwise.integrations.deepspeed import absent_names, facade, stored, topology, zero
+from shardwise.integrations.deepspeed import facade, stored, topology, zero
+from shardwise.integrations.deepspeed.accelerator import Accelerator
 from shardwise.integrations.deepspeed.config import ComponentConfig
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.testing import run_ranks
@@ -182,28 +183,15 @@ def test_muon_of_a_config_needs_names() -> None:
 
 def test_memory_figures() -> None:
     """On a CPU they are those of the process, as in DeepSpeed."""
-    accelerator = facade.Accelerator()
+    accelerator = Accelerator()
     accelerator.empty_cache()
     before = accelerator.memory_allocated()
     large = torch.ones(2**24)
     assert accelerator.memory_allocated() > before + 2**25
     del large
-    assert facade.Accelerator().max_memory_allocated() > before + 2**25
+    assert Accelerator().max_memory_allocated() > before + 2**25
     accelerator.reset_peak_memory_stats()
     assert accelerator.max_memory_allocated() == pytest.approx(accelerator.memory_allocated(), rel=0.1)
-
-
-def test_names_that_are_not_there_say_what_to_use_instead() -> None:
-    finder = absent_names.RefusedImports()
-    for name in absent_names.INSTEAD:
-        with pytest.raises(ImportError, match=f"^{name} is not supported by shardwise: .*[^.]\\.$"):
-            finder.find_spec(name)
-        parent, _, last = name.rpartition(".")
-        with pytest.raises(AttributeError, match="is not supported by shardwise"):
-            absent_names.attribute_errors(parent)(last)
-    assert finder.find_spec("deepspeed.zero") is None
-    with pytest.raises(AttributeError, match="module 'deepspeed' has no attribute 'new'"):
-        absent_names.attribute_errors("deepspeed")("new")
 
 
 @pytest.mark.parametrize(

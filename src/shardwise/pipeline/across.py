@@ -60,9 +60,13 @@ class AcrossStages:
             raise ModelError(f"{name} has shape {list(shape)}, but the new {what} has {list(value.shape)}.")
         return False
 
-    def own_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a whole `state_dict`. Raises on all ranks for a state of another model."""
+    def own_part(self, state: Mapping[str, Tensor], *, strict: bool = True) -> dict[str, Tensor]:
+        """This rank's part of a whole `state_dict`. Raises on all ranks for a state of another model; without `strict`
+        only if shapes differ."""
         names = self._staged.whole.state_names
+        if not strict:
+            names = tuple(name for name in names if name in state)
+            state = {name: state[name] for name in names}
         odd = set(names) ^ set(state)
         if odd:
             name = min(odd)
@@ -74,7 +78,7 @@ class AcrossStages:
                 raise ModelError(
                     f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}."
                 )
-        return {name: state[name] for name in self._staged.model.state_dict(keep_vars=True)}
+        return {name: state[name] for name in self._staged.model.state_dict(keep_vars=True) if name in state}
 
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One `state_dict` merged from those of all ranks, on the CPU, in the order of the whole model."""

@@ -41,6 +41,18 @@ _EXPLAINED = (_STATES_TOO,)
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
+class ElasticityError(ConfigError):
+    """A config or a number of ranks that elastic training cannot have."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """An `elasticity` section that is missing, off or contradictory."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818  # DeepSpeed's name
+    """A number of ranks that cannot share the batch."""
+
+
 @dataclass(frozen=True)
 class Note:
     """How one field was handled."""
@@ -505,15 +517,13 @@ def _set_mesh(plan: dict[str, Any], values: _Values, sizes: _ParallelSizes) -> N
         plan["mesh"] = {**outer, **data, **inner}
 
 
-def _elastic_batches(values: _Values, replicas: int) -> tuple[int, int]:
-    """As `_batches`, with the `elasticity` section: the batch is one that many numbers of ranks can share."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = [name for name in names if values.count(name) is not None]
-    if given and not values.flag("elasticity.ignore_non_elastic_batch_info"):
-        raise ConfigError(
-            f"Both elasticity and {' and '.join(given)} set the batch size. Remove {' and '.join(given)}, or set "
-            f"elasticity: {{ignore_non_elastic_batch_info: true}}."
-        )
+def read_elasticity(source: Mapping[str, Any] | str | Path) -> Elasticity:
+    """The `elasticity` section of a config. Raises `ConfigError` for values that cannot be."""
+    section = load_config(source).get("elasticity", {})
+    return _elasticity(_classified({"elasticity": section}, {})[0])
+
+
+def _elasticity(values: _Values) -> Elasticity:
     sizes = values.get("elasticity.micro_batch_sizes")
     if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
         raise ConfigError(f"elasticity.micro_batch_sizes is {sizes!r}; it must be a list of integers.")
@@ -523,9 +533,21 @@ def _elastic_batches(values: _Values, replicas: int) -> tuple[int, int]:
     }
     larger = values.flag("elasticity.prefer_larger_batch")
     version = float(values.number("elasticity.version"))
-    wish = Elasticity(micro_batch_sizes=tuple(sizes), version=version, prefer_larger_batch=larger, **counts)
+    return Elasticity(micro_batch_sizes=tuple(sizes), version=version, prefer_larger_batch=larger, **counts)
+
+
+def _elastic_batches(values: _Values, replicas: int) -> tuple[int, int]:
+    """As `_batches`, with the `elasticity` section: the batch is one that many numbers of ranks can share."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [name for name in names if values.count(name) is not None]
+    if given and not values.flag("elasticity.ignore_non_elastic_batch_info"):
+        raise ElasticityConfigError(
+            f"Both elasticity and {' and '.join(given)} set the batch size. Remove {' and '.join(given)}, or set "
+            f"elasticity: {{ignore_non_elastic_batch_info: true}}."
+        )
+    wish = _elasticity(values)
     shared = elastic_batch(wish, replicas)
-    micro = shared.micro_batch(replicas, wish.micro_batch_sizes, prefer_larger=larger)
+    micro = shared.micro_batch(replicas, wish.micro_batch_sizes, prefer_larger=wish.prefer_larger_batch)
     return micro, shared.batch // (micro * replicas)
 
 

@@ -6,8 +6,9 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,18 +16,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwise import Engine, formats
-from shardwise.errors import CheckpointError, StateError
+from shardwise import Engine, Plan, formats
+from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
+from shardwise.integrations.deepspeed.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from shardwise.integrations.deepspeed.monitor import LOSS_SCALE, RATE, TRAIN_LOSS, Event, Monitor
+from shardwise.integrations.deepspeed.names import OFF, SETTINGS, refusal
 from shardwise.integrations.deepspeed.properties import EngineProperties
 from shardwise.integrations.deepspeed.stored import StoredWeights
-from shardwise.integrations.deepspeed.tags import latest_tag, write_latest
+from shardwise.integrations.deepspeed.tags import agreed_tag, latest_tag, write_latest
+from shardwise.integrations.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 _LIVE: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
 """All engines, by the order in which they were made, which is the same on all ranks. A `WeakSet` would be ordered by
 addresses, which are not."""
 _numbers = itertools.count()
+
+_OPEN: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+"""The engines beneath, by the same numbers. Hooks of their models keep them alive when a script drops its own."""
 
 
 class Scheduler(Protocol):
@@ -46,6 +53,9 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
     parameters, calls the LR scheduler and frees the gradients. Other attributes are looked up in the model. `shardwise`
     is the underlying `shardwise.Engine`.
     """
+
+    _LABEL = "engine"
+    """The name of such an engine in `names.py`."""
 
     def __init__(
         self,
@@ -77,10 +87,16 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
             {"world_size": engine.world.size, "train_batch_size": config.global_batch, **described},
         )
         self._losses: list[torch.Tensor] = []
+        self.timers = SynchronizedWallClockTimer() if config.value("wall_clock_breakdown") else NoopTimer()
+        self.tput_timer = ThroughputTimer(batch_size=config.global_batch)
+        self.training_dataloader: DataLoader[Any] | None = None
+        self._plan_before_offload: Plan | None = None
         engine.remember(deepspeed=_Counters(self))
         if lr_scheduler is not None:
             engine.remember(lr_scheduler=lr_scheduler)
-        _LIVE[next(_numbers)] = self
+        self._number = next(_numbers)
+        _LIVE[self._number] = self
+        _OPEN[self._number] = engine
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -88,7 +104,15 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            if name in SETTINGS:
+                return partial(self._config.value, SETTINGS[name])
+            if name in OFF:
+                return _off
+            try:
+                return getattr(self.module, name)
+            except AttributeError as error:
+                message = refusal(f"{self._LABEL}.{name}") or refusal(f"engine.{name}")
+                raise AttributeError(message or str(error)) from None
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -173,6 +197,58 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.shardwise.no_sync()
 
+    def empty_partition_cache(self) -> None:
+        """Does nothing: parameters are freed after their last use."""
+
+    def print_forward_breakdown(self, fwd_time: float) -> None:
+        """Does nothing: `engine.shardwise.timeline` shows forwards."""
+
+    def compile(self, *args: object, **options: object) -> None:
+        """Not supported: raises `StateError`."""
+        raise StateError(f"{refusal('engine.compile')} It compiles each unit, before the first step.")
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Keep parameters, gradients and optimizer states on the host until `reload_states`. All ranks call, between
+        steps.
+
+        Training goes on if it is not called. `include` narrows it to optimizer states and masters (`optim_states`,
+        `hp_params`) or parameters (`lp_params`), which go only together with these. `pin_memory` and `non_blocking`
+        have no effect. Raises `ConfigError` for nvme, and for a plan that offloads parameters already.
+        """
+        if str(OffloadDeviceEnum(device).value) == "none" or self._plan_before_offload is not None:
+            return
+        if OffloadDeviceEnum(device) is OffloadDeviceEnum.nvme:
+            raise ConfigError("offload_states(device=nvme) is not supported. Offload to the cpu.")
+        plan = self.shardwise.plan
+        if self.shardwise.table.param.tier != "device":
+            raise ConfigError("offload_states() was called, but the config offloads parameters already.")
+        kinds = OffloadStateTypeEnum
+        has_params = include is None or kinds.lp_params in include
+        moved = (kinds.optim_states, kinds.hp_params, kinds.lp_params)
+        if include is not None and not any(one in include for one in moved):
+            return  # gradients are not kept between steps
+        if self._config.stage == 0:
+            raise ConfigError("offload_states() needs zero_optimization.stage 1, 2 or 3, as offload_optimizer does.")
+        is_moved = {"optim": True, "grad": self._config.stage > 1, "param": has_params and self._config.stage == 3}
+        rows = [row for row, is_it in is_moved.items() if is_it]
+        changed = plan.model_dump(exclude_unset=True)
+        kept = changed.get("rows") or {}
+        tiers = {row: {**(kept.get(row) or {}), "tier": "host"} for row in rows}
+        self.shardwise.reshard({**changed, "rows": {**kept, **tiers}})
+        self._plan_before_offload = plan
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo `offload_states`. All ranks call, between steps."""
+        if self._plan_before_offload is not None:
+            plan, self._plan_before_offload = self._plan_before_offload, None
+            self.shardwise.reshard(plan)
+
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Does nothing: `backward` or `step` reduces the gradients."""
 
@@ -207,7 +283,8 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
 
     def training_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """The data loader that `initialize` returns for its `training_data`."""
-        return self.deepspeed_io(dataset)
+        self.training_dataloader = self.deepspeed_io(dataset)
+        return self.training_dataloader
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -223,8 +300,11 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
 
         This is a shardwise checkpoint, from which any world size, stage and precision resumes. `client_state` may
         contain numbers, text, lists, dicts and tensors. Frozen parameters are always saved; a note says so if they are
-        to be excluded.
+        to be excluded. If ranks give different tags, `checkpoint.tag_validation` of the config decides: `fail` raises,
+        `warn`, the default, prints a note, and rank 0's is used. Raises `ConfigError` for an empty `save_dir`.
         """
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint() needs a folder; save_dir is {save_dir!r}.")
         if exclude_frozen_parameters and self.global_rank == 0 and not self._has_noted_frozen:
             self._has_noted_frozen = True
             print(
@@ -232,6 +312,8 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
                 "checkpoints are complete. For the others alone use save_16bit_model(exclude_frozen_parameters=True)."
             )
         folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
+        if tag is not None:
+            name = agreed_tag(self.shardwise.world, name, self._config.tag_validation)
         self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
         if save_latest and self.global_rank == 0:
             write_latest(folder, name)
@@ -252,7 +334,8 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
 
         With `load_module_only`, or without `load_optimizer_states`, only parameters and buffers are loaded, also from a
         checkpoint written by DeepSpeed itself; the latter also loads the counters and, with `load_lr_scheduler_states`,
-        the LR scheduler. Names and shapes must be the model's in any case, even if `load_module_strict` is false.
+        the LR scheduler. There `load_module_strict=False` leaves parameters alone that the checkpoint does not have,
+        and ignores what the model does not have; shapes must be the model's in any case.
 
         Returns the folder and the saved `client_state`, or `(None, {})` if there is no checkpoint. Raises
         `CheckpointError` for a checkpoint that cannot be read or does not fit, and to continue from one written by
@@ -271,7 +354,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
             others: dict[str, Any] = {} if load_module_only else {"deepspeed": _Counters(self)}
             if others and load_lr_scheduler_states and self.lr_scheduler is not None:
                 others["lr_scheduler"] = self.lr_scheduler
-            client_state = self._load_weights(folder / name, others)
+            client_state = self._load_weights(folder / name, others, load_module_strict)
             self.loaded_checkpoint_tag = name
             return str(folder / name), client_state
         if any(folder.joinpath(name).glob("*_model_states.pt")):
@@ -279,6 +362,8 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
                 f"{folder / name} was written by DeepSpeed itself. Convert it once: "
                 f"shardwise convert {folder / name} NEW --to shardwise; then call engine.shardwise.resume(NEW)."
             )
+        if not load_module_strict:
+            self._require_names(folder / name)
         kept = None if self.lr_scheduler is None else copy.deepcopy(self.lr_scheduler.state_dict())
         loaded = self.shardwise.resume(folder / name)
         if kept is not None and self.lr_scheduler is not None and not load_lr_scheduler_states:
@@ -289,7 +374,18 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.loaded_checkpoint_tag = name
         return str(folder / name), dict(loaded.state.get("client_state", {}))
 
-    def _load_weights(self, path: Path, others: Mapping[str, Any]) -> dict[str, Any]:
+    def _require_names(self, path: Path) -> None:
+        """Raise `CheckpointError` unless the checkpoint has the model's names, as its optimizer states must."""
+        stored = {name for group in formats.open_checkpoint(path).groups for name in group.get("params", ())}
+        trained = {name for name, param in self.module.named_parameters() if param.requires_grad}
+        if stored and (odd := stored ^ trained):
+            raise CheckpointError(
+                f"The optimizer states in {path} are those of another model: only one of them has "
+                f"{', '.join(sorted(odd)[:3])}. To load the weights that both have, call load_checkpoint(..., "
+                f"load_module_strict=False, load_optimizer_states=False)."
+            )
+
+    def _load_weights(self, path: Path, others: Mapping[str, Any], is_strict: bool) -> dict[str, Any]:
         """Load parameters, buffers and the objects `others`, by the names under which they are remembered, from `path`.
 
         Returns the saved `client_state`. Objects are loaded after the weights, which are checked against the model.
@@ -301,7 +397,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
                 f"{path} has no state of {', '.join(sorted(absent))}. To load only its weights, call "
                 f"load_checkpoint(..., load_module_only=True)."
             )
-        self.shardwise.load_state_dict(StoredWeights(source))
+        self.shardwise.load_state_dict(StoredWeights(source), strict=is_strict)
         for name, one in others.items():
             one.load_state_dict(remembered[name])
         self.monitor.restart()
@@ -337,8 +433,14 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
 
     def destroy(self) -> None:
         """Remove all hooks. Parameters stay sharded."""
+        _LIVE.pop(self._number, None)
+        _OPEN.pop(self._number, None)
         self.monitor.close()
         self.shardwise.close()
+
+
+def _off() -> bool:
+    return False
 
 
 def _samples_of(engine: DeepSpeedEngine) -> Callable[[], int]:
@@ -361,6 +463,22 @@ class _Counters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._NAMES:
             setattr(self._engine, name, int(state[name]))
+
+
+def release(model: nn.Module) -> None:
+    """End the engine that has `model`, if there is one, with a note, and leave the model plain and whole. All ranks
+    call."""
+    numbers = [number for number, engine in _OPEN.items() if engine.module is model]
+    if not numbers:
+        return
+    found = _OPEN.pop(max(numbers))
+    for number, ours in list(_LIVE.items()):
+        if ours.shardwise is found:
+            del _LIVE[number]
+            ours.monitor.close()
+    found.unshard()
+    if found.world.rank == 0:
+        print("shardwise: initialize() was called again with the same model, whose earlier engine has ended.")
 
 
 def engines_of(params: Iterable[nn.Parameter]) -> list[tuple[DeepSpeedEngine, list[str]]]:

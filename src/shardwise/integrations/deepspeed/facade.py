@@ -1,15 +1,16 @@
 """Modules named `deepspeed...` for scripts that import them, built from this package. DeepSpeed itself is not needed.
 
 `install()` registers them in this process. A name that they do not have raises `ImportError`, as with an old version of
-DeepSpeed; for the names in `absent_names.py` it says what to use instead.
+DeepSpeed; for the names in `names.py` it says what to use instead.
 """
 
 from __future__ import annotations
 
-import logging
+import re
 import sys
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -19,14 +20,31 @@ import torch.distributed as dist
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed import initialization, moe, pipe, schedules, stored, tensors, topology, zero
-from shardwise.integrations.deepspeed.absent_names import RefusedImports, attribute_errors
-from shardwise.integrations.deepspeed.accelerator import Accelerator
-from shardwise.integrations.deepspeed.config import ComponentConfig
+from shardwise.integrations.deepspeed import (
+    collectives,
+    elasticity,
+    enums,
+    initialization,
+    leaf_modules,
+    moe,
+    pipe,
+    schedules,
+    stored,
+    tensors,
+    tiling,
+    timers,
+    topology,
+    zero,
+)
+from shardwise.integrations.deepspeed import logging as messages
+from shardwise.integrations.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
+from shardwise.integrations.deepspeed.config import ComponentConfig, load_config
+from shardwise.integrations.deepspeed.logging import log_dist, logger
+from shardwise.integrations.deepspeed.monitor import MonitorMaster, get_monitor_config
+from shardwise.integrations.deepspeed.names import RefusedImports, attribute_errors
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose API this is."""
-logger = logging.getLogger("DeepSpeed")
 _MOE_UTILS = (
     "configure_moe_param_groups",
     "has_moe_layers",
@@ -62,34 +80,81 @@ def install() -> None:
 
 def _modules() -> dict[str, dict[str, Any]]:
     """The contents of each module. A package precedes its submodules."""
-    utils = {name: value for name, value in vars(tensors).items() if name.startswith(("safe_", "set_z3"))}
-    utils |= {"logger": logger, "log_dist": log_dist, "RepeatingLoader": RepeatingLoader, "OnDevice": zero.OnDevice}
-    own_zero = {name: getattr(zero, name) for name in ("Init", "GatheredParameters", "register_external_parameter")}
-    pipeline = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
-    grid = {name: value for name, value in vars(topology).items() if name.endswith("Topology")}
-    lr_schedules = {name: kind for name, kind in vars(schedules).items() if name in schedules.SCHEDULES}
-    checkpointing = {"checkpoint": pipe.recompute, "configure": configure_recomputing, "is_configured": lambda: True}
-    comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
+    contents = {**_entry_modules(), **_utility_modules(), **_part_modules(), **_runtime_modules(), **_zero_modules()}
+    return dict(sorted(contents.items()))
+
+
+_DEVICES = {
+    "get_accelerator": get_accelerator,
+    "is_current_accelerator_supported": is_current_accelerator_supported,
+}
+_CONFIGS = {"DeepSpeedConfig": enums.DeepSpeedConfig, "DeepSpeedConfigError": ConfigError}
+_PIPELINE = {name: getattr(pipe, name) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
+
+
+def _entry_modules() -> dict[str, dict[str, Any]]:
+    comm = {name: value for name, value in vars(dist).items() if name[0] != "_" and not _is_module(value)}
+    comm |= {**_functions_of(collectives), "init_distributed": initialization.init_distributed}
     return {
         "deepspeed": {
             **{name: getattr(ours, name) for name in ours.__all__},
+            **_DEVICES,
+            **_CONFIGS,
             "__version__": VERSION,
+            "version": VERSION,
             "is_shardwise": True,
+            "DeepSpeedOptimizerCallable": Callable[..., torch.optim.Optimizer],
+            "DeepSpeedSchedulerCallable": Callable[..., Any],
             "OnDevice": zero.OnDevice,
-            "get_accelerator": Accelerator,
             "log_dist": log_dist,
             "logger": logger,
         },
-        "deepspeed.zero": own_zero,
-        "deepspeed.pipe": pipeline,
-        "deepspeed.utils": utils,
-        "deepspeed.utils.logging": {"logger": logger, "log_dist": log_dist},
+        "deepspeed.git_version_info": {"version": VERSION, "git_hash": None, "git_branch": None},
+        "deepspeed.comm": comm,
+        "deepspeed.comm.comm": comm,
+        "deepspeed.checkpointing": _CHECKPOINTING,
+        "deepspeed.accelerator": _DEVICES,
+        "deepspeed.accelerator.real_accelerator": _DEVICES,
+        "deepspeed.pipe": _PIPELINE,
+        "deepspeed.launcher": {},
+        "deepspeed.launcher.runner": {"main": launch},
+    }
+
+
+def _utility_modules() -> dict[str, dict[str, Any]]:
+    leaves, words = _functions_of(leaf_modules), _functions_of(messages)
+    fragments = {name: value for name, value in vars(tensors).items() if name.startswith("safe_")}
+    utils = {**fragments, **leaves, "OnDevice": zero.OnDevice, "RepeatingLoader": RepeatingLoader}
+    utils |= {name: words[name] for name in ("log_dist", "log_dist_once", "set_log_level_from_string")}
+    return {
+        "deepspeed.utils": {**utils, "logger": logger, "instrument_w_nvtx": instrument_w_nvtx},
+        "deepspeed.utils.logging": {**words, "logger": logger, "log_levels": messages.LEVELS},
         "deepspeed.utils.init_on_device": {"OnDevice": zero.OnDevice},
+        "deepspeed.utils.nvtx": {"instrument_w_nvtx": instrument_w_nvtx},
+        "deepspeed.utils.tensor_fragment": fragments,
+        "deepspeed.utils.timer": {**_functions_of(timers), **_classes_of(timers)},
+        "deepspeed.utils.torch": {"required_torch_version": required_torch_version},
+        "deepspeed.utils.z3_leaf_module": leaves,
         "deepspeed.utils.zero_to_fp32": {name: getattr(stored, name) for name in stored.__all__},
-        "deepspeed.comm": {**comm, "init_distributed": initialization.init_distributed},
-        "deepspeed.checkpointing": checkpointing,
-        "deepspeed.accelerator": {"get_accelerator": Accelerator},
-        "deepspeed.ops": {},
+    }
+
+
+def _part_modules() -> dict[str, dict[str, Any]]:
+    elastic = {name: getattr(elasticity, name) for name in elasticity.__all__}
+    return {
+        "deepspeed.compression": {},
+        "deepspeed.compression.helper": {
+            "recursive_getattr": recursive_getattr,
+            "recursive_setattr": recursive_setattr,
+        },
+        "deepspeed.elasticity": elastic,
+        "deepspeed.elasticity.config": elastic,
+        "deepspeed.elasticity.elasticity": elastic,
+        "deepspeed.monitor": {},
+        "deepspeed.monitor.config": {"get_monitor_config": get_monitor_config},
+        "deepspeed.monitor.monitor": {"MonitorMaster": MonitorMaster},
+        "deepspeed.ops": {"__compatible_ops__": _Builders()},
+        "deepspeed.ops.op_builder": {name: type(name, (_Builder,), {"NAME": op}) for name, op in _BUILDERS.items()},
         "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": CPUAdagrad},
         "deepspeed.ops.adam": {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": FusedAdam},
         "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": FusedAdam},
@@ -98,28 +163,129 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": FusedLion},
         "deepspeed.moe": {},
         "deepspeed.moe.layer": {"MoE": moe.MoE},
-        "deepspeed.moe.utils": {name: getattr(moe, name) for name in _MOE_UTILS},
-        "deepspeed.runtime": {},
-        "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
-        "deepspeed.runtime.lr_schedules": {**lr_schedules, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
-        "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
-        "deepspeed.runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": pipe.set_random_seed},
-        "deepspeed.runtime.pipe": {**pipeline, "ProcessTopology": topology.ProcessTopology},
-        "deepspeed.runtime.pipe.module": pipeline,
-        "deepspeed.runtime.pipe.topology": grid,
-        "deepspeed.runtime.activation_checkpointing": {},
-        "deepspeed.runtime.activation_checkpointing.checkpointing": checkpointing,
-        "deepspeed.runtime.zero": {},
-        "deepspeed.runtime.zero.partition_parameters": {**own_zero, "ZeroParamStatus": ZeroParamStatus},
+        "deepspeed.moe.utils": {"MoE": moe.MoE, **{name: getattr(moe, name) for name in _MOE_UTILS}},
     }
 
 
-class ZeroParamStatus(Enum):
-    """The status of parameters with a `ds_id`. Parameters have none here."""
+def _runtime_modules() -> dict[str, dict[str, Any]]:
+    lr_schedules = {
+        **schedules.SCHEDULES,
+        **schedules.NAMES_OF_OPTIONS,
+        "VALID_LR_SCHEDULES": list(schedules.SCHEDULES),
+    }
+    return {
+        "deepspeed.runtime": {},
+        "deepspeed.runtime.config": _CONFIGS,
+        "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
+        "deepspeed.runtime.lr_schedules": lr_schedules,
+        "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
+        "deepspeed.runtime.utils": {
+            "empty_cache": empty_cache,
+            "move_to_device": move_to_device,
+            "noop_context": nullcontext,
+            "see_memory_usage": see_memory_usage,
+            "set_random_seed": pipe.set_random_seed,
+        },
+        "deepspeed.runtime.pipe": {**_PIPELINE, "ProcessTopology": topology.ProcessTopology},
+        "deepspeed.runtime.pipe.engine": {"PipelineEngine": ours.PipelineEngine},
+        "deepspeed.runtime.pipe.module": _PIPELINE,
+        "deepspeed.runtime.pipe.topology": {
+            name: value for name, value in vars(topology).items() if name.endswith("Topology")
+        },
+        "deepspeed.runtime.activation_checkpointing": {},
+        "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    }
 
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+
+def _zero_modules() -> dict[str, dict[str, Any]]:
+    tiled = {name: getattr(tiling, name) for name in ("TiledLinear", "TiledLinearReturnBias")}
+    partitioned = {
+        "Init": zero.Init,
+        "GatheredParameters": zero.GatheredParameters,
+        "register_external_parameter": zero.register_external_parameter,
+        "ZeroParamStatus": enums.ZeroParamStatus,
+    }
+    own = {**partitioned, **tiled, "unwrap_model_for_generation": zero.unwrap_model_for_generation}
+    return {
+        "deepspeed.zero": own,
+        "deepspeed.runtime.zero": own,
+        "deepspeed.runtime.zero.config": {"ZeroStageEnum": enums.ZeroStageEnum},
+        "deepspeed.runtime.zero.offload_config": {
+            "OffloadDeviceEnum": enums.OffloadDeviceEnum,
+            "OffloadStateTypeEnum": enums.OffloadStateTypeEnum,
+        },
+        "deepspeed.runtime.zero.partition_parameters": {
+            **partitioned,
+            "unregister_external_parameter": zero.unregister_external_parameter,
+        },
+        "deepspeed.runtime.zero.tiling": tiled,
+    }
+
+
+def _is_module(value: object) -> bool:
+    return issubclass(type(value), ModuleType)  # isinstance() would make torch warn of its deprecated reduce_op
+
+
+def _functions_of(module: ModuleType) -> dict[str, Any]:
+    """The public functions that a module defines."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, type) and not name.startswith("_") and _is_of(value, module)
+    }
+
+
+def _classes_of(module: ModuleType) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and not name.startswith("_") and _is_of(value, module)
+    }
+
+
+def _is_of(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
+
+
+_BUILDERS = {
+    "AsyncIOBuilder": "async_io",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPUAdamBuilder": "cpu_adam",
+    "CPULionBuilder": "cpu_lion",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "QuantizerBuilder": "quantizer",
+    "TransformerBuilder": "transformer",
+    "UtilsBuilder": "utils",
+}
+_HAD = frozenset(("cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"))
+"""Optimizers that need no kernels of DeepSpeed's here."""
+
+
+class _Builder:
+    """A builder of DeepSpeed's kernels, for scripts that ask whether there is one. Nothing is compiled."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return self.NAME in _HAD
+
+    def builder_available(self) -> bool:
+        return self.NAME in _HAD
+
+    def load(self, verbose: bool = True) -> Any:
+        raise ConfigError(
+            f"{type(self).__name__}().load() is not supported: nothing is compiled. Use the optimizers of "
+            f"deepspeed.ops, or those that the config names."
+        )
+
+
+class _Builders(dict[str, bool]):
+    """Whether there is what each kernel of DeepSpeed's is for; not, for other names."""
+
+    def __missing__(self, name: str) -> bool:
+        return name in _HAD
 
 
 class FusedAdam:
@@ -172,24 +338,96 @@ class RepeatingLoader:
             return next(self._iterator)
 
 
-def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on `ranks`; on all ranks if there are none, or if they include -1."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if not ranks or rank in ranks or -1 in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
-
-
 def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None = None) -> None:
     """Log `message` if `force` is true. For figures use `engine.shardwise.memory()`."""
     if force:
         log_dist(message, ranks)
 
 
-def configure_recomputing(mpu_: object, *args: object, **options: object) -> None:
+def configure_recomputing(
+    mpu_: object, deepspeed_config: str | Mapping[str, Any] | None = None, *args: object, **options: object
+) -> None:
     """Accepts and ignores all options but those that would store activations elsewhere, which raise `ConfigError`."""
-    wanted = sorted(name for name in ("partition_activations", "checkpoint_in_cpu") if options.get(name))
+    section = {} if deepspeed_config is None else load_config(deepspeed_config).get("activation_checkpointing", {})
+    renamed = {"cpu_checkpointing": "checkpoint_in_cpu"}
+    asked = {renamed.get(name, name): value for name, value in section.items()}
+    asked |= {name: value for name, value in options.items() if value is not None}
+    wanted = sorted(name for name in ("partition_activations", "checkpoint_in_cpu") if asked.get(name))
     if wanted:
         raise ConfigError(
             f"deepspeed.checkpointing.configure({', '.join(wanted)}) is not supported by shardwise. To keep "
             f"activations on the host, use `activations: offload` in a plan (docs/activations.md)."
         )
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch's version is within these bounds, which are included."""
+    if min_version is None and max_version is None:
+        raise ValueError("required_torch_version() needs min_version or max_version.")
+    now = _numbers(torch.__version__)
+    is_above = min_version is None or now >= _numbers(str(min_version))
+    return is_above and (max_version is None or now <= _numbers(str(max_version)))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func`, as a range for the device's profiler."""
+
+    @wraps(func)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return marked
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The module of this dotted name in `model`; numbers are indices."""
+    for part in module_name.split("."):
+        model = model[int(part)] if part.isdecimal() and not hasattr(model, part) else getattr(model, part)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Put `module` in the place of this dotted name in `model`."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def empty_cache() -> None:
+    get_accelerator().empty_cache()
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item`, a tensor or lists, tuples and dicts of them, on `device`; only those that `criterion_func` accepts."""
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        moved = [move_to_device(value, device, criterion_func) for value in item]
+        return type(item)(*moved) if hasattr(item, "_fields") else type(item)(moved)
+    is_moved = hasattr(item, "to") if criterion_func is None else criterion_func(item)
+    return item.to(device) if is_moved else item
+
+
+def launch(args: list[str] | None = None) -> None:
+    """DeepSpeed's command line: `shardwise deepspeed`."""
+    from shardwise.cli.main import main
+
+    sys.exit(main(["deepspeed", *(sys.argv[1:] if args is None else args)]))
+
+
+_CHECKPOINTING = {
+    "checkpoint": pipe.recompute,
+    "non_reentrant_checkpoint": pipe.recompute,
+    "configure": configure_recomputing,
+    "is_configured": lambda: True,
+    "reset": lambda: None,
+}
+"""`deepspeed.checkpointing`."""

@@ -77,7 +77,9 @@ _TOP = {
     ),
     **_all(_ELSEWHERE, "pass drop_last to the data loader", dataloader_drop_last=False),
     **_all(_REFUSED, "gradients are averaged; multiply the loss by the number of ranks", gradient_allreduce_op="mean"),
-    **_all(_REFUSED, "embedding gradients are always dense", sparse_gradients=False),
+    **_all(
+        _NOT_NEEDED, "embeddings get the same gradients, dense; build them with sparse=False", sparse_gradients=False
+    ),
     **_all(_REFUSED, "CUDA graphs of whole steps are not supported", graph_harvesting=False),
     **_all(
         _REFUSED,

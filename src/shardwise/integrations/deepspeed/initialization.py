@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError, nearest
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
-from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
+from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
+from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.muon import make_muon
@@ -54,11 +55,13 @@ def initialize(
     """Shard `model`; returns engine, optimizer, data loader and LR scheduler, like `deepspeed.initialize`.
 
     All ranks call. The config is `config`, `config_params` or `args.deepspeed_config`: a mapping or a JSON file.
+    A model that has an engine already gets a new one, with its present weights: the earlier engine ends, and its
+    optimizer states are dropped.
     `optimizer` and `lr_scheduler` may be objects or functions that create them; they override those of the config.
     `world` is for ranks that have already joined one.
 
-    Raises `ConfigError` for a config that is contradictory or not supported (`config.read_config`), and the errors of
-    `shardwise.shard`.
+    Raises `StateError` if `dist_init_required` is false and torch has no process group, `ConfigError` for a config
+    that is contradictory or not supported (`config.read_config`), and the errors of `shardwise.shard`.
     """
     if model is None:
         raise ConfigError("initialize() needs a model.")
@@ -68,17 +71,15 @@ def initialize(
             "tensor_parallel or sequence_parallel_size in the config instead."
         )
     source = _config_of(args, config, config_params)
-    joined = sw.World.join() if world is None else world
+    joined = _joined(dist_init_required) if world is None else world
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         translated = read_config(source, world_size=joined.size, num_stages=stages)
-        if isinstance(model, PipelineModule) and model.given_topology is not None:
-            tensor = translated.plan.get("mesh", {}).get("tp", 1)
-            require_topology(model.given_topology, translated.num_replicas, tensor)
-        require_monitors(translated.monitors)
+        _require_possible(translated, model)
         plan = _with_stages(_with_experts(translated, expert_ranks_of(model)), model)
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size
             plan["survive"] = "checkpoint"
+        release(model)
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
@@ -94,6 +95,23 @@ def initialize(
         print(f"shardwise: notes on the DeepSpeed config\n{report}")
     loader = None if training_data is None else engine.training_loader(training_data)
     return engine, made, loader, schedule
+
+
+def _joined(dist_init_required: bool | None) -> sw.World:
+    if dist_init_required is False:
+        init_distributed(dist_init_required=False)
+    return sw.World.join()
+
+
+def _require_possible(translated: TranslatedConfig, model: nn.Module) -> None:
+    """Raise `ConfigError` for what the config alone does not show: another topology, elastic batches of another job,
+    monitors without their packages."""
+    if isinstance(model, PipelineModule) and model.given_topology is not None:
+        tensor = translated.plan.get("mesh", {}).get("tp", 1)
+        require_topology(model.given_topology, translated.num_replicas, tensor)
+    if elasticity_enabled(translated.source):
+        ensure_immutable_elastic_config(translated.source["elasticity"])
+    require_monitors(translated.monitors)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

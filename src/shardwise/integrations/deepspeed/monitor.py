@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL
+import torch.distributed as dist
+
+from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL, read_config
 from shardwise.monitor.trackers import Options, Tracker, open_tracker, require_packages
 
 Event = tuple[str, Any, int]
@@ -78,6 +80,31 @@ class Monitor:
         """Close the trackers. May be called twice."""
         for thinned in self._trackers:
             thinned.tracker.close(failed=False)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> Mapping[str, Options]:
+    """The monitors that a config enables, for a `MonitorMaster`."""
+    return read_config(param_dict, world_size=1).monitors
+
+
+class MonitorMaster(Monitor):
+    """The monitors of a config without an engine: `MonitorMaster(get_monitor_config(config))`.
+
+    Raises `ConfigError` for a monitor whose package is not installed, or whose file is another's.
+    """
+
+    def __init__(self, monitor_config: Mapping[str, Options]) -> None:
+        require_monitors(monitor_config)
+        super().__init__(
+            monitor_config, lambda: dist.get_rank() if dist.is_initialized() else 0, lambda: self._written, {}
+        )
+
+    _written = 0
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        events = list(event_list)
+        super().write_events(events)
+        self._written = max((int(samples) for _, _, samples in events), default=self._written)
 
 
 class _Thinned:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
 from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
+from shardwise.integrations.deepspeed.names import refusal
 from shardwise.integrations.deepspeed.partition import Function, check_method, stages_of
 from shardwise.integrations.deepspeed.topology import PipeDataParallelTopology, ProcessTopology, stages_in
 
@@ -128,6 +129,19 @@ class PipelineModule(nn.Sequential):
     def __iter__(self) -> Iterator[nn.Module]:
         return islice(self._modules.values(), self._num_layers)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(refusal(f"PipelineModule.{name}") or str(error)) from None
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute runs of `interval` layers, or nothing for 0, in forwards from now on."""
+        self.activation_checkpoint_interval = interval
+
     def topology(self) -> ProcessTopology:
         """The ranks by stage and copy: the topology that was given, or the one that `num_stages` makes of all ranks of
         torch's process group, which must be initialized."""
@@ -166,6 +180,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     module: PipelineModule
     _data: Iterator[Any] | None = None
+    _batch_fn: Callable[[Any], Any] | None = None
+    _LABEL = "pipeline engine"
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over the next `gradient_accumulation_steps` pairs of input and label from `data_iter`.
@@ -226,8 +242,37 @@ class PipelineEngine(DeepSpeedEngine):
         return loader
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Let `train_batch()` read from `loader`."""
+        """Let `train_batch()` read from `loader`, repeatedly."""
         self._data = _repeated(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Let `train_batch()` read from `iterator`."""
+        self._data = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Let `fn` turn what data loaders give into a pair of inputs and labels."""
+        self._batch_fn = fn
+
+    @property
+    def num_stages(self) -> int:
+        return self.module.num_stages
+
+    @property
+    def micro_batches(self) -> int:
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.train_micro_batch_size_per_gpu()
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self._stage()
+
+    def reset_activation_shape(self) -> None:
+        """Not needed: shapes may change from step to step."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Not needed: a stage sends tensors of any dtype."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         raise StateError("A PipelineModule is trained by train_batch(), which does forward, backward and step.")
@@ -254,6 +299,8 @@ class PipelineEngine(DeepSpeedEngine):
             raise DataError(
                 f"The data ended after {len(pairs)} of {count} micro-batches (gradient_accumulation_steps)."
             )
+        if self._batch_fn is not None:
+            pairs = [self._batch_fn(pair) for pair in pairs]
         return [_to(pair[0], self.device) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from shardwise import Engine, Plan
+from shardwise import Engine
 from shardwise.errors import StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.process_rank import process_rank_of
-
-
-class ThroughputTimer:
-    """Counts nothing."""
-
-    def update_epoch_count(self) -> None:
-        """Does nothing."""
 
 
 class EngineProperties:
@@ -30,9 +24,9 @@ class EngineProperties:
     _last_was_skipped: bool
 
     @property
-    def config(self) -> Plan:
-        """The plan into which the config was translated."""
-        return self.shardwise.plan
+    def config(self) -> Mapping[str, Any]:
+        """The config. `engine.shardwise.plan` is the plan into which it was translated."""
+        return self._config.source
 
     @property
     def device(self) -> torch.device:
@@ -55,9 +49,65 @@ class EngineProperties:
         return self._config.num_replicas
 
     @property
-    def tput_timer(self) -> ThroughputTimer:
-        """For scripts that count epochs with it. `engine.shardwise.log` records the throughput."""
-        return ThroughputTimer()
+    def sequence_parallel_size(self) -> int:
+        return int(self._config.value("sequence_parallel_size"))
+
+    @property
+    def mp_world_size(self) -> int:
+        """The ranks among which layers are split."""
+        return self.shardwise.mesh.size("tp") if "tp" in self.shardwise.mesh.axes else 1
+
+    @property
+    def sparse_tensor_module_names(self) -> frozenset[str]:
+        """Empty: embedding gradients are always dense."""
+        return frozenset()
+
+    seq_dp_world_size = property(lambda self: self.dp_world_size * self.sequence_parallel_size)
+
+    def get_data_parallel_rank(self) -> int:
+        return self.shardwise.data_ranks[0]
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that split layers."""
+        return self.shardwise.mesh.coordinate(self.global_rank).get("tp", 0)
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def autotp_size(self) -> int:
+        return self.mp_world_size
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the plan compiles the model."""
+        return self.shardwise.plan.compile is not None
+
+    def optimizer_name(self) -> str | None:
+        """The config's optimizer, or the class of the one that the script made."""
+        named = self._config.optimizer
+        if named is not None and self.optimizer is not None:
+            return named.name.lower() if named.name.lower() in ("adam", "adamw", "lamb", "lion") else named.name
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
+    def postscale_gradients(self) -> bool:
+        return not self._config.value("prescale_gradients")
+
+    def zero_cpu_offload(self) -> bool:
+        return bool(self._config.value("zero_optimization.offload_optimizer.device") == "cpu")
+
+    zero_use_cpu_optimizer = zero_cpu_offload
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return bool(self._config.value("zero_optimization.offload_optimizer.device") == "nvme")
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self._config.tag_validation != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self._config.tag_validation == "fail"
+
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 except in fp16."""
+        return self.cur_scale
 
     @property
     def cur_scale(self) -> float:

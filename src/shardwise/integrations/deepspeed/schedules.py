@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.integrations.deepspeed.names import refusal
 
 Rates = float | Sequence[float]
 
@@ -25,6 +26,10 @@ class Schedule:
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
             self._set(self.first_rates())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        kind = type(self).__name__
+        raise AttributeError(refusal(f"{kind}.{name}") or f"{kind!r} object has no attribute {name!r}")
 
     def first_rates(self) -> list[float]:
         """Rates before the first `step()`."""
@@ -43,6 +48,10 @@ class Schedule:
     def get_lr(self) -> list[float]:
         """The rates at the current step."""
         return self.first_rates() if self.last_batch_iteration < 0 else self.rates_at(self.last_batch_iteration)
+
+    def get_mom(self) -> list[Any]:
+        """Each group's momentum: its betas, or else its momentum."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float]:
         """The rates that were set last."""
@@ -204,10 +213,12 @@ class OneCycle(Schedule):
         self._cycle = _Cycle(options)
         self._low = self._for_each_group(cycle_min_lr, "cycle_min_lr")
         self._high = self._for_each_group(cycle_max_lr, "cycle_max_lr")
+        self._low_momentum = self._for_each_group(self._cycle.min_mom, "cycle_min_mom")
+        self._high_momentum = self._for_each_group(self._cycle.max_mom, "cycle_max_mom")
         self._has_momentum = self._cycle.moves_momentum and "betas" in optimizer.defaults
         super().__init__(optimizer, last_batch_iteration)
         if self._has_momentum and last_batch_iteration == -1:
-            self._set_momentum(self._cycle.low_momentum)
+            self._set_momentum(self._low_momentum)
 
     def first_rates(self) -> list[float]:
         return list(self._low)
@@ -221,10 +232,17 @@ class OneCycle(Schedule):
     def step(self, last_batch_iteration: int | None = None) -> None:
         super().step(last_batch_iteration)
         if self._has_momentum:
-            self._set_momentum(self._cycle.momentum_at(self.last_batch_iteration))
+            self._set_momentum(self._momenta_at(self.last_batch_iteration))
 
-    def _set_momentum(self, momentum: float) -> None:
-        for group in self.optimizer.param_groups:
+    def _momenta_at(self, step: int) -> list[float]:
+        pairs = zip(self._low_momentum, self._high_momentum, strict=True)
+        if step < self._cycle.length:
+            share = self._cycle.share_at(step)
+            return [high - (high - low) * share for low, high in pairs]
+        return [high * self._cycle.decay_at(step, self._cycle.decay_mom_rate) for _, high in pairs]
+
+    def _set_momentum(self, momenta: list[float]) -> None:
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (momentum, 0.99)
 
 
@@ -272,9 +290,9 @@ class _Cycle:
         self._stairs_down = self._stairs_up if down is None else int(down)
         self._decay_size = float(settings["decay_step_size"])
         self.decay_lr_rate = float(settings["decay_lr_rate"])
-        self._decay_mom_rate = float(settings["decay_mom_rate"])
+        self.decay_mom_rate = float(settings["decay_mom_rate"])
         self.moves_momentum = bool(settings["cycle_momentum"])
-        self.low_momentum, self._high_momentum = float(settings["cycle_min_mom"]), float(settings["cycle_max_mom"])
+        self.min_mom, self.max_mom = settings["cycle_min_mom"], settings["cycle_max_mom"]
 
     def share_at(self, step: int) -> float:
         """How far the rate at `step` is above the lowest, from 0 to 1."""
@@ -283,11 +301,6 @@ class _Cycle:
         share = position / self._up if is_up else (self.length - position) / self._down
         stairs = self._stairs_up if is_up else self._stairs_down
         return math.floor(share * stairs + 1e-9) / stairs if stairs > 0 else share
-
-    def momentum_at(self, step: int) -> float:
-        if step < self.length:
-            return self._high_momentum - (self._high_momentum - self.low_momentum) * self.share_at(step)
-        return self._high_momentum * self.decay_at(step, self._decay_mom_rate)
 
     def decay_at(self, step: int, rate: float) -> float:
         """The divisor of rates `step - length + 1` steps after the cycle; 1 without decay."""
@@ -303,6 +316,23 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupLR": WarmupLR,
 }
+_WARMUP_OPTIONS = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "warmup_min_ratio")
+_CYCLE_OPTIONS = (
+    *("cycle_first_step_size", "cycle_first_stair_count", "cycle_second_step_size", "cycle_second_stair_count"),
+    *("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"),
+    *("decay_step_size", "decay_lr_rate", "decay_mom_rate"),
+)
+_TEST_OPTIONS = (
+    *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase"),
+)
+NAMES_OF_OPTIONS = {
+    **{name.upper(): name for name in (*_WARMUP_OPTIONS, *_CYCLE_OPTIONS, *_TEST_OPTIONS)},
+    **{"COS_MIN_RATIO": "cos_min_ratio", "TOTAL_NUM_STEPS": "total_num_steps"},
+    **{"LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR"},
+    **{"WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR"},
+    **{"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"},
+}
+"""Constants of DeepSpeed for the names of schedules and their options."""
 
 
 def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,6 +74,16 @@ class StoredWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._specs) + len(self._extra)
 
+    def read_all(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """What is stored under `names`, by default all; names of one parameter get the same tensor."""
+        found: dict[str, Any] = {}
+        first_of: dict[str, str] = {}
+        for name in self if names is None else names:
+            spec = self._specs.get(name)
+            first = name if spec is None else first_of.setdefault(spec.name, name)
+            found[name] = found[first] if first in found else self[name]
+        return found
+
     def num_bytes(self, name: str) -> int:
         """The bytes of a tensor, after its conversion."""
         spec = self._specs[name]
@@ -90,7 +100,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint, or it is damaged.
     """
     weights = _opened(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
-    return weights if lazy_mode else dict(weights)
+    return weights if lazy_mode else weights.read_all()
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -114,11 +124,10 @@ def convert_zero_checkpoint_to_state_dict(
     file_of: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
         file = f"{stem}-{number:05}-of-{len(parts):05}.{ending}" if len(parts) > 1 else f"{stem}.{ending}"
-        part = {name: weights[name] for name in names}
-        if safe_serialization:
-            save_file(part, folder / file, metadata={"format": "pt"})
+        if safe_serialization:  # in which tensors cannot share memory
+            save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
         else:
-            torch.save(part, folder / file)
+            torch.save(weights.read_all(names), folder / file)
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         index = {"metadata": {"total_size": sum(map(weights.num_bytes, file_of))}, "weight_map": file_of}

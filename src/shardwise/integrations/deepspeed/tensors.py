@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -10,8 +12,9 @@ from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, engines_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The parameter's fp32 master weight, or the parameter itself if there is none."""
-    return _get(param, "param")
+    """The parameter's fp32 master weight; `None` for a frozen one, which has none. `engine.shardwise.get(name)` reads
+    any."""
+    return _get(param, "param") if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -39,11 +42,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     _set(param, value, "param" if optim_state_key == "fp32" else optim_state_key)
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: object, raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Not needed: units are gathered whole. To gather a module at once, list it in the plan's `units`."""
-    return []
+def safe_update_full_grad_vectorized(
+    param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each whole gradient by `update_func(gradient, param)`, which all ranks compute alike."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param) if param.requires_grad else None
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
 
 
 def _get(param: nn.Parameter, what: str) -> torch.Tensor | None:

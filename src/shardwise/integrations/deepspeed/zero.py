@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,6 +115,16 @@ def _listed(params: OneOrSeveral) -> list[nn.Parameter]:
     if isinstance(params, nn.Parameter):
         return [params]
     return list(params.parameters() if isinstance(params, nn.Module) else params)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Inside, forwards of `model`, an engine, compute no gradients, and parameters are gathered once.
+
+    Yields the engine. All ranks call; they may generate different numbers of tokens. See `Engine.inference`.
+    """
+    with model.shardwise.inference():
+        yield model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
