@@ -104,7 +104,7 @@ _install()
 def pytest_collection_modifyitems() -> None:
     common = sys.modules.get("unit.common")
     if common is not None:
-        common.DistributedExec._launch_procs = _launch  # type: ignore[attr-defined]
+        common.DistributedExec._launch_procs = _launch
 
 
 def _launch(test: Any, num_procs: int, init_method: str) -> None:
@@ -133,15 +133,17 @@ def _launch(test: Any, num_procs: int, init_method: str) -> None:
 
 def _outcomes(pipes: list[Connection], deadline: float) -> list[str]:
     """Why each rank skips the test, if it does. Raises `RankError` if one fails, or not all are done in time."""
-    open_ones, skips, first_error = list(pipes), [], None
+    open_ones: list[Any] = list(pipes)
+    skips: list[str] = []
+    first_error: RankError | None = None
     while open_ones:
-        ready = wait(open_ones, max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait(open_ones, max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for pipe in ready:
-            open_ones.remove(pipe)  # type: ignore[arg-type]
+            open_ones.remove(pipe)
             try:
-                answer = pipe.recv()  # type: ignore[union-attr]
+                answer = pipe.recv()
             except EOFError:
                 answer = ("Crash", "A rank ended without a word.", "")
             if isinstance(answer, tuple):

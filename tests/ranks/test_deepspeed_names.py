@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,26 @@ def test_batch_sizes_stay() -> None:
             engine.set_train_batch_size(12)
 
     run_ranks(1, rank_of)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        (facade.FusedAdam, "params"),
+        (facade.CPUAdam, "model_params"),
+        (facade.FusedLamb, "params"),
+        (facade.FusedLion, "params"),
+        (facade.CPULion, "model_params"),
+        (facade.CPUAdagrad, "model_params"),
+    ],
+)
+def test_optimizers_call_their_parameters_as_deepspeeds_do(kind: Any, argument: str) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    for optimizer in (kind(**{argument: [weight]}, lr=0.5), kind([weight], 0.5)):
+        assert optimizer.param_groups[0]["params"] == [weight]
+        assert optimizer.defaults["lr"] == 0.5
+    if kind is facade.CPUAdam:
+        assert type(kind([weight], adamw_mode=False)) is torch.optim.Adam
 
 
 def test_adagrad() -> None:

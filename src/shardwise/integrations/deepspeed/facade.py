@@ -156,11 +156,11 @@ def _part_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.ops": {"__compatible_ops__": _Builders()},
         "deepspeed.ops.op_builder": {name: type(name, (_Builder,), {"NAME": op}) for name, op in _BUILDERS.items()},
         "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": CPUAdagrad},
-        "deepspeed.ops.adam": {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": FusedAdam},
-        "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": FusedAdam},
+        "deepspeed.ops.adam": {"FusedAdam": FusedAdam, "DeepSpeedCPUAdam": CPUAdam},
+        "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": CPUAdam},
         "deepspeed.ops.adam.fused_adam": {"FusedAdam": FusedAdam},
         "deepspeed.ops.lamb": {"FusedLamb": FusedLamb},
-        "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": FusedLion},
+        "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": CPULion},
         "deepspeed.moe": {},
         "deepspeed.moe.layer": {"MoE": moe.MoE},
         "deepspeed.moe.utils": {"MoE": moe.MoE, **{name: getattr(moe, name) for name in _MOE_UTILS}},
@@ -291,10 +291,18 @@ class _Builders(dict[str, bool]):
 class FusedAdam:
     """`torch.optim.AdamW` with DeepSpeed's arguments; Adam with `adam_w_mode=False`. The engine fuses its updates."""
 
+    def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        return initialization.make_optimizer(ComponentConfig("Adam", {"lr": lr, **options}), list(params))
+
+
+class CPUAdam:
+    """As `FusedAdam`, with the arguments of `DeepSpeedCPUAdam`. The engine updates on the CPU what is offloaded
+    there."""
+
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        if "adamw_mode" in options:  # the name in DeepSpeedCPUAdam
+        if "adamw_mode" in options:
             options["adam_w_mode"] = options.pop("adamw_mode")
-        return initialization.make_optimizer(ComponentConfig("Adam", {"lr": lr, **options}), list(model_params))
+        return FusedAdam(model_params, lr, **options)  # type: ignore[return-value]
 
 
 class CPUAdagrad:
@@ -318,6 +326,13 @@ class FusedLion:
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Lion", {"lr": lr, **options}), list(params))
+
+
+class CPULion:
+    """As `FusedLion`, with the arguments of `DeepSpeedCPULion`."""
+
+    def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        return FusedLion(model_params, lr, **options)  # type: ignore[return-value]
 
 
 class RepeatingLoader:

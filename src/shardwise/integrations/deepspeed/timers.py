@@ -111,7 +111,7 @@ class NoopTimer:
     def __init__(self) -> None:
         self.timer = self.Timer()
 
-    def __call__(self, name: str) -> Timer:  # type: ignore[valid-type]
+    def __call__(self, name: str) -> Timer:
         return self.timer
 
     def get_timers(self) -> dict[str, object]:
