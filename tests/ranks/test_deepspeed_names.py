@@ -140,6 +140,20 @@ def test_optimizers_call_their_parameters_as_deepspeeds_do(kind: Any, argument: 
         assert type(kind([weight], adamw_mode=False)) is torch.optim.Adam
 
 
+def test_defaults_of_optimizers_are_deepspeeds() -> None:
+    weight = nn.Parameter(torch.full((2, 2), 100.0))
+    lamb, lion = facade.FusedLamb([weight]), facade.FusedLion([weight])
+    expected = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "ratio_bounds": (0.01, 10.0)}
+    assert expected.items() <= lamb.defaults.items()
+    assert {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}.items() <= lion.defaults.items()
+    weight.grad = torch.ones(2, 2)
+    lamb.step()  # the norm of the weight is 200, that of the direction 2
+    torch.testing.assert_close(weight.data, torch.full((2, 2), 100 - 1e-3 * 10.0))
+    wider = facade.FusedLamb([weight], max_coeff=1e6, min_coeff=0)
+    wider.step()
+    torch.testing.assert_close(weight.data, torch.full((2, 2), 99.99 * (1 - 1e-3)))
+
+
 def test_adagrad() -> None:
     model = nn.Linear(4, 4)
     optimizer = facade.CPUAdagrad(model.parameters(), eps=1e-6, fp32_optimizer_states=True)

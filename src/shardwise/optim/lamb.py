@@ -19,7 +19,7 @@ class Lamb(Cooperative):
     small message per step.
 
     A group with `adapt=False` is updated without the ratio, as is common for biases and norms. Weight decay is part of
-    the direction, as in the paper.
+    the direction, as in the paper. `ratio_bounds` are the smallest and the largest ratio that is used.
     """
 
     def __init__(
@@ -31,8 +31,10 @@ class Lamb(Cooperative):
         weight_decay: float = 0.01,
         *,
         adapt: bool = True,
+        ratio_bounds: tuple[float, float] | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "adapt": adapt, "ratio_bounds": ratio_bounds})
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:  # noqa: ARG002
         return Update(States(copies=2), needs_norm=True)
@@ -53,7 +55,7 @@ class Lamb(Cooperative):
         ratios = trust_ratios(self.peers.sum_squares(params, squares))
         for number, param, group in members:
             if param.grad is not None:
-                ratio = on_device(ratios[number], param.device) if group["adapt"] else 1.0
+                ratio = on_device(_bounded(ratios[number], group), param.device) if group["adapt"] else 1.0
                 param.sub_(self._direction(param, group).mul_(group["lr"] * ratio))
         return loss
 
@@ -74,6 +76,11 @@ class Lamb(Cooperative):
         root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
         direction: Tensor = (state["exp_avg"] / (1 - beta1**step)).div_(root)
         return direction.add_(param, alpha=group["weight_decay"])
+
+
+def _bounded(ratio: Tensor, group: Mapping[str, Any]) -> Tensor:
+    bounds = group.get("ratio_bounds")
+    return ratio if bounds is None else ratio.clamp(*bounds)
 
 
 def trust_ratios(squares: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ _BF16 = {
     **_all(_HONOURED, "", enabled=False),
     **_all(
         _ELSEWHERE,
-        "steps whose gradients are not finite are taken; see engine.get_global_grad_norm(), or use fp16, which skips them",
+        "steps with gradients that are not finite are taken; see engine.get_global_grad_norm(). fp16 skips them",
         check_grad_overflow=True,
     ),
     **_all(_NOT_NEEDED, "gradients are reduced and accumulated as backward produces them", immediate_grad_update=False),

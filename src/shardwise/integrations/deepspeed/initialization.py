@@ -32,7 +32,15 @@ Config = Mapping[str, Any] | str | Path
 
 _KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "SGD")
 _ADAMS = ("adam", "adamw")
-_IGNORED_PARAMS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none", "bias_correction"}
+_IGNORED_PARAMS = {
+    "min_coeff",
+    "max_coeff",
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+    "set_grad_none",
+    "bias_correction",
+}
 
 
 def initialize(
@@ -229,9 +237,11 @@ def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch
         is_decoupled = lower == "adamw" or options.get("adam_w_mode", True)
         kind: Any = torch.optim.AdamW if is_decoupled else torch.optim.Adam
         return kind, {} if options.get("torch_adam") else {"weight_decay": 0.0}
-    ours = {"lamb": sw.optim.Lamb, "lion": sw.optim.Lion}
-    if lower in ours:
-        return ours[lower], {"weight_decay": 0.0}
+    if lower == "lamb":
+        bounds = float(options.get("min_coeff", 0.01)), float(options.get("max_coeff", 10.0))
+        return sw.optim.Lamb, {"weight_decay": 0.0, "eps": 1e-8, "ratio_bounds": bounds}
+    if lower == "lion":
+        return sw.optim.Lion, {"weight_decay": 0.0, "betas": (0.9, 0.999)}
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.type is {name!r}. {nearest(name, _KNOWN)}")
