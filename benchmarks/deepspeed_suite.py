@@ -172,6 +172,8 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
         return SKIPPED, f"needs the package {package[1]}"
     if kind == "Failed" and message.startswith("DID NOT RAISE"):
         return ACCEPTED, result["test"].partition("[")[0]
+    if "module 'torch.cpu' has no attribute" in message:
+        return SKIPPED, "needs another device than a CPU"
     if kind == "FixtureLookupError":
         return SKIPPED, "its fixtures need an older pytest"
     if kind in ("ImportError", "ModuleNotFoundError", "AttributeError") and (name := _name_in(message)):
@@ -190,6 +192,7 @@ def _name_in(message: str) -> str | None:
         r"module '(deepspeed[\w.]*)' has no attribute '(\w+)'",
         r"No module named '(deepspeed[\w.]*)'",
         r"'(\w+)' object has no attribute '(\w+)'",
+        r"^(\w+) \(.*\) has no attribute '(\w+)'",
     )
     for pattern in patterns:
         if found := re.search(pattern, message):
