@@ -272,6 +272,17 @@ def test_a_pipeline_reads_from_what_it_is_given() -> None:
     run_ranks(1, rank_of)
 
 
+def test_embeddings_with_sparse_gradients_are_known_by_name() -> None:
+    def rank_of(world: sw.World) -> None:
+        model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+        for is_sparse, names in ((False, set()), (True, {"0.weight"})):
+            config = {"sparse_gradients": is_sparse, **ADAM}
+            engine, *_ = deepspeed.initialize(model=model, config=config, world=world)
+            assert engine.sparse_tensor_module_names == names
+
+    run_ranks(1, rank_of)
+
+
 class Leaf(nn.Linear):
     pass
 

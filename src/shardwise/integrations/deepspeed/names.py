@@ -245,7 +245,7 @@ _ENGINE: dict[str, Row] = {
     **_refused(
         _DENSE, "engine", "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain"
     ),
-    **_no_effect(f"it is empty: {_DENSE}", "engine", "sparse_tensor_module_names"),
+    **_no_effect(_DENSE, "engine", "sparse_tensor_module_names"),
     **_refused(
         _GROUPS, "engine", "all_to_all_group data_parallel_group expert_data_parallel_group expert_parallel_group"
     ),

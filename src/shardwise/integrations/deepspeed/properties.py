@@ -59,8 +59,12 @@ class EngineProperties:
 
     @property
     def sparse_tensor_module_names(self) -> frozenset[str]:
-        """Empty: embedding gradients are always dense."""
-        return frozenset()
+        """With `sparse_gradients`, the weights whose gradients DeepSpeed sends as rows; here they are dense."""
+        if not self._config.value("sparse_gradients"):
+            return frozenset()
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        modules = self.shardwise.module.named_modules()
+        return frozenset(f"{name}.weight" for name, module in modules if isinstance(module, kinds))
 
     seq_dp_world_size = property(lambda self: self.dp_world_size * self.sequence_parallel_size)
 
