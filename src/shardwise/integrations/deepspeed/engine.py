@@ -468,14 +468,13 @@ class _Counters:
 def release(model: nn.Module) -> None:
     """End the engine that has `model`, if there is one, with a note, and leave the model plain and whole. All ranks
     call."""
-    numbers = [number for number, engine in _OPEN.items() if engine.module is model]
+    # the list of references is taken at once: ranks that are threads make engines meanwhile
+    numbers = [ref.key for ref in _OPEN.valuerefs() if (engine := ref()) is not None and engine.module is model]
     if not numbers:
         return
     found = _OPEN.pop(max(numbers))
-    for number, ours in list(_LIVE.items()):
-        if ours.shardwise is found:
-            del _LIVE[number]
-            ours.monitor.close()
+    if (ours := _LIVE.pop(max(numbers), None)) is not None:
+        ours.monitor.close()
     found.unshard()
     if found.world.rank == 0:
         print("shardwise: initialize() was called again with the same model, whose earlier engine has ended.")
@@ -486,7 +485,8 @@ def engines_of(params: Iterable[nn.Parameter]) -> list[tuple[DeepSpeedEngine, li
     ranks."""
     wanted = {id(param) for param in params}
     found = []
-    for _, engine in sorted(_LIVE.items()):
+    living = ((ref.key, ref()) for ref in _LIVE.valuerefs())
+    for _, engine in sorted((number, engine) for number, engine in living if engine is not None):
         names = [name for name, param in engine.module.named_parameters() if id(param) in wanted]
         if names:
             found.append((engine, names))
