@@ -6,6 +6,7 @@ loop that knows nothing of engines. Another plan makes another `ShardedModel` (`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from shardwise.storage import Flat, torch_dtype
 from shardwise.telemetry import Ledger, Timeline
 from shardwise.unfreezing import Unfreezing
 from shardwise.weighing import Weighing
+
+_log = logging.getLogger("shardwise")
 
 
 @dataclass
@@ -97,6 +100,7 @@ class ShardedModel:
         """Holds the rows on a disk, if there are any."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
+        self._has_noted_division = False
         self.hooks = ExitStack()
         assembly = Assembly(model, sharding, world, self.data_group, self.peers, self.hooks, self)
         try:
@@ -265,6 +269,7 @@ class ShardedModel:
 
     def step(self, is_last: bool | None = None) -> Norm | None:
         """The gradient norm; `None` if more micro-batches are to come."""
+        self._note_division()
         if not self.progress.micro_steps.end(self.plan.accumulate, is_last=is_last):
             return None
         optimizer = self.require_optimizer()
@@ -284,6 +289,18 @@ class ShardedModel:
         self.gradients.zero(keep=keep)
         if self.optimizer is not None:
             self.optimizer.updates.withdraw_gradients()
+
+    def _note_division(self) -> None:
+        """Say once that plain backwards are divided, too: loops written for plain PyTorch divide the loss."""
+        if self.plan.accumulate == 1 or self.pipeline is not None or self._has_noted_division:
+            return
+        if not self._has_begun and self.runner.passes.num_backwards and self.world.rank == 0:
+            self._has_noted_division = True
+            _log.warning(
+                "The plan's accumulate: %d divides gradients by %d, also those of loss.backward(). If the loop divides "
+                "its loss by the number of micro-batches as well, leave that out.",
+                self.plan.accumulate, self.plan.accumulate,
+            )  # fmt: skip
 
     def _begin_step(self) -> None:
         self._has_begun = False

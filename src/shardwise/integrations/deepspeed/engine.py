@@ -78,6 +78,10 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._config = config
         self._last_was_skipped = False
+        self._is_boundary: bool | None = None
+        """What `set_gradient_accumulation_boundary` has said last."""
+        self._num_backwards = 0
+        """Calls of `backward` since the last `step`."""
         self._has_noted_frozen = False
         described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
         self.monitor = Monitor(
@@ -128,41 +132,59 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         if self.monitor.enabled:
             self.monitor.begin()
             self._losses.append(loss.detach())
+        self._num_backwards += 1
+        # Gradients are divided by the micro-batches as they arrive, whoever has called backward.
         count = self._config.accumulate if scale_wrt_gas else 1
+        own = loss if scale_wrt_gas else loss * self._config.accumulate
         if retain_graph:
-            (self.shardwise.scale(loss) / count).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        elif scale_wrt_gas:
-            self.shardwise.backward(loss)
+            self.shardwise.scale(own).backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's own
         else:
-            self.shardwise.backward(loss * self._config.accumulate)
+            self.shardwise.backward(own)
         return loss.detach() / count
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss`, to be used as `engine.scale(loss).backward()`: divided by the micro-batches, and scaled in fp16."""
-        return self.shardwise.scale(loss) / self._config.accumulate
+        """`loss`, to be used as `engine.scale(loss).backward()`: scaled in fp16."""
+        return self.shardwise.scale(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
-        return (self.micro_steps + 1) % self._config.accumulate == 0
+        """Whether the current micro-batch is the last of its step: by its number, unless
+        `set_gradient_accumulation_boundary` has said so. With `managed_gradient_accumulation: false` that is known in
+        `step` alone, and this is false."""
+        if self._is_boundary is not None:
+            return self._is_boundary
+        return self._is_managed and (self.micro_steps + 1) % self._config.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        if is_boundary != self.is_gradient_accumulation_boundary():
+        """Say whether the next `step` updates, from now on in the place of the number of the micro-batch. Gradients are
+        divided by `gradient_accumulation_steps` all the same."""
+        if not self._is_managed:
             raise StateError(
-                f"A step has {self._config.accumulate} micro-batches (gradient_accumulation_steps), and this one is "
-                f"number {self.micro_steps % self._config.accumulate + 1}. To step at other times, use "
-                f"shardwise.integrations.accelerate or shardwise's own engine."
+                "With managed_gradient_accumulation: false every engine.step() is a boundary. Leave out "
+                "set_gradient_accumulation_boundary()."
             )
+        self._is_boundary = is_boundary
+
+    @property
+    def _is_managed(self) -> bool:
+        return bool(self._config.value("managed_gradient_accumulation"))
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; the last one of a step updates the parameters. All ranks call."""
-        is_boundary = self.is_gradient_accumulation_boundary()
-        norm = self.shardwise.step()
+        is_boundary = self.is_gradient_accumulation_boundary() or not self._is_managed
+        norm = self.shardwise.step(is_last=is_boundary)
         self.micro_steps += 1
-        self.global_samples += self._config.micro_batch * self._config.num_replicas
+        num_batches = 1 if self._is_managed else self._num_backwards
+        self._num_backwards = 0
+        self.global_samples += self._config.micro_batch * self._config.num_replicas * num_batches
         if is_boundary:
             self._end_step(lr_kwargs, norm)
             if self.monitor.enabled:
                 self._write_events()
+
+    def _begin_step_anew(self) -> None:
+        """After a checkpoint was loaded: gradients of a step that was begun are not in it."""
+        if self._is_managed:
+            self.micro_steps -= self.micro_steps % self._config.accumulate
 
     def _write_events(self) -> None:
         """Write the mean of the losses given to `backward`, over micro-batches and ranks."""
@@ -314,7 +336,9 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         if tag is not None:
             name = agreed_tag(self.shardwise.world, name, self._config.tag_validation)
-        self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
+        # Between micro-batches, too: what has come of this step's gradients stays here, and is not in the checkpoint.
+        client = {"client_state": dict(client_state or {})}
+        self.shardwise.save(folder / name, self.global_steps, client, without_gradients=True)
         if save_latest and self.global_rank == 0:
             write_latest(folder, name)
         self.shardwise.world.any_rank(False)  # no rank reads `latest` before it is written
@@ -463,6 +487,7 @@ class _Counters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._NAMES:
             setattr(self._engine, name, int(state[name]))
+        self._engine._begin_step_anew()
 
 
 def release(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ DeepSpeed; for the names in `names.py` it says what to use instead.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -302,7 +303,7 @@ class CPUAdam:
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         if "adamw_mode" in options:
             options["adam_w_mode"] = options.pop("adamw_mode")
-        return FusedAdam(model_params, lr, **options)  # type: ignore[return-value]
+        return FusedAdam(model_params, lr, **options)
 
 
 class CPUAdagrad:
@@ -332,7 +333,7 @@ class CPULion:
     """As `FusedLion`, with the arguments of `DeepSpeedCPULion`."""
 
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return FusedLion(model_params, lr, **options)  # type: ignore[return-value]
+        return FusedLion(model_params, lr, **options)
 
 
 class RepeatingLoader:
@@ -433,9 +434,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 def launch(args: list[str] | None = None) -> None:
     """DeepSpeed's command line: `shardwise deepspeed`."""
-    from shardwise.cli.main import main
-
-    sys.exit(main(["deepspeed", *(sys.argv[1:] if args is None else args)]))
+    words = sys.argv[1:] if args is None else args
+    sys.exit(subprocess.call([sys.executable, "-m", "shardwise", "deepspeed", *words]))
 
 
 _CHECKPOINTING = {

@@ -81,11 +81,7 @@ _TOP = {
         _NOT_NEEDED, "embeddings get the same gradients, dense; build them with sparse=False", sparse_gradients=False
     ),
     **_all(_REFUSED, "CUDA graphs of whole steps are not supported", graph_harvesting=False),
-    **_all(
-        _REFUSED,
-        "a step is always gradient_accumulation_steps backwards; to step at other times use shardwise's own engine",
-        managed_gradient_accumulation=True,
-    ),
+    **_all(_HONOURED, "", managed_gradient_accumulation=True),
     **_all(_REFUSED, "experts are distributed over the mesh axis `ep`", use_data_before_expert_parallelism=False),
 }
 

@@ -150,7 +150,8 @@ def grouped_reducescatter(
     def scatter(*sources: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*grads: Tensor) -> list[Tensor]:
             reduction.require_gradient("reducescatter")
-            factor = prescale_factor * postscale_factor * (process_set.size() if reduction.op is Sum else 1)
+            num_summed = (process_set.size() or 1) if reduction.op is Sum else 1
+            factor = prescale_factor * postscale_factor * num_summed
             return _gather([grad * tf.cast(factor, grad.dtype) for grad in grads], f"{name}.grad", process_set)
 
         return call_on_host(on_host, list(sources), [one.dtype for one in sources], shapes_of_rows(sources)), gradient
