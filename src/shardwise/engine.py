@@ -222,13 +222,20 @@ class Engine(EngineTraining):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`, as
-        `loss.backward()` does too. All ranks call. Raises `StateError` for a model in pipeline stages, which takes
-        `train_step`."""
+        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`.
+        (`loss.backward()` averages over ranks; a loop that accumulates with it divides the loss, as in plain PyTorch.)
+        All ranks call. Raises `StateError` for a model in pipeline stages, which takes `train_step`."""
         self._require_open()
         if self._sharded.pipeline is not None:
             raise StateError(PLAIN_LOOP)
         (self._sharded if self._session is None else self._session).backward(loss)
+
+    def divide_every_backward(self) -> None:
+        """From now on divide the gradients of every backward by the plan's `accumulate`, also those of
+        `loss.backward()`, which otherwise a loop divides. For loops written for DeepSpeed, which does so. All ranks
+        call, before the first backward."""
+        self._require_open()
+        self._sharded.divide_arriving()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the current loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
@@ -243,7 +250,8 @@ class Engine(EngineTraining):
         ranks call.
 
         The plan's `accumulate`-th call is the last one; `is_last` says otherwise, for steps with fewer micro-batches,
-        such as an epoch's last, or more. Gradients are those of the losses divided by `accumulate` all the same.
+        such as an epoch's last, or more; `backward` divides losses by `accumulate` all the same. However often backward
+        is called in a micro-batch, it is this call that ends it.
 
         Returns the global gradient norm before clipping, or `None` if more micro-batches are to come, so that nothing
         was updated. In fp16 the norm is not finite (inf or nan) if a gradient overflowed

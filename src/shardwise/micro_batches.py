@@ -23,25 +23,26 @@ class MicroSteps:
 
     [Note: micro-steps] How often a loop calls backward for a micro-batch, and whose backward it is, says nothing of
     when the micro-batch ends: a GAN calls it twice, another engine's runs through this model. So backwards are not
-    counted; and gradients are divided by the number of micro-batches as they arrive, together with the average over
-    ranks, because only some losses pass through `engine.backward`. DeepSpeed does both, too.
+    counted. `engine.backward` divides its loss by the number of micro-batches, and `loss.backward()` does what it does
+    in plain PyTorch: loops written for that divide the loss. DeepSpeed's loops do not, whichever they call, so for them
+    gradients are divided as they arrive, together with the average over ranks.
     """
 
     def __init__(self) -> None:
         self.num_ended = 0
+        self.divides_arriving = False
+        """Whether the gradients of every backward are divided, and not losses given to `engine.backward`."""
+        self.are_all_run = False
+        """Whether one call has run all micro-batches of the step, so that the next end is that of the step."""
 
     def end(self, of: int, *, is_last: bool | None = None) -> bool:
         """End a micro-batch of a step that has `of`; returns whether the step is complete. `is_last` decides instead
         of the count, if it is given."""
         self.num_ended += 1
-        return self.num_ended >= of if is_last is None else is_last
-
-    def note_run(self, of: int) -> None:
-        """All `of` a step have been run by one call; the next end is that of the step."""
-        self.num_ended = of - 1
+        return self.are_all_run or self.num_ended >= of if is_last is None else is_last
 
     def begin_step(self) -> None:
-        self.num_ended = 0
+        self.num_ended, self.are_all_run = 0, False
 
 
 @dataclass(frozen=True)

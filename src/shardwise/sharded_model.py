@@ -100,7 +100,8 @@ class ShardedModel:
         """Holds the rows on a disk, if there are any."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
-        self._has_noted_division = False
+        self._has_noted_use = False
+        self._num_backwards_before = 0
         self.hooks = ExitStack()
         assembly = Assembly(model, sharding, world, self.data_group, self.peers, self.hooks, self)
         try:
@@ -224,6 +225,8 @@ class ShardedModel:
         """`weight` overrides the weight of this micro-batch set by `weigh`."""
         if weight is not None and not self._weighs_losses:
             self._set_weight(weight)
+        if not self.progress.micro_steps.divides_arriving:
+            loss = loss / self.plan.accumulate
         if self._weighs_losses:
             loss = self._weighed(loss, self.progress.weighing.current if weight is None else weight)
         self._has_begun = True
@@ -237,12 +240,16 @@ class ShardedModel:
             self._set_weight(self.progress.weighing.current)
 
     def _set_weight(self, weight: float) -> None:
-        """Divides by the number of micro-batches as well: see [Note: micro-steps]."""
-        share = weight / self.plan.accumulate
+        share = weight / self.plan.accumulate if self.progress.micro_steps.divides_arriving else weight
         if share != self._weight:
             self._weight = share
             for flat in self.flats:
                 flat.grads.weigh(share)
+
+    def divide_arriving(self) -> None:
+        """Divide gradients as they arrive from now on: see [Note: micro-steps]."""
+        self.progress.micro_steps.divides_arriving = True
+        self._set_weight(1.0 if self._weighs_losses else self.progress.weighing.current)
 
     def _weighed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         if weight == 1.0:
@@ -254,7 +261,8 @@ class ShardedModel:
     @property
     def is_between_micro_batches(self) -> bool:
         """Whether a loop has begun a step of several micro-batches."""
-        return self.plan.accumulate > 1 and (self._has_begun or self.progress.micro_steps.num_ended > 0)
+        done = self.progress.micro_steps
+        return self.plan.accumulate > 1 and (self._has_begun or done.num_ended > 0) and not done.are_all_run
 
     def scaler(self) -> LossScaler | None:
         return self.progress.scaler
@@ -269,7 +277,8 @@ class ShardedModel:
 
     def step(self, is_last: bool | None = None) -> Norm | None:
         """The gradient norm; `None` if more micro-batches are to come."""
-        self._note_division()
+        if is_last is None:
+            self._note_use()
         if not self.progress.micro_steps.end(self.plan.accumulate, is_last=is_last):
             return None
         optimizer = self.require_optimizer()
@@ -290,17 +299,28 @@ class ShardedModel:
         if self.optimizer is not None:
             self.optimizer.updates.withdraw_gradients()
 
-    def _note_division(self) -> None:
-        """Say once that plain backwards are divided, too: loops written for plain PyTorch divide the loss."""
-        if self.plan.accumulate == 1 or self.pipeline is not None or self._has_noted_division:
+    def _note_use(self) -> None:
+        """Say once what a loop may have meant otherwise; nothing here can tell."""
+        num, done = self.plan.accumulate, self.progress.micro_steps
+        if num == 1 or self._has_noted_use or done.are_all_run or done.divides_arriving or self.world.rank:
             return
-        if not self._has_begun and self.runner.passes.num_backwards and self.world.rank == 0:
-            self._has_noted_division = True
+        num_backwards = self.runner.passes.num_backwards - self._num_backwards_before
+        self._num_backwards_before += num_backwards
+        if num_backwards and not self._has_begun:
             _log.warning(
-                "The plan's accumulate: %d divides gradients by %d, also those of loss.backward(). If the loop divides "
-                "its loss by the number of micro-batches as well, leave that out.",
-                self.plan.accumulate, self.plan.accumulate,
+                "The plan's accumulate: %d averages over losses given to engine.backward(loss). loss.backward() adds "
+                "gradients up as in plain PyTorch: then a loop has to divide its loss by the number of micro-batches.",
+                num,
             )  # fmt: skip
+        elif num_backwards >= num and not done.num_ended:
+            _log.warning(
+                "engine.step() ends a micro-batch, and a step of this plan has %d (accumulate), so nothing is updated "
+                "yet. If the %d backwards before it were all of the step's micro-batches, call "
+                "engine.step(is_last=True), or engine.step() after each.", num, num_backwards,
+            )  # fmt: skip
+        else:
+            return
+        self._has_noted_use = True
 
     def _begin_step(self) -> None:
         self._has_begun = False

@@ -30,7 +30,7 @@ def forward_backward(sharded: ShardedModel, batch: Any, target: Any, loss_fn: Lo
     if sharded.pipeline is not None:
         return _through_stages(sharded, sharded.pipeline, parts, loss_fn)
     mean = mean_loss([_trained(sharded, part, loss_fn) for part in parts], parts)
-    sharded.progress.micro_steps.note_run(sharded.plan.accumulate)
+    sharded.progress.micro_steps.are_all_run = True
     return mean
 
 
@@ -61,7 +61,7 @@ def _through_stages(
     if sharded.sequence is not None:
         sharded.sequence.check_was_asked(pipeline.line)
     runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
-    sharded.progress.micro_steps.note_run(sharded.plan.accumulate)
+    sharded.progress.micro_steps.are_all_run = True
     return mean
 
 

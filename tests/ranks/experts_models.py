@@ -142,7 +142,7 @@ def dealt_run(
                     losses.append(loss.item())
                 run.losses.append(engine.mean(sum(losses) / len(losses)))
                 run.grads.append(whole_grads(engine, replica))
-                run.norms.append(float(engine.step() or 0.0))
+                run.norms.append(float(engine.step(is_last=True) or 0.0))
                 if after_step is not None:
                     after_step(replica)
             run.params = engine.state_dict()

@@ -135,7 +135,7 @@ def split_run(
                     losses.append(loss.item())
                 result.losses.append(engine.mean(sum(losses) / len(losses)))
                 result.grads.append(grads_of(replica) if read_grads is None else read_grads(engine, replica))
-                result.norms.append(float(engine.step()))
+                result.norms.append(float(engine.step(is_last=True) or 0.0))
             result.params = {name: value.clone() for name, value in engine.state_dict().items()}
         return result
 

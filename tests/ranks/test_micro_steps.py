@@ -61,11 +61,12 @@ def by_engine(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
 
 
 def by_loss(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
-    F.mse_loss(engine(x), y).backward()
+    """As in plain PyTorch: the loop divides."""
+    (F.mse_loss(engine(x), y) / NUM_MICRO).backward()
 
 
 def by_scale(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
-    engine.scale(F.mse_loss(engine(x), y)).backward()
+    engine.scale(F.mse_loss(engine(x), y) / NUM_MICRO).backward()
 
 
 def by_halves(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
@@ -75,7 +76,7 @@ def by_halves(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
 
 
 def by_autograd(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
-    loss = F.mse_loss(engine(x), y)
+    loss = F.mse_loss(engine(x), y) / NUM_MICRO
     torch.autograd.backward(loss / 2, retain_graph=True)
     torch.autograd.backward(loss / 2)
 
@@ -107,8 +108,9 @@ def test_any_backward_is_averaged_and_only_step_counts(
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
-def test_a_loss_that_runs_through_two_engines(preset: str) -> None:
-    """Each divides what reaches it once, though only one has seen the loss."""
+@pytest.mark.parametrize("divides_all", [False, True])
+def test_a_loss_that_runs_through_two_engines(preset: str, divides_all: bool) -> None:
+    """What reaches either is divided once, though only one has seen the loss."""
     data = batches(2)
     torch.manual_seed(3)
     front = nn.Linear(6, 6)
@@ -121,6 +123,9 @@ def test_a_loss_that_runs_through_two_engines(preset: str) -> None:
             sw.shard(first, plan, optimizer=sgd(first), world=world) as one,
             sw.shard(second, plan, optimizer=sgd(second), world=world) as other,
         ):
+            if divides_all:
+                one.divide_every_backward()
+                other.divide_every_backward()
             for x, y in data:
                 part = slice(2 * world.rank, 2 * world.rank + 2)
                 other.backward(F.mse_loss(other(one(x[part])), y[part]))
@@ -161,6 +166,45 @@ def test_a_step_may_end_earlier_or_later(preset: str) -> None:
     for params in run_ranks(2, rank):
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_every_backward_is_divided_if_it_is_asked_for(preset: str) -> None:
+    data = batches(2)
+    models = [model() for _ in range(2)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        mine = models[world.rank]
+        plan = {"preset": preset, "accumulate": NUM_MICRO}
+        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
+            engine.divide_every_backward()
+            for number, (x, y) in enumerate(data):
+                loss = F.mse_loss(engine(x.chunk(2)[world.rank]), y.chunk(2)[world.rank])
+                loss.backward() if number % 2 else engine.backward(loss)
+                engine.step()
+            return engine.state_dict()
+
+    expected = plain(data)
+    for params in run_ranks(2, rank):
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_backwards", "by_engine_", "words"), [(1, False, "has to divide its loss"), (2, True, "is_last=True")]
+)
+def test_what_a_loop_may_have_meant_otherwise_is_said_once(
+    num_backwards: int, by_engine_: bool, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = batches(1)[0]
+    with sw.World.join(environment={}) as world:
+        mine = model()
+        with sw.shard(mine, {"accumulate": 2}, optimizer=sgd(mine), world=world) as engine:
+            for _ in range(4):
+                for _ in range(num_backwards):
+                    (by_engine if by_engine_ else by_loss)(engine, x, y)
+                engine.step()
+    assert caplog.text.count(words) == 1
 
 
 def test_what_was_begun_is_not_mixed_with_whole_steps() -> None:

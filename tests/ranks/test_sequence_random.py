@@ -127,7 +127,6 @@ def test_trains_as_the_whole_model(
         positions = torch.arange(num_tokens).expand(rows, -1)
         data.append({"input_ids": drawn[:, :-1], "position_ids": positions, "labels": labels})
     plan: dict[str, Any] = {"sequence": {"attention": attention}, "accumulate": accumulate, "clip_grad_norm": clip}
-    parts = mesh.get("dp", 1)
     run = split_run(model, data, preset, mesh, loss_of=loss_of, **plan)
-    twin = whole_run(model, data, loss_of=loss_of, accumulate=accumulate * parts, clip=clip)
+    twin = whole_run(model, data, loss_of=loss_of, accumulate=accumulate, clip=clip)
     assert_same(run, twin, tolerance=2e-5)

@@ -100,7 +100,7 @@ def sharded(
                 if step == NUM_STEPS - 1:
                     every = {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
                     grads = {name: grad for name, grad in every.items() if grad is not None}
-                norms.append(float(engine.step() or 0.0))
+                norms.append(float(engine.step(is_last=True) or 0.0))
                 losses.append(engine.mean(total))
             return {"losses": losses, "norms": norms, "grads": grads, "params": engine.state_dict()}
 
@@ -640,7 +640,7 @@ def test_the_preset_changes_during_training() -> None:
             for step, preset in enumerate(("ddp", "zero2", "zero3")):
                 for batch in batches(step, 2, world.rank // 2):
                     engine.backward(engine(batch))
-                engine.step()
+                engine.step(is_last=True)
                 engine.reshard({"preset": preset, **common})
             with pytest.raises(ConfigError, match="reshard\\(\\) keeps how a model is split along tp"):
                 engine.reshard({"preset": "zero1", "mesh": {"dp": 4}})

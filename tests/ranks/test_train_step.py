@@ -78,7 +78,7 @@ def plain(engine: sw.Engine, x: Tensor, y: Tensor) -> Tensor:
         loss = loss["loss"] if isinstance(loss, dict) else loss
         engine.backward(loss)
         losses.append(loss.detach())
-    engine.step()
+    engine.step(is_last=True)
     return sum(losses) / len(losses)
 
 

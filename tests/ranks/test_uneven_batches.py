@@ -48,7 +48,7 @@ def with_backward(engine: sw.Engine, _: Any, rows: Iterator[Tensor]) -> float:
         with nullcontext() if is_last else engine.no_sync():
             loss = engine(*cut(next(rows)))
             engine.backward(loss)
-    engine.step()
+    engine.step(is_last=True)
     return engine.mean(loss.item()) if engine.plan.accumulate == 1 else math.nan
 
 

@@ -236,7 +236,7 @@ class Session(Recovery):
             loss = part.loss(self._model(*part.args, **part.kwargs), loss_fn)
             self.backward(loss, part.weight)
             losses.append(loss.detach())
-        self.progress.micro_steps.note_run(self.plan.accumulate)
+        self.progress.micro_steps.are_all_run = True
         return mean_loss(losses, parts)
 
     def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.errors import ModelError
 
@@ -41,7 +42,7 @@ class _Place:
                 start = int(tensor.storage_offset()) * tensor.element_size()
         except (RuntimeError, NotImplementedError):  # what wraps other tensors
             return None
-        base = storage.data_ptr()
+        base = 0 if isinstance(tensor, FakeTensor) else storage.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (last + 1) * tensor.element_size()
         return cls(kind, name, tensor, 0 if base else storage._cdata, base + start, base + stop)

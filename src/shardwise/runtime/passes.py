@@ -39,6 +39,8 @@ class Pass:
         """Whether its backward is that of a weighted loss."""
         self.must_record_again = False
         """Whether it found new sites, so that the next pass has to be recorded."""
+        self.unforeseen: set[str] = set()
+        """Units that it found to be used where they had not been foreseen, and will be gathered from now on."""
         self.open: set[str] = set()
         """Units whose backward has begun and not ended on this rank."""
         self.called: set[str] = set()
@@ -78,6 +80,7 @@ class Pass:
     def keep(self, unit: Unit) -> None:
         """`unit` is used in an unforeseen way: keep it whole until the pass ends."""
         self.must_record_again = True
+        self.unforeseen.add(unit.name)
         self.kept.add(unit.name)
         self.lasting.add(unit.name)
 

@@ -82,12 +82,12 @@ class Ways:
 
         All ranks call. Returns whether there is one.
         """
-        script, is_complete = ended.script, not ended.must_record_again
+        script = ended.script
         if script.is_finished():
             return False
         if ended.op is not None:
-            return is_complete and self._programs.learn_training(script, reduces=reduces)
-        trace = self._agreed(script, script.recorded(), is_complete=is_complete, training=True)
+            return not ended.must_record_again and self._programs.learn_training(script, reduces=reduces)
+        trace = self._agreed(script, script.recorded(), ended, training=True)
         return trace is not None and self._programs.learn_training(script, trace, reduces=reduces)
 
     def learn_evaluation(self) -> bool:
@@ -95,16 +95,18 @@ class Ways:
         script = self._evaluation.script
         if script.is_finished():
             return False
-        is_complete = not self._passes.current.must_record_again
-        trace = self._agreed(script, tuple(script.trace), is_complete=is_complete, training=False)
+        trace = self._agreed(script, tuple(script.trace), self._passes.current, training=False)
         return trace is not None and self._programs.learn_evaluation(script, trace)
 
-    def _agreed(self, script: Script, trace: Trace, *, is_complete: bool, training: bool) -> Trace | None:
-        """The way of all ranks together, from what `script` has recorded on each. `None` if no program can be made of
-        it. `is_complete`: nothing new was found on this rank in the pass."""
+    def _agreed(self, script: Script, trace: Trace, ended: Pass, *, training: bool) -> Trace | None:
+        """The way of all ranks together, from what `script` has recorded on each in the pass that has `ended`. `None`
+        if no program can be made of it."""
+        is_complete = not ended.must_record_again
         if not training and not self._gathers:
             return trace if is_complete else None
-        trace = script.unlearned = extended(trace, script.unlearned)
+        trace = extended(trace, script.unlearned)
+        # Those are gathered at other moments from now on, so that what was recorded of them says nothing.
+        script.unlearned = tuple(moment for moment in trace if moment.unit not in ended.unforeseen)
         gathered = [moment for moment in trace if not self._units[moment.unit].comes_alone]
         mine = [is_complete and not script.is_too_long, _digest(trace), _digest(gathered)]
         told = [json.loads(message) for message in self._exchange(json.dumps(mine).encode())]

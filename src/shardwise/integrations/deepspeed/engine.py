@@ -95,6 +95,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.tput_timer = ThroughputTimer(batch_size=config.global_batch)
         self.training_dataloader: DataLoader[Any] | None = None
         self._plan_before_offload: Plan | None = None
+        engine.divide_every_backward()
         engine.remember(deepspeed=_Counters(self))
         if lr_scheduler is not None:
             engine.remember(lr_scheduler=lr_scheduler)
