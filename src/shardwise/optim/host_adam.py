@@ -29,6 +29,11 @@ LANES = 64
 """Elements in a cache line or vector at most, for the narrowest dtype. Cuts between slices are multiples of it, so that
 every element is computed by the same instructions as in one call for the whole."""
 
+MANY_THREADS, FEWER_SLICES = 8, 4
+"""Starting a slice takes the interpreter, which threads have in turns: with 16 of them, slices of 2^18 elements update
+1.3 G parameters/s, of 2^19 2.9, of 2^20 3.0, of 2^21 2.4 (bf16 gradients and parameters, on the host of an H200;
+benchmarks/results/device-h200.json). With few threads it is the cache that counts."""
+
 TURNS = 2
 """Slices of each thread if nothing is widened or narrowed. Each byte is then touched once, however long they are. More
 than one, so that a thread whose core does other work leaves some to the others."""
@@ -95,9 +100,12 @@ class HostAdam:
     In fp32 an update has the bits of `torch.optim.AdamW(fused=True)` (or `Adam`) over the same tensors.
     """
 
-    def __init__(self, num_threads: int | None = None, slice_numel: int = CACHE_NUMEL) -> None:
-        """By default as many threads as torch has (`OMP_NUM_THREADS`), with slices of 2^18 elements."""
+    def __init__(self, num_threads: int | None = None, slice_numel: int | None = None) -> None:
+        """By default as many threads as torch has (`OMP_NUM_THREADS`), with slices of 2^18 elements, or of 2^20 if
+        there are many threads."""
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        if slice_numel is None:
+            slice_numel = CACHE_NUMEL * (FEWER_SLICES if self.num_threads >= MANY_THREADS else 1)
         if self.num_threads < 1 or slice_numel < 1:
             raise ConfigError(
                 f"A host Adam of {self.num_threads} threads and slices of {slice_numel} elements was asked for; both "

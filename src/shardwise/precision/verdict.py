@@ -41,6 +41,7 @@ from shardwise.storage import Flat, torch_dtype
 Tensor = torch.Tensor
 _NEWS = 4096.0
 _LEFT, _HAS_NEWS, _READS, _SAME_MARKS = 1, 2, 4, 8
+_SLICE_NUMEL = 2**18
 
 
 class News(Protocol):
@@ -167,7 +168,7 @@ class Verdict:
         assert vector.numel() == verdict_numel(len(touched))
         squared = vector[0]
         for due, copies in due_parts(self._flats):
-            own = torch.linalg.vector_norm(due, dtype=self._dtype) ** 2
+            own = _sum_of_squares(due, self._dtype)
             squared += own if copies == 1 else own / copies
         return vector
 
@@ -193,6 +194,15 @@ class Verdict:
         counts = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
         self._record(counts, [mark > 0 for mark in touched])
         return together
+
+
+def _sum_of_squares(due: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`. Torch's norm of a narrower tensor on the host adds one element after the other: of 16 M in bf16 it is
+    off by 3e-4, and takes five times as long as widening slices that stay in the cache."""
+    if due.device.type != "cpu" or due.dtype == dtype or not due.numel():
+        return torch.linalg.vector_norm(due, dtype=dtype) ** 2
+    squares = [torch.linalg.vector_norm(part.to(dtype)) ** 2 for part in due.split(_SLICE_NUMEL)]
+    return torch.stack(squares).sum()
 
 
 def clip(flats: Sequence[Flat], norm: Norm, max_norm: float) -> bool:
