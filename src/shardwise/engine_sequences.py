@@ -75,9 +75,11 @@ class EngineSequences(EngineReports):
         here = torch.tensor(values.numel(), device=values.device)
         if counted is not None:
             values, here = values.masked_fill(~counted, 0.0), counted.sum()
+        weight = self._sharded.progress.weighing.current
+        if not weight:  # the rows stand in for none, and so do their tokens
+            here = torch.zeros_like(here)
         group = self._sharded.data_group
         share = group.size / self._asking(lambda: self._sharded.data_group.sum(here))
-        weight = self._sharded.progress.weighing.current
         if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
             share = share / weight
         return values.sum() * share.to(values.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice
@@ -34,12 +35,23 @@ class MicroSteps:
         """Whether the gradients of every backward are divided, and not losses given to `engine.backward`."""
         self.are_all_run = False
         """Whether one call has run all micro-batches of the step, so that the next end is that of the step."""
+        self.num_dropped = 0
+        """How many steps in a row were begun, and dropped by `zero_grad` before their last micro-batch."""
 
     def end(self, of: int, *, is_last: bool | None = None) -> bool:
         """End a micro-batch of a step that has `of`; returns whether the step is complete. `is_last` decides instead
         of the count, if it is given."""
         self.num_ended += 1
-        return self.are_all_run or self.num_ended >= of if is_last is None else is_last
+        is_complete = self.are_all_run or self.num_ended >= of if is_last is None else is_last
+        if is_complete:
+            self.num_dropped = 0
+        return is_complete
+
+    def drop(self, of: int) -> None:
+        """`zero_grad` drops what has come of the current step, which begins anew."""
+        if 0 < self.num_ended < of:
+            self.num_dropped += 1
+        self.begin_step()
 
     def begin_step(self) -> None:
         self.num_ended, self.are_all_run = 0, False
@@ -55,6 +67,8 @@ class MicroBatch:
     has_target: bool = False
     weight: float = 1.0
     """How much it counts beside those of other ranks and the others of its step."""
+    weighing: Weighing | None = None
+    """Knows that weight while the loss is computed, if weights are used."""
 
     @cached_property
     def branches(self) -> tuple[tuple[str, bool], ...]:
@@ -72,7 +86,8 @@ class MicroBatch:
         """The loss of `output`: what `loss_fn` makes of it, else the output itself, or its `loss`."""
         loss: Any = output
         if loss_fn is not None:
-            loss = loss_fn(output, self.target) if self.has_target else loss_fn(output)
+            with nullcontext() if self.weighing is None else self.weighing.during(self.weight):
+                loss = loss_fn(output, self.target) if self.has_target else loss_fn(output)
         elif isinstance(output, Mapping) or hasattr(output, "loss"):
             loss = output.get("loss") if isinstance(output, Mapping) else output.loss
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -101,7 +116,7 @@ def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list
         weighing.take(1)
     else:
         weights = weighing.take(num)
-    return [replace(part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
+    return [replace(part, weight=weight, weighing=weighing) for part, weight in zip(parts, weights, strict=True)]
 
 
 def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:

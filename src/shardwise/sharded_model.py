@@ -100,7 +100,7 @@ class ShardedModel:
         """Holds the rows on a disk, if there are any."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
-        self._has_noted_use = False
+        self._has_noted_use = self._has_noted_drops = False
         self._num_backwards_before = 0
         self.hooks = ExitStack()
         assembly = Assembly(model, sharding, world, self.data_group, self.peers, self.hooks, self)
@@ -293,7 +293,9 @@ class ShardedModel:
 
     def zero_grad(self, *, keep: bool = False) -> None:
         """Drop all gradients, or with `keep` make them zeros. All ranks call."""
-        self._begin_step()
+        self.progress.micro_steps.drop(self.plan.accumulate)
+        self._note_drops()
+        self._has_begun = False
         self.unfreezing.note_zeroed()
         self.gradients.zero(keep=keep)
         if self.optimizer is not None:
@@ -321,6 +323,18 @@ class ShardedModel:
         else:
             return
         self._has_noted_use = True
+
+    def _note_drops(self) -> None:
+        """Say once that a loop which zeroes gradients before each micro-batch, as plain ones do, takes no step."""
+        if self.progress.micro_steps.num_dropped < self.plan.accumulate or self._has_noted_drops:
+            return
+        self._has_noted_drops = True
+        if self.world.rank == 0:
+            _log.warning(
+                "zero_grad() has dropped the gradients of %d steps in a row before their last micro-batch (accumulate: "
+                "%d), so nothing was updated. Leave it out: engine.step() drops gradients after each update.",
+                self.progress.micro_steps.num_dropped, self.plan.accumulate,
+            )  # fmt: skip
 
     def _begin_step(self) -> None:
         self._has_begun = False

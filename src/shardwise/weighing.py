@@ -11,7 +11,8 @@ and takes part in every collective.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shardwise.errors import ConfigError
 
@@ -52,6 +53,15 @@ class Weighing:
         weights = announced[-num:] if len(announced) >= num else [self.current] * num
         self.reported = sum(weights) / num
         return weights
+
+    @contextmanager
+    def during(self, weight: float) -> Iterator[None]:
+        """A context in which a micro-batch of this `weight` runs, which need not be the one announced last."""
+        before, self.current = self.current, weight
+        try:
+            yield
+        finally:
+            self.current = before
 
     def begin_step(self) -> None:
         """Forget what was announced for the last step."""

@@ -280,6 +280,78 @@ def test_means_over_tokens_where_ranks_have_other_numbers_of_samples() -> None:
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_means_over_tokens_beside_a_rank_without_samples(preset: str) -> None:
+    """Its row stands in for none, and so do its tokens."""
+    x, y = batches(1)[0][0], torch.tensor([1, 2])
+    models = [model() for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[float, dict[str, Tensor | None]]:
+        mine, own = models[world.rank], slice(world.rank, world.rank + 1)
+        with sw.shard(mine, preset, optimizer=sgd(mine), world=world) as engine:
+            engine.weigh(world.rank, of=1)
+            loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
+            engine.backward(loss)
+            return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+
+    twin = model()
+    expected = F.cross_entropy(twin(x[1:]), y[1:])
+    expected.backward()
+    for loss, grads in run_ranks(2, rank):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_means_over_tokens_in_micro_batches_of_one_call(preset: str) -> None:
+    """Each with its own shares of rows, not with those announced last."""
+    data = [(x, torch.arange(4)) for x, _ in batches(2)[:2]]
+    models = [model() for _ in range(2)]
+    shares = [(1, 3), (3, 1)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": preset, "accumulate": 2}, optimizer=sgd(mine), world=world) as engine:
+            inputs, targets = [], []
+            for (x, y), share in zip(data, shares, strict=True):
+                engine.weigh(share[world.rank], of=4)
+                inputs.append(x.split(share)[world.rank])
+                targets.append(y.split(share)[world.rank])
+
+            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+                return engine.mean_over_tokens(F.cross_entropy(output, target, reduction="none"))
+
+            engine.train_step(inputs, targets, loss_fn=loss_fn)
+            return engine.state_dict()
+
+    twin = model()
+    optimizer = sgd(twin)
+    for x, y in data:
+        (F.cross_entropy(twin(x), y) / 2).backward()
+    optimizer.step()
+    for params in run_ranks(2, rank):
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
+# -- what loops are told ---------------------------------------------------------------------------------
+
+
+def test_a_loop_that_zeroes_gradients_before_each_micro_batch_is_told_that_it_takes_no_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with sw.World.join(environment={}) as world:
+        mine = model()
+        optimizer = sgd(mine)
+        with sw.shard(mine, {"accumulate": 2}, optimizer=optimizer, world=world) as engine:
+            for x, y in batches(1)[:4]:
+                optimizer.zero_grad()
+                by_engine(engine, x, y)
+                assert engine.step() is None
+    assert caplog.text.count("so nothing was updated") == 1
+
+
 # -- gradients that are written -------------------------------------------------------------------------
 
 
