@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic.survival import Survival
-from shardwise.errors import FaultError
+from shardwise.errors import ConfigError, FaultError
 from shardwise.monitor.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded_model import ShardedModel
@@ -191,6 +191,8 @@ def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: T
     """One iteration in the way of `loop`; returns this rank's loss."""
     if loop == "train_step":
         return engine.train_step(x, y, loss_fn=loss_of)
+    if loop == "micro-batches":
+        return micro_steps(engine, x, y)
     loss = loss_of(engine.module(x), y)
     if loop == "engine":
         engine.backward(loss)
@@ -200,6 +202,19 @@ def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: T
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
     return loss
+
+
+def micro_steps(engine: sw.Engine, x: Tensor, y: Tensor) -> Tensor:
+    """A step of a loop with the plan's `accumulate`; returns the mean of this rank's losses."""
+    num, losses = engine.plan.accumulate, []
+    for part, target in zip(x.tensor_split(num), y.tensor_split(num), strict=True):
+        engine.weigh(len(part), ROWS / num)
+        losses.append(loss_of(engine.module(part), target))
+        engine.backward(losses[-1])
+        engine.step()
+    engine.weigh(len(x), ROWS)  # as the mean of losses counts
+    counts = torch.tensor([float(len(part)) for part in x.tensor_split(num)])
+    return (torch.stack(losses) * counts).sum() / len(x)
 
 
 def assert_same_values(state: dict[str, Tensor], plain: nn.Module, bound: float, *, num_calls: int = 1) -> None:
@@ -260,9 +275,28 @@ def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> No
     assert time.monotonic() - started < 20
 
 
+def test_a_loader_of_ranks_that_may_be_lost_has_to_follow_the_engine() -> None:
+    """One that follows nothing would not hand out the batch of a void step again."""
+
+    def work(world: World, member: int) -> int:
+        with pytest.raises(ConfigError, match=r"world=engine\.data_ranks"):
+            sw.data.Loader(range(8), batch_rows=2, world=world)
+        return sw.data.Loader(range(8), batch_rows=2, world=(world.rank, world.size)).size
+
+    assert run_members(2, work, None) == {0: 2, 1: 2}
+
+
 def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
     plan = {"preset": "zero2", "accumulate": 2, "clip_grad_norm": 0.1}
     race(plan, DiesAt({0: 30, 3: 45}), tmp_path, loop="train_step")
+
+
+@one_in(4)
+@pytest.mark.parametrize("death", [20, 23, 26, 29, 32, 35, 38, 41])
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_micro_batches_of_a_loop_end_with_their_step(name: str, death: int, tmp_path: Path) -> None:
+    """A rank dies in any of them: the step is void with its last micro-batch, and the next begins with its first."""
+    race({**PLANS[name], "accumulate": 2}, DiesAt({1: death}), tmp_path, loop="micro-batches")
 
 
 @one_in(8)

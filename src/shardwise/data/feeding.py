@@ -52,6 +52,12 @@ def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
     elif isinstance(world, tuple):
         rank, size = world
     else:
+        if getattr(world, "membership", None) is not None:
+            raise ConfigError(
+                "In an elastic job the ranks of a World may become fewer or more, and steps are repeated: a loader of "
+                "these ranks would lose the batches of void steps. Give Loader(..., world=engine.data_ranks), which "
+                "follows the engine, or, if its batches train nothing, world=(world.rank, world.size)."
+            )
         rank, size = world.rank, world.size
     if not 0 <= rank < size:
         raise ConfigError(f"Rank {rank} is not within {size} ranks; ranks count from 0.")

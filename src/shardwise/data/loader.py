@@ -36,7 +36,8 @@ class Loader:
                    with `world=engine.data_ranks` any number.
     `world`        `engine.data_ranks`: the loader follows the engine, whose ranks may become fewer or more. It hands
                    out the batches of a void step again, and weighs every row the same if ranks have different numbers
-                   of them. Or a `World`, or `(rank, size)`: ranks that should see the same rows pass the same pair.
+                   of them. Or a `World`, except in an elastic job, or `(rank, size)`: ranks that should see the same
+                   rows pass the same pair.
                    Default: `RANK` and `WORLD_SIZE` as a launcher sets them, or those of MPI and Slurm, else one rank.
     `accumulate`   micro-batches in which a step is handed out, one after the other, as the plan's `accumulate`.
     `steps`        the step at which iteration ends. Default: the end of the current epoch, where the next iteration
