@@ -172,10 +172,19 @@ REFUSED = {
         "elastic batch of 1680 cannot be shared by 4 data-parallel ranks; the nearest numbers that can are 5",
     ),
     "sums": ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
+    "another reduction": ({"gradient_allreduce_op": "max"}, "it must be one of mean, sum"),
     "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is not a number"),
     "a flag that is a number": ({"fp16": {"enabled": 1}}, "true or false"),
     "ranks that do not divide": ({"tensor_parallel": {"autotp_size": 3}}, "ranks, 4, is not a multiple"),
 }
+
+
+@pytest.mark.parametrize(("section", "stages"), [({}, 2), ({"sequence_parallel_size": 2}, 1)])
+def test_sums_need_ranks_that_differ_by_data_alone(section: dict[str, Any], stages: int) -> None:
+    config = {"gradient_allreduce_op": "sum", **section}
+    with pytest.raises(ConfigError, match="without pipelines or split sequences"):
+        read_config(config, world_size=4, num_stages=stages, may_sum=True)
+    assert read_config({"gradient_allreduce_op": "sum"}, world_size=4, may_sum=True).sums_gradients
 
 
 @pytest.mark.parametrize("name", PLANS)

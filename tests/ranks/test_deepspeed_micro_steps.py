@@ -151,3 +151,22 @@ def test_saving_between_micro_batches(stage: int, tmp_path: Path) -> None:
     expected = plain((1, 3))
     for _, weight in [*trained(stage, train), *trained(stage, again)]:
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("backward", [by_loss, by_scale])
+def test_gradients_summed_over_ranks(backward: Callable[[Engine, Tensor], None], stage: int) -> None:
+    def train(engine: Engine, data: list[tuple[Tensor, Tensor]]) -> None:
+        for x, y in data:
+            backward(engine, F.mse_loss(engine(x), y))
+            engine.step()
+
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches()):
+        (F.mse_loss(module(x), y) * RANKS / GAS).backward()
+        if number % GAS == GAS - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for _, weight in trained(stage, train, gradient_allreduce_op="SUM"):
+        torch.testing.assert_close(weight, module.weight.detach(), rtol=1e-5, atol=1e-6)

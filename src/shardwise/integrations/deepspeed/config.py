@@ -112,6 +112,11 @@ class TranslatedConfig:
         return str(self.value("checkpoint.tag_validation")).lower()
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over data-parallel ranks, not averaged."""
+        return str(self.value("gradient_allreduce_op")).lower() == "sum"
+
+    @property
     def global_batch(self) -> int:
         """Samples per step on all ranks: `train_batch_size`."""
         return self.micro_batch * self.accumulate * self.num_replicas
@@ -174,9 +179,11 @@ def read_config(
     world_size: int,
     auto: Mapping[str, Any] | None = None,
     num_stages: int = 1,
+    may_sum: bool = False,
 ) -> TranslatedConfig:
     """Translate the config in `source` for `world_size` ranks and a model of `num_stages` pipeline stages.
 
+    `may_sum`: the caller sums gradients if `gradient_allreduce_op` says so, which no plan does by itself.
     `auto` has values for fields that are `"auto"`, by path (`"zero_optimization.reduce_bucket_size"`); without a value
     such a field counts as not set, with a note. Raises `ConfigError` for fields that contradict each other, and for
     unsupported ones, of which the message lists all.
@@ -186,10 +193,16 @@ def read_config(
     config = load_config(source)
     values, notes = _classified(config, auto or {})
     values.one_of("checkpoint.tag_validation", ("ignore", "warn", "fail"))
+    values.one_of("gradient_allreduce_op", ("mean", "sum"))
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
     _set_table(plan, values, notes)
     sizes = _ParallelSizes.of(values, num_stages, world_size)
+    if str(values.get("gradient_allreduce_op")).lower() == "sum" and (not may_sum or num_stages * sizes.sequence > 1):
+        raise ConfigError(
+            'gradient_allreduce_op = "sum" is for deepspeed.initialize(), without pipelines or split sequences; here '
+            "gradients are averaged. Leave it out, and multiply the loss by the number of data-parallel ranks."
+        )
     _set_mesh(plan, values, sizes)
     clip = values.number("gradient_clipping")
     if clip > 0:

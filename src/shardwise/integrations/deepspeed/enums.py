@@ -56,7 +56,7 @@ class DeepSpeedConfig:
     ) -> None:
         """`mpu` and `mesh_device` have no effect: sizes follow from the config and the number of ranks."""
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        read = read_config(config, world_size=self.world_size)
+        read = read_config(config, world_size=self.world_size, may_sum=True)
         self.translated = read
         self.train_batch_size = read.global_batch
         self.train_micro_batch_size_per_gpu = read.micro_batch

@@ -76,12 +76,11 @@ _TOP = {
         log_level=None,
     ),
     **_all(_ELSEWHERE, "pass drop_last to the data loader", dataloader_drop_last=False),
-    **_all(_REFUSED, "gradients are averaged; multiply the loss by the number of ranks", gradient_allreduce_op="mean"),
     **_all(
         _NOT_NEEDED, "embeddings get the same gradients, dense; build them with sparse=False", sparse_gradients=False
     ),
     **_all(_REFUSED, "CUDA graphs of whole steps are not supported", graph_harvesting=False),
-    **_all(_HONOURED, "", managed_gradient_accumulation=True),
+    **_all(_HONOURED, "", gradient_allreduce_op="mean", managed_gradient_accumulation=True),
     **_all(_REFUSED, "experts are distributed over the mesh axis `ep`", use_data_before_expert_parallelism=False),
 }
 

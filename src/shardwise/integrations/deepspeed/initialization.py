@@ -82,7 +82,7 @@ def initialize(
     joined = _joined(dist_init_required) if world is None else world
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
-        translated = read_config(source, world_size=joined.size, num_stages=stages)
+        translated = read_config(source, world_size=joined.size, num_stages=stages, may_sum=True)
         _require_possible(translated, model)
         plan = _with_stages(_with_experts(translated, expert_ranks_of(model)), model)
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size
@@ -91,6 +91,8 @@ def initialize(
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
+        if translated.sums_gradients:
+            inner.weigh(1, of=1)  # a mean in which every rank has all there is counts each in full: a sum
         if isinstance(model, PipelineModule) and translated.recomputed_run:
             model.activation_checkpoint_interval = translated.recomputed_run
         kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
@@ -170,6 +172,11 @@ def _with_experts(translated: TranslatedConfig, ep_size: int) -> dict[str, Any]:
     if ep_size == 1:
         return translated.plan
     mesh: dict[str, int] = translated.plan.get("mesh", {"dp": -1})
+    if translated.sums_gradients:
+        raise ConfigError(
+            f"ep_size {ep_size} cannot be combined with gradient_allreduce_op: sum. Leave it out, and multiply the "
+            f"loss by the number of data-parallel ranks."
+        )
     if "local" in mesh:
         raise ConfigError(
             f"ep_size {ep_size} cannot be combined with mics_shard_size or zero_hpz_partition_size. Remove one of them."
