@@ -277,8 +277,7 @@ class ShardedModel:
 
     def step(self, is_last: bool | None = None) -> Norm | None:
         """The gradient norm; `None` if more micro-batches are to come."""
-        if is_last is None:
-            self._note_use()
+        self._note_use(by_count=is_last is None)
         if not self.progress.micro_steps.end(self.plan.accumulate, is_last=is_last):
             return None
         optimizer = self.require_optimizer()
@@ -301,20 +300,25 @@ class ShardedModel:
         if self.optimizer is not None:
             self.optimizer.updates.withdraw_gradients()
 
-    def _note_use(self) -> None:
+    def _note_use(self, *, by_count: bool) -> None:
         """Say once what a loop may have meant otherwise; nothing here can tell."""
         num, done = self.plan.accumulate, self.progress.micro_steps
-        if num == 1 or self._has_noted_use or done.are_all_run or done.divides_arriving or self.world.rank:
+        if num == 1 or self._has_noted_use or done.are_all_run or self.world.rank:
             return
         num_backwards = self.runner.passes.num_backwards - self._num_backwards_before
         self._num_backwards_before += num_backwards
-        if num_backwards and not self._has_begun:
+        if num_backwards and not self._has_begun and done.divides_arriving:
+            _log.warning(
+                "Gradients of every backward are divided by the %d micro-batches of a step, those of loss.backward() "
+                "too, as DeepSpeed does. A loop that divides its loss as well divides twice.", num,
+            )  # fmt: skip
+        elif num_backwards and not self._has_begun:
             _log.warning(
                 "The plan's accumulate: %d averages over losses given to engine.backward(loss). loss.backward() adds "
                 "gradients up as in plain PyTorch: then a loop has to divide its loss by the number of micro-batches.",
                 num,
             )  # fmt: skip
-        elif num_backwards >= num and not done.num_ended:
+        elif by_count and num_backwards >= num and not done.num_ended:
             _log.warning(
                 "engine.step() ends a micro-batch, and a step of this plan has %d (accumulate), so nothing is updated "
                 "yet. If the %d backwards before it were all of the step's micro-batches, call "
