@@ -77,11 +77,23 @@ def prepare_operators() -> None:
     Operators that are looked up already are found without running any Python code, so that no
     other thread can come between. Seen with torch 2.13 (`maybe_get_registered_torch_dispatch_rule`).
     """
+    _set_device_guard()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
         packet, _, overload = operator.partition(".")
         if namespace == "aten":
             getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _set_device_guard() -> None:
+    """[Note: a device guard replaced by threads] Whenever a `FakeTensorMode` is entered without a GPU, torch replaces
+    its device guard for CUDA, and with several threads the process crashes there (torch 2.11 built for CUDA, on a
+    machine without a GPU: tests of `compile` and of split logits). Once is enough.
+    """
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is not None and not torch.cuda.is_available():
+        ensure()
+        torch._C._ensureCUDADeviceGuardSet = lambda: None
 
 
 def run_ranks(
