@@ -224,6 +224,7 @@ def test_nothing_stays_on_any_host_when_the_launcher_is_killed(site: Site) -> No
     wait_until(lambda: not memory_of(site, "one") | memory_of(site, "two"), "something stays in memory", 20)
 
 
+@soak("a host leaves within a deadline: failed once beside a heavy load, unexplained; passes alone")
 def test_a_script_names_a_host_that_comes_and_then_leaves_after_its_step(site: Site) -> None:
     net = site.network
     site.write("discover", "#!/bin/sh\ncat hosts\n")
