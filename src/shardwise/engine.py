@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from shardwise import formats
-from shardwise.access import arriving_error
+from shardwise.access import refuse_to_arriving
 from shardwise.checkpoint import Begun, Keep, Saver, encode
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan, Profile, load_plan
 from shardwise.data_ranks import DataRanks, Reader
-from shardwise.errors import CommError, ConfigError, ModelError, StateError
+from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.experts import EXPERT_LOAD
 from shardwise.fitting import Limits, fit_activations
 from shardwise.init import Init, Wishes
@@ -39,14 +39,12 @@ from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
 from shardwise.state import State, reshard, trained_as_before, unshard
-from shardwise.training import evaluate, forward_backward, inference
+from shardwise.training import Session, evaluate, inference
 from shardwise.units import bytes_of
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
-    from shardwise.comm.generation import Membership
     from shardwise.elastic.arrival import Arrival
-    from shardwise.elastic.session import Session
     from shardwise.rehearsal import Loss
     from shardwise.run_log import RunLog
 
@@ -55,7 +53,6 @@ __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 PlanLike = Plan | str | Path | Mapping[str, Any]
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 PROFILE_VARIABLE = "SHARDWISE_PROFILE"
-Result = TypeVar("Result")
 
 
 def shard(
@@ -141,9 +138,6 @@ class Engine:
     Another plan, while it trains: `reshard`. The end: `unshard`, `close`.
     """
 
-    _session: Session | None = None
-    """Survives lost ranks, in a job that can."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -158,7 +152,7 @@ class Engine:
         self.world = world
         self._owns_world = owns_world
         self._is_open = True
-        self._readers: list[weakref.ref[Reader]] = []
+        self._host = EngineHost(self)
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
         self._run_log = _open_log(plan, world)
@@ -168,27 +162,32 @@ class Engine:
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(sharding.plan), replan=self._replan)
-        self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
-        self._sharded.runner.step.close_params()
-        self._ask_for_room_first()
+        sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
+        sharded.runner.step.close_params()
+        _ask_for_room_first(sharded)
         if self._run_log is not None:
-            self._run_log.follow(self._sharded)
-        self._session = _open_session(self, self._sharded, world.membership)
+            self._run_log.follow(sharded)
+        self._session = _session_for(self._host, sharded)
 
     def _arrive(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World) -> None:
         """Join ranks that are training already."""
-        self._state = State(Saver(world))
         from shardwise.elastic.arrival import arrive  # only these jobs load it
 
-        self._sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
-        self._sharded.progress.replan = self._replan
+        self._state = State(Saver(world))
+        sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
+        sharded.progress.replan = self._replan
         if self._run_log is not None:
-            self._run_log.follow(self._sharded)
+            self._run_log.follow(sharded)
         self._state.coming = dict(arrival.loop["objects"])
         self._state.begun = None if arrival.loop["begun"] is None else Begun.of(arrival.loop["begun"])
         theirs = arrival.loop["state"]
         self._state.user_state = None if theirs is None else decode(theirs, "state")
-        self._session = _open_session(self, self._sharded, world.membership, arrival)
+        self._session = _session_for(self._host, sharded, arrival)
+
+    @property
+    def _sharded(self) -> ShardedModel:
+        """The model under the present plan, in the present world."""
+        return self._session.sharded
 
     # -- what it is ---------------------------------------------------------------------------------------
 
@@ -215,12 +214,12 @@ class Engine:
         Ranks along a model axis of the mesh share a batch, and read the same one. A loader that is given this pair
         follows the engine: it asks again before each batch, and reports how many samples each rank has (`weigh`).
         """
-        return DataRanks.of(self.mesh.data_place(self.world.rank), self)
+        return DataRanks.of(self.mesh.data_place(self.world.rank), self._host)
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps taken, including those before a resume."""
-        return self._sharded.progress.num_steps if self._session is None else self._session.num_steps
+        return self._session.num_steps
 
     @num_steps.setter
     def num_steps(self, number: int) -> None:
@@ -273,7 +272,7 @@ class Engine:
         self._require_open()
         if self._sharded.pipeline is not None:
             raise StateError(PLAIN_LOOP)
-        (self._sharded if self._session is None else self._session).backward(loss)
+        self._session.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the current loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
@@ -300,7 +299,7 @@ class Engine:
         Raises `StateError` without an optimizer, or after a backward that raised.
         """
         self._require_open()
-        return (self._sharded if self._session is None else self._session).step(is_last)
+        return self._session.step(is_last)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
@@ -309,9 +308,7 @@ class Engine:
         automatically, with the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
-        if self._session is not None:
-            return self._session.clip(max_norm, norm_type)
-        return self._sharded.gradients.clip(max_norm, norm_type)
+        return self._session.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
         """Drop all gradients. A step drops them too; this is for gradients that are not to be used. All ranks call."""
@@ -373,21 +370,13 @@ class Engine:
         Raises `ConfigError` for a batch that cannot be split, and `StateError` between the micro-batches of a loop.
         """
         self._require_open()
-        if self._session is not None:  # which plans memory again where a lost rank can be made up for
-            return self._session.train(batch, target, loss_fn)
-        self._replan()
-        loss = forward_backward(self._sharded, batch, target, loss_fn)
-        self._sharded.step()
-        return loss
+        return self._session.train(batch, target, loss_fn)
 
     def forward_backward(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
         step."""
         self._require_open()
-        if self._session is not None:
-            return self._session.forward_backward(batch, target, loss_fn)
-        self._replan()
-        return forward_backward(self._sharded, batch, target, loss_fn)
+        return self._session.forward_backward(batch, target, loss_fn)
 
     def eval_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """The mean loss of `batch` without gradients, a scalar on every rank; arguments and result as in `train_step`.
@@ -401,19 +390,17 @@ class Engine:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank, the same on all: how ranks decide to stop together. All ranks call."""
-        if self._session is not None and self._session.is_arriving:
-            return False  # the others have asked already, and gone on
-        return self._asking(lambda: self.world.any_rank(flag))
+        return self._session.asking(lambda: self.world.any_rank(flag), alone=lambda: False)
 
     def mean(self, value: float) -> float:
         """The mean of every rank's `value`, such as a loss to print, the same on all ranks. All ranks call.
 
         If ranks have different numbers of samples (`weigh`), it is the mean over all samples of the last batch.
         """
-        if self._session is not None and self._session.is_arriving:
-            return value
         weighing = self._sharded.progress.weighing
-        return self._asking(lambda: self.world.mean(value, weighing.reported if weighing.is_used else None))
+        return self._session.asking(
+            lambda: self.world.mean(value, weighing.reported if weighing.is_used else None), alone=lambda: value
+        )
 
     def log(
         self,
@@ -444,13 +431,7 @@ class Engine:
             self._run_log = _open_log(self._sharded.plan, self.world, always=True)
             assert self._run_log is not None
             self._run_log.follow(self._sharded)
-        log, session = self._run_log, self._session
-        if session is not None and session.is_arriving:  # the others have exchanged theirs already, and gone on
-            return log.numbers_of(values)
-        is_void = session.was_void if session is not None else bool
-        if not mean and kind != "step":
-            return log.note(values, kind, is_void)
-        return log.log(values, kind, tokens, samples, self._asking, is_void, mean=mean)
+        return self._run_log.log(values, kind, tokens, samples, self._session, mean=mean)
 
     # -- generation and evaluation ------------------------------------------------------------------------
 
@@ -480,8 +461,7 @@ class Engine:
         living job writes there. The right ends with the engine.
         """
         self._require_open()
-        if self._session is None or not self._session.is_arriving:  # the others have it already
-            self._asking(lambda: self._state.saver.claim(Path(folder)))
+        self._session.asking(lambda: self._state.saver.claim(Path(folder)), alone=lambda: None)
 
     def remember(self, **objects: Stateful) -> None:
         """Save these objects' `state_dict()` in every checkpoint, each rank its own; `resume` restores them.
@@ -518,7 +498,7 @@ class Engine:
         """
         self._require_open()
         return Path(
-            self._asking(
+            self._session.asking(
                 lambda: str(
                     self._state.save(
                         self._sharded,
@@ -539,7 +519,7 @@ class Engine:
 
         In an elastic job, what a lost rank has not finished is written again, if no step was taken since.
         """
-        self._asking(lambda: self._state.wait_for_save(self._sharded))
+        self._session.asking(lambda: self._state.wait_for_save(self._sharded))
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and no change, if there is none.
@@ -552,14 +532,13 @@ class Engine:
         taken no step yet.
         """
         self._require_open()
-        if self._session is not None and self._session.is_arriving:
-            return self._session.resumed(Path(folder))
-        self.wait_for_copy()
-        self._sharded.unfreezing.replan_now()
-        found = self._state.resume(self._sharded, Path(folder))
-        if found is not None and self._session is not None:
-            self._session.note_edit()
-        return found
+
+        def read() -> Loaded | None:
+            self._state.saver.wait_for_copy()
+            self._sharded.unfreezing.replan_now()
+            return self._state.resume(self._sharded, Path(folder))
+
+        return self._session.resume(Path(folder), read)
 
     def save_pretrained(
         self,
@@ -611,13 +590,16 @@ class Engine:
         unknown name.
         """
         self._require_open()
-        if self._is_arriving:
-            return self._sharded.access.read_here(name, what)
-        if what == "grad":
+
+        def read() -> torch.Tensor | None:
+            sharded = self._sharded
+            if sharded.pipeline is not None:
+                return sharded.pipeline.across.read(name, what, sharded.access)
+            return sharded.access.read(name, what)
+
+        if what == "grad" and not self._session.is_arriving:
             self._sharded.gradients.prepare()
-        if self._sharded.pipeline is not None:
-            return self._sharded.pipeline.across.read(name, what, self._sharded.access)
-        return self._asking(lambda: self._sharded.access.read(name, what), is_small=False)
+        return self._session.asking(read, alone=lambda: self._sharded.access.read_here(name, what), is_small=False)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
         """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape."""
@@ -637,12 +619,18 @@ class Engine:
         """
         self._require_open()
         on_rank = not rank_0_only or self.world.rank == 0
-        if self._is_arriving:
-            return self._sharded.access.state_dict(on_rank=on_rank, is_alone=True)
-        if self._sharded.pipeline is not None:
-            whole = self._sharded.pipeline.across.merged(self._sharded.access.state_dict())
+
+        def read() -> dict[str, torch.Tensor]:
+            sharded = self._sharded
+            if sharded.pipeline is None:
+                return sharded.access.state_dict(on_rank=on_rank)
+            whole = sharded.pipeline.across.merged(sharded.access.state_dict())
             return whole if on_rank else {}
-        return self._asking(lambda: self._sharded.access.state_dict(on_rank=on_rank), is_small=False)
+
+        def alone() -> dict[str, torch.Tensor]:
+            return self._sharded.access.state_dict(on_rank=on_rank, is_alone=True)
+
+        return self._session.asking(read, alone=alone, is_small=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Load a plain model's `state_dict`, the same on every rank. All ranks call.
@@ -660,10 +648,9 @@ class Engine:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
         self._sharded.refuse_stages("optimizer_state_dict()", "Checkpoints have the states: engine.save(folder).")
-        if self._is_arriving:
-            raise arriving_error("optimizer_state_dict()")
-        return self._asking(
+        return self._session.asking(
             lambda: self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0),
+            alone=lambda: refuse_to_arriving("optimizer_state_dict()"),
             is_small=False,
         )
 
@@ -745,7 +732,7 @@ class Engine:
         if not weight:  # the rows stand in for none, and so do their tokens
             here = torch.zeros_like(here)
         group = self._sharded.data_group
-        share = group.size / self._asking(lambda: self._sharded.data_group.sum(here))
+        share = group.size / self._session.asking(lambda: self._sharded.data_group.sum(here))
         if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
             share = share / weight
         return values.sum() * share.to(values.dtype)
@@ -754,11 +741,8 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """Promised and measured bytes of this rank; see `MemoryReport`."""
-        report = memory_of(self._sharded)
-        if self._session is None:
-            return report
         image_bytes, kept_bytes = self._session.bytes_for_survival
-        return replace(report, image_bytes=image_bytes, kept_bytes=kept_bytes)
+        return replace(memory_of(self._sharded), image_bytes=image_bytes, kept_bytes=kept_bytes)
 
     @property
     def copies(self) -> dict[str, float]:
@@ -767,8 +751,7 @@ class Engine:
         `num_copies`; `sent_bytes` and `received_bytes`, of other ranks; `seconds` that they took, behind forwards and
         backwards, and `waited_seconds` that updates waited for them. Empty where there are none. Asks nobody.
         """
-        meter = self._session.copy_meter if self._session is not None else None
-        return {} if meter is None or not meter.num_copies else asdict(meter)
+        return self._session.cost_of_copies
 
     def rehearse(self, batch: object, loss: Loss | None = None, *, expert_load: float = EXPERT_LOAD) -> Footprint:
         """What a step on `batch` will hold on this rank at its peak, activations included: see `Footprint`.
@@ -861,14 +844,13 @@ class Engine:
         """
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
-        self._sharded, lost = reshard(self._sharded, load_plan(plan))
-        if self._session is not None:
-            self._session.renew(self._sharded)
+        renewed, lost = reshard(self._sharded, load_plan(plan))
+        self._session.renew(renewed)
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         if lost is not None:
             raise lost
-        self._ask_for_room_first()
+        _ask_for_room_first(self._sharded)
 
     def _replan(self) -> None:
         """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
@@ -882,76 +864,6 @@ class Engine:
                 self.reshard(sharded.sharding.plan_to_fit)
             self._sharded.unfreezing.note_dropped(dropped)
 
-    def _ask_for_room_first(self) -> None:
-        """Let the first forward that trains ask for disk space, if activations need any."""
-        if self._sharded.plan.has_activations_on_disk:
-            from shardwise.activation_room import ask_before_first_forward  # only these jobs load it
-
-            ask_before_first_forward(self._sharded)
-
-    # -- ranks that are lost or join, and loaders that follow ---------------------------------------------
-
-    def state_for_newcomers(self, num_steps: int) -> dict[str, Any]:
-        """What a rank needs that joins when `num_steps` steps count: the state of objects given to `remember`, the
-        positions of loaders, and the caller's own state as it was saved or resumed last."""
-        objects = {name: encode(thing.state_dict(), name) for name, thing in self._state.remembered.items()}
-        readers = [known() for known in self._readers]
-        loaders = [None if one is None else encode(one.state_after(num_steps), "loader") for one in readers]
-        user = self._state.user_state
-        return {
-            "objects": objects,
-            "loaders": loaders,
-            "state": None if user is None else encode(dict(user), "state"),
-            "begun": None if self._state.begun is None else self._state.begun.facts(),
-        }
-
-    def take_over(self, world: World, sharded: ShardedModel) -> None:
-        """Continue with `sharded`, the same model on the remaining ranks, in `world`."""
-        self.world, self._sharded, self._owns_world = world, sharded, True
-        self._state.renew(world)
-        if self._run_log is not None:
-            self._run_log.go_on(world, sharded)
-
-    def turned_away(self) -> None:
-        """The others go on without this rank."""
-        if self._run_log is not None:
-            self._run_log.leave()
-
-    @property
-    def _is_arriving(self) -> bool:
-        """Whether this rank has joined others and not begun a step: it has their values, and nobody answers it."""
-        return self._session is not None and self._session.is_arriving
-
-    def follow(self, reader: Reader) -> None:
-        """Register a loader, which from now on asks this engine which share of each batch it hands out. Loaders call
-        this themselves."""
-        self._readers.append(weakref.ref(reader))
-
-    def begin_to_read(self) -> None:
-        """A loader is about to hand out a batch. On a rank that has joined, its loaders first move to the others'
-        positions."""
-        theirs = self._session.loaders_of_others() if self._session is not None else []
-        for known, state in zip(self._readers, theirs, strict=False):
-            reader = known()
-            if reader is not None and state is not None:
-                reader.go_where(decode(state, "loader"))
-
-    def can_leave_out(self) -> bool:
-        """Whether every loader that follows the engine can skip a batch; if only some could, they would get out of
-        step."""
-        readers = [reader for known in self._readers if (reader := known()) is not None]
-        return bool(readers) and all(reader.can_leave_out for reader in readers)
-
-    def leave_out(self, num_steps: int) -> None:
-        """Make loaders skip the batch of the step after `num_steps`."""
-        for known in self._readers:
-            if (reader := known()) is not None:
-                reader.leave_out(num_steps)
-
-    def wait_for_copy(self) -> None:
-        """Return once none of this rank's memory is being copied for a checkpoint. One rank may call alone."""
-        self._state.saver.wait_for_copy()
-
     # -- before a call ------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
@@ -964,16 +876,8 @@ class Engine:
             )
 
     def _before_change(self) -> None:
-        if self._is_arriving:
-            raise arriving_error("a change of values")
-        self.wait_for_copy()
-        if self._session is not None:
-            self._session.note_edit()
-
-    def _asking(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
-        """Run `work`, an exchange between ranks outside of a step. A small result can be sent again to a rank that was
-        cut off from it."""
-        return work() if self._session is None else self._session.outside(work, is_small=is_small)
+        self._session.before_change()
+        self._state.saver.wait_for_copy()
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -1001,14 +905,11 @@ class Engine:
         try:
             self._state.close(self.world.rank)
             if error is None and not self._sharded.is_taken_down:
-                # in a job that can lose ranks, one that is lost here has the others end: this rank needs nothing more
-                with suppress(*(() if self._session is None else (CommError,))):
-                    self._sharded.runner.gathering.finish_updates()
+                self._session.finish_updates()
         finally:
             if self._run_log is not None:
                 self._run_log.close(error)
-            if self._session is not None:
-                self._session.close(error)
+            self._session.close(error)
             self._sharded.unhook()
             if self._sharded.disk is not None:
                 self._sharded.disk.close()
@@ -1031,6 +932,90 @@ class Engine:
         raise StateError("An engine cannot be pickled. Write a checkpoint with engine.save(folder).")
 
 
+class EngineHost:
+    """An engine as those see it that train with it, beside the loop: loaders that follow it (`data_ranks.Follows`), and
+    the recovery that gives it another world (`elastic.recovery.Host`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._readers: list[weakref.ref[Reader]] = []
+
+    # -- for loaders, before each batch -------------------------------------------------------------------
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        return self._engine.data_ranks
+
+    @property
+    def num_steps(self) -> int:
+        return self._engine.num_steps
+
+    @property
+    def num_void(self) -> int:
+        return self._engine.num_void
+
+    def weigh(self, samples: int, of: float) -> None:
+        self._engine.weigh(samples, of)
+
+    def follow(self, reader: Reader) -> None:
+        """Register a loader, which from now on asks this engine which share of each batch it hands out."""
+        self._readers.append(weakref.ref(reader))
+
+    def begin_to_read(self) -> None:
+        """A loader is about to hand out a batch. On a rank that has joined, its loaders first move to the others'
+        positions."""
+        theirs = self._engine._session.loaders_of_others()
+        for known, state in zip(self._readers, theirs, strict=False):
+            reader = known()
+            if reader is not None and state is not None:
+                reader.go_where(decode(state, "loader"))
+
+    # -- for recovery -------------------------------------------------------------------------------------
+
+    def can_leave_out(self) -> bool:
+        """Whether every loader that follows the engine can skip a batch; if only some could, they would get out of
+        step."""
+        readers = [reader for known in self._readers if (reader := known()) is not None]
+        return bool(readers) and all(reader.can_leave_out for reader in readers)
+
+    def leave_out(self, num_steps: int) -> None:
+        """Make loaders skip the batch of the step after `num_steps`."""
+        for known in self._readers:
+            if (reader := known()) is not None:
+                reader.leave_out(num_steps)
+
+    def state_for_newcomers(self, num_steps: int) -> dict[str, Any]:
+        """What a rank needs that joins when `num_steps` steps count: the state of objects given to `remember`, the
+        positions of loaders, and the caller's own state as it was saved or resumed last."""
+        state = self._engine._state
+        objects = {name: encode(thing.state_dict(), name) for name, thing in state.remembered.items()}
+        readers = [known() for known in self._readers]
+        loaders = [None if one is None else encode(one.state_after(num_steps), "loader") for one in readers]
+        return {
+            "objects": objects,
+            "loaders": loaders,
+            "state": None if state.user_state is None else encode(dict(state.user_state), "state"),
+            "begun": None if state.begun is None else state.begun.facts(),
+        }
+
+    def wait_for_copy(self) -> None:
+        """Return once none of this rank's memory is being copied for a checkpoint. One rank may call alone."""
+        self._engine._state.saver.wait_for_copy()
+
+    def take_over(self, world: World, sharded: ShardedModel) -> None:
+        """Continue with `sharded`, the same model on the remaining ranks, in `world`."""
+        engine = self._engine
+        engine.world, engine._owns_world = world, True
+        engine._state.renew(world)
+        if engine._run_log is not None:
+            engine._run_log.go_on(world, sharded)
+
+    def turned_away(self) -> None:
+        """The others go on without this rank."""
+        if self._engine._run_log is not None:
+            self._engine._run_log.leave()
+
+
 def _open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | None:
     """The run log that `plan` asks for, or `None`; its modules are imported only if it does.
 
@@ -1044,18 +1029,23 @@ def _open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | Non
     return RunLog(plan, world)
 
 
-def _open_session(
-    engine: Engine, sharded: ShardedModel, membership: Membership | None, arrival: Arrival | None = None
-) -> Session | None:
-    """The session that survives lost ranks, in a job that can; its modules are imported only then."""
-    plan = sharded.plan
+def _session_for(host: EngineHost, sharded: ShardedModel, arrival: Arrival | None = None) -> Session:
+    """A session that survives lost ranks, in a job that can; its modules are imported only then."""
+    plan, membership = sharded.plan, sharded.world.membership
     if membership is None and plan.survive not in ("host", "buddy") and plan.bad_batch == "stop":
-        return None
+        return Session(sharded)
     from shardwise.elastic.losing import survives
 
-    if not survives(sharded, membership):
-        return None
-    from shardwise.elastic.session import Session
+    if not survives(sharded, membership) or membership is None:
+        return Session(sharded)
+    from shardwise.elastic.session import ElasticSession
 
-    assert membership is not None
-    return Session(engine, sharded, membership, arrival)
+    return ElasticSession(host, sharded, membership, arrival)
+
+
+def _ask_for_room_first(sharded: ShardedModel) -> None:
+    """Let the first forward that trains ask for disk space, if activations need any."""
+    if sharded.plan.has_activations_on_disk:
+        from shardwise.activation_room import ask_before_first_forward  # only these jobs load it
+
+        ask_before_first_forward(sharded)

@@ -21,6 +21,7 @@ from shardwise.comm.background import Background
 from shardwise.comm.work import Pending
 from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from tests.ranks.test_lost_ranks import (
@@ -86,14 +87,14 @@ class HostDiesAt:
             world.journal.enter = counted  # type: ignore[method-assign]
             world.transport.send = counted_behind  # type: ignore[method-assign]
 
-        take_over = engine.take_over
+        take_over = engine._host.take_over
 
         def and_watch(world: World, sharded: Any) -> None:
             take_over(world, sharded)
             watch(world)
 
         watch(engine.world)
-        engine.take_over = and_watch  # type: ignore[method-assign]
+        engine._host.take_over = and_watch  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +194,7 @@ class DiesBeforeOthersHaveItsUpdate:
         if member != 2:
             return
         session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
-        assert session is not None
+        assert isinstance(session, ElasticSession)
         share = session._share_change_wishes
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
@@ -411,7 +412,7 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
     """Let this rank leave the commit of `version` so late that it hears there of a death after it. The copies of that
     step are not complete, since this rank sends none yet."""
     session = engine._session
-    assert session is not None
+    assert isinstance(session, ElasticSession)
     share = session._share_change_wishes
 
     def late(subject: str, refusal: str = "") -> None:
@@ -521,7 +522,7 @@ class DiesBehindItsStep:
         if member != 1:
             return
         session, send = engine._session, engine.world.transport.send
-        assert session is not None
+        assert isinstance(session, ElasticSession)
         share, is_lost = session._share_change_wishes, [False]
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 

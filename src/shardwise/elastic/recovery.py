@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import encode
 from shardwise.comm import World
@@ -43,8 +41,6 @@ _log = logging.getLogger("shardwise")
 
 class Host(Protocol):
     """The engine, as far as recovery uses it."""
-
-    module: nn.Module
 
     def wait_for_copy(self) -> None:
         """Block until no memory of this rank is being copied for a checkpoint."""
@@ -83,10 +79,10 @@ class Recovery(ABC):
     """One rank's record of its iterations, and its way from one world to the next."""
 
     def __init__(self, host: Host, sharded: ShardedModel, membership: Membership, arrival: Arrival | None) -> None:
-        """See `Session`."""
+        """See `ElasticSession`."""
         self._host = host
         self._membership = membership
-        self._sharded = sharded
+        self.sharded = sharded
         self._world = sharded.world
         self.plan = sharded.plan
         self.recovered_seconds: list[float] = []
@@ -169,7 +165,7 @@ class Recovery(ABC):
 
     @property
     def progress(self) -> Progress:
-        return self._sharded.progress
+        return self.sharded.progress
 
     @property
     def bytes_for_survival(self) -> tuple[int, int]:
@@ -208,7 +204,7 @@ class Recovery(ABC):
             _log.warning(
                 "Going on with %d ranks after step %d, %.0f ms after this was found: %s",
                 self._world.size,
-                self._sharded.progress.num_steps,
+                self.sharded.progress.num_steps,
                 seconds * 1e3,
                 str(error).partition("\n")[0] if error is not None else "ranks have joined or left",
             )
@@ -232,7 +228,7 @@ class Recovery(ABC):
             layout.complete(rank, images[rank], version)
         self._check_agreement(layout, version, readers)
         self._version = version
-        self._sharded.progress.num_steps = self._num_steps[version]
+        self.sharded.progress.num_steps = self._num_steps[version]
         self._lay_out(layout, layout.held(self._world.rank, readers, images, version), version)
         self._undo_ended_iteration()
         if self.is_void():
@@ -257,7 +253,7 @@ class Recovery(ABC):
         is_inside = self._is_open and self.loop_state.iteration == self._begun
         if self.loop_state.go_back(undone) and not is_inside:  # else `_end_void` does that
             self.loop_state.restore()
-            self._sharded.progress.num_void += 1
+            self.sharded.progress.num_void += 1
 
     def _leave_out_what_failed(self, num_steps: int) -> None:
         """Skip a batch if the launcher has asked for it with this generation: see `Plan.bad_batch`."""
@@ -305,7 +301,7 @@ class Recovery(ABC):
         check_agreement(self._world, sent, there)
 
     def _for_newcomers(self, layout: Layout, readers: dict[int, int], num_steps: int) -> dict[str, Any]:
-        sharded = self._sharded
+        sharded = self.sharded
         mesh = layout.specs[0][0].mesh
         scaler = sharded.progress.scaler
         trained = TrainedParams.of(sharded, self._former_model, layout)
@@ -329,9 +325,9 @@ class Recovery(ABC):
             self._layout.remove()  # of an attempt that not all ranks completed
         self._former, layout.flats = layout, []
         former = self._former_model = self._model_of(layout)
-        take_down(self._sharded)
+        take_down(self.sharded)
         self._unwrap()
-        self._sharded = sharded = rebuilt(former, self.plan, held, self._world)
+        self.sharded = sharded = rebuilt(former, self.plan, held, self._world)
         self._wrap()
         self._former_model = self._replanned = None
         self._make_layout(sharded)
@@ -342,14 +338,14 @@ class Recovery(ABC):
         self._share_change_wishes("recovered")
         self._former.remove()
         self._former = None
-        self._quiet.enter(self._sharded)
+        self._quiet.enter(self.sharded)
 
     def renew(self, sharded: ShardedModel) -> None:
         """The same ranks have changed the model's plan. All ranks call."""
         self._former = self._layout  # to return to, until the new one is complete on all ranks
         self._former.flats = []
         self._num_layouts += 1
-        self._sharded, self.plan = sharded, sharded.plan
+        self.sharded, self.plan = sharded, sharded.plan
         self._make_layout(sharded)
         self._survival.begin(self._version)
         self.loop_state.follow(sharded)
@@ -365,7 +361,7 @@ class Recovery(ABC):
             return self._former_model
         if self._replanned is not None and self._replanned.label == layout.label:
             return self._replanned.model
-        return Former.of(self._sharded)
+        return Former.of(self.sharded)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""

@@ -41,12 +41,15 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree
 
+from shardwise.access import refuse_to_arriving
 from shardwise.checkpoint import Loaded
 from shardwise.checkpoint.codec import decode
 from shardwise.comm.generation import BAD_BATCH, Membership
@@ -57,12 +60,12 @@ from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery, Replanned
 from shardwise.elastic.whole_steps import WholeSteps
 from shardwise.errors import CommError, ConfigError
-from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
+from shardwise.micro_batches import LossFunction
 from shardwise.precision import Norm
 from shardwise.runtime.tolerant import Tolerant
 from shardwise.sharded_model import ShardedModel
 from shardwise.state import Former
-from shardwise.training import require_whole_step
+from shardwise.training import Session
 
 Result = TypeVar("Result")
 _log = logging.getLogger("shardwise")
@@ -72,7 +75,7 @@ _CANNOT_SKIP = (
 )
 
 
-class Session(Recovery):
+class ElasticSession(Recovery, Session):
     """Intercepts a loop's calls of model, engine and optimizers. `close()` it."""
 
     def __init__(
@@ -101,19 +104,29 @@ class Session(Recovery):
         self._wrap()
         if arrival is not None:
             self._share_change_wishes("recovered")
-            self._quiet.enter(self._sharded)
+            self._quiet.enter(self.sharded)
 
     def _before_update(self) -> None:
         self._host.wait_for_copy()
         self._survival.before_change()
 
-    def note_edit(self) -> None:
-        """The loop changes parameters or states by hand, on all ranks."""
+    def before_change(self) -> None:
+        if self.is_arriving:
+            refuse_to_arriving("a change of values")
         self._is_edited = True
 
     @property
     def num_steps(self) -> int:
-        return self._sharded.progress.num_steps if self._shown_steps is None else self._shown_steps
+        return self.sharded.progress.num_steps if self._shown_steps is None else self._shown_steps
+
+    @property
+    def cost_of_copies(self) -> dict[str, float]:
+        return asdict(self.copy_meter) if self.copy_meter.num_copies else {}
+
+    def finish_updates(self) -> None:
+        """If a rank is lost here, the others end: this rank needs nothing more."""
+        with suppress(CommError):
+            super().finish_updates()
 
     def close(self, error: BaseException | None = None) -> None:
         """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
@@ -133,7 +146,7 @@ class Session(Recovery):
     def _wrap(self) -> None:
         """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
         self._model.__dict__["_compiled_call_impl"] = self._forward
-        sharded = self._sharded
+        sharded = self.sharded
         sharded.before_update = self._before_update
         sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))
         recover = weakref.WeakMethod(self._recover_read)
@@ -180,7 +193,7 @@ class Session(Recovery):
         if self.is_void():
             return
         try:
-            self._sharded.backward(loss, weight)
+            self.sharded.backward(loss, weight)
         except CommError as error:
             self._recover(error)
         self._handle_noted_fault()
@@ -194,16 +207,16 @@ class Session(Recovery):
             return self._end_void()
         try:
             with self._steps.inside():
-                norm = self._sharded.step(is_last)
+                norm = self.sharded.step(is_last)
             if norm is None:
                 return None
             self._commit()
         except CommError as error:
-            taken = self._sharded.progress.num_steps
+            taken = self.sharded.progress.num_steps
             self._recover(error)
             if self.is_void():
                 return self._end_void(taken)
-            norm = self._sharded.progress.gradient_norm
+            norm = self.sharded.progress.gradient_norm
         self._end()
         return norm
 
@@ -220,41 +233,34 @@ class Session(Recovery):
                 if is_last:
                     self._commit()
             except CommError as error:
-                taken = self._sharded.progress.num_steps
+                taken = self.sharded.progress.num_steps
                 self._recover(error)
         if is_last:
             self._end_void(taken) if self.is_void() else self._end()
         return result
 
-    def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """See `Engine.forward_backward`."""
-        sharded = self._sharded
-        require_whole_step(sharded)
-        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        losses = []
-        for part in parts:
-            loss = part.loss(self._model(*part.args, **part.kwargs), loss_fn)
-            self.backward(loss, part.weight)
-            losses.append(loss.detach())
-        self.progress.micro_steps.are_all_run = True
-        return mean_loss(losses, parts)
+    def _plan_memory(self) -> None:
+        """At the first forward instead, where a lost rank can be made up for: see `_plan_again`."""
 
     def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """See `Engine.train_step`. A void step is repeated with the same batch."""
+        """A void step is repeated with the same batch."""
         return self._whole_steps.train(batch, target, loss_fn)
 
     def clip(self, max_norm: float, norm_type: float) -> Norm:
         self._handle_noted_fault()
         if not self.is_void():
             try:
-                return self._sharded.gradients.clip(max_norm, norm_type)
+                return self.sharded.gradients.clip(max_norm, norm_type)
             except CommError as error:
                 self._recover(error)
         return math.nan
 
-    def outside(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
-        """Call `work`, in which ranks communicate outside a step. A result that `is_small` is kept for ranks that a
-        fault keeps from getting theirs; others: see [Note: large results] in `outside.py`."""
+    def asking(
+        self, work: Callable[[], Result], *, alone: Callable[[], Result] | None = None, is_small: bool = True
+    ) -> Result:
+        """Results that are not small: see [Note: large results] in `outside.py`."""
+        if self.is_arriving and alone is not None:
+            return alone()
         self._shown_steps = None
         self._handle_noted_fault()
         confirm = None if is_small else lambda: self._world.exchange(b"", "read")
@@ -284,9 +290,9 @@ class Session(Recovery):
             self._recover(None)
         if self._quiet.is_on and self._begun > self._void_until:
             self._quiet.leave()
-        if not self._quiet.is_on and self._sharded.unfreezing.can_plan:
+        if not self._quiet.is_on and self.sharded.unfreezing.can_plan:
             self._plan_again()
-        self._num_steps[self._version] = self._sharded.progress.num_steps
+        self._num_steps[self._version] = self.sharded.progress.num_steps
         self.loop_state.restore_settings()
         self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
         if self.is_void():
@@ -294,13 +300,13 @@ class Session(Recovery):
 
     def _plan_again(self) -> None:
         """Plan memory for what was unfrozen. If a rank is lost meanwhile, the others recover, and plan later."""
-        sharded = self._sharded
+        sharded = self.sharded
         try:
             self._survival.await_copies()  # then the images have all of the layout that is given up
             self._replanned = Replanned(self._layout.label, Former.of(sharded))
             sharded.progress.replan()
         except CommError as error:
-            if sharded.is_taken_down and self._sharded is sharded:
+            if sharded.is_taken_down and self.sharded is sharded:
                 assert self._replanned is not None
                 self._former_model, self._layout.flats = self._replanned.model, []
             self._recover(error)
@@ -324,34 +330,37 @@ class Session(Recovery):
         self._is_open = False
 
     def loaders_of_others(self) -> list[Any]:
-        """The positions of the others' loaders, received when this rank joined. Returned only once."""
         return [] if self._arrival is None else self._arrival.loop.pop("loaders", [])
 
-    def resumed(self, folder: Path) -> Loaded | None:
-        """What `resume` returns on a rank that has joined: its loop continues where those of the others are, whether
-        they have saved or not."""
+    def resume(self, folder: Path, read: Callable[[], Loaded | None]) -> Loaded | None:
+        """On a rank that has joined, its loop continues where those of the others are, whether they have saved or
+        not."""
+        if not self.is_arriving:
+            found = read()
+            self._is_edited = self._is_edited or found is not None
+            return found
         state = None if self._arrival is None else self._arrival.loop["state"]
-        num_steps = self._sharded.progress.num_steps
+        num_steps = self.sharded.progress.num_steps
         if state is None:
             return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
         return Loaded(folder, num_steps, decode(state))
 
     def _end_void(self, taken: int = 0) -> Norm | None:
         """`taken` are the steps taken with this one, if it was complete here until it was undone."""
-        self._sharded.zero_grad()
+        self.sharded.zero_grad()
         if self._begun >= self._void_until:
             self._quiet.leave()
         self.loop_state.restore()
         self._is_open = False
-        self._sharded.progress.num_void += 1
+        self.sharded.progress.num_void += 1
         if not taken or self._begun > self._ended_anywhere:
             return math.nan
         self._shown_steps = taken
-        return self._sharded.progress.gradient_norm
+        return self.sharded.progress.gradient_norm
 
     def _commit(self) -> None:
         """See [Note: the commit] and [Note: reads between steps]."""
-        gathering = self._sharded.runner.gathering
+        gathering = self.sharded.runner.gathering
         self._reads_params = self._reads_params or gathering.was_read
         if self._reads_params or self._is_first_commit or self._survival.copies is None:
             gathering.await_updates()
@@ -364,16 +373,16 @@ class Session(Recovery):
         if self._survival.image is not images:
             warn_if_scarce(self._layout.folder, self._world)
         self._survival.follow(self._version)
-        self._membership.step = self._sharded.progress.num_steps
+        self._membership.step = self.sharded.progress.num_steps
 
     def _next_version(self, iteration: int) -> None:
         """Count a new version of the state, produced by `iteration`; only the version before can be returned to."""
         before, self._version = self._version, self._version + 1
         self._iterations = {before: self._iterations[before], self._version: iteration}
-        self._num_steps = {before: self._num_steps[before], self._version: self._sharded.progress.num_steps}
+        self._num_steps = {before: self._num_steps[before], self._version: self.sharded.progress.num_steps}
 
 
-Session._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
+ElasticSession._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
 
 
 def _with_grads(output: Any) -> Any:

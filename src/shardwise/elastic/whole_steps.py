@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from shardwise.micro_batches import LossFunction
 
 if TYPE_CHECKING:
-    from shardwise.elastic.session import Session
+    from shardwise.elastic.session import ElasticSession
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Arguments:
 class WholeSteps:
     """The whole steps of one session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ElasticSession) -> None:
         self._session = session
         self._last: _Arguments | None = None
 
