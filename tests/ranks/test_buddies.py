@@ -195,7 +195,7 @@ class DiesBeforeOthersHaveItsUpdate:
             return
         session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
         assert isinstance(session, ElasticSession)
-        share = session._share_change_wishes
+        share = session.recovery._share_change_wishes
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def start_or_lose(background: Background, line: str, steps: Callable[[], None]) -> Any:
@@ -209,7 +209,7 @@ class DiesBeforeOthersHaveItsUpdate:
                 raise Killed
 
         self.monkeypatch.setattr(Background, "start", start_or_lose)
-        self.monkeypatch.setattr(session, "_share_change_wishes", share_and_die)
+        self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_and_die)
 
 
 @one_in(6)
@@ -276,9 +276,9 @@ def metered(
             rank, size = engine.data_ranks
             engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
         engine.state_dict()
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         specs = [flat.spec for flat in engine._sharded.flats]
-        found = engine._session.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
+        found = engine._session.recovery.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
         assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
         engine.close()
         return found
@@ -395,7 +395,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
                 engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a lost share changes nothing
                 if asks:
                     engine.mean(0.0)
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         result = engine.state_dict(), engine.num_steps
         engine.close()
         return result
@@ -413,16 +413,16 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
     step are not complete, since this rank sends none yet."""
     session = engine._session
     assert isinstance(session, ElasticSession)
-    share = session._share_change_wishes
+    share = session.recovery._share_change_wishes
 
     def late(subject: str, refusal: str = "") -> None:
         share(subject, refusal)
-        if subject == "commit" and session._version == version and engine.num_void == 0:
-            while (fault := session._world.fault) is None:
+        if subject == "commit" and session.recovery.iterations.version == version and engine.num_void == 0:
+            while (fault := session.recovery.world.fault) is None:
                 time.sleep(0.001)
             raise fault.error()
 
-    session._share_change_wishes = late  # type: ignore[method-assign]
+    session.recovery._share_change_wishes = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("asks", ["always", "if it has taken a step"])
@@ -498,7 +498,7 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
             engine.weigh(len(x), ROWS)
             engine.backward(loss_of(own(x), y))
             engine.step()
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         found = state, engine.memory().kept_bytes, engine.world.hosts
         engine.close()
         return found
@@ -523,7 +523,7 @@ class DiesBehindItsStep:
             return
         session, send = engine._session, engine.world.transport.send
         assert isinstance(session, ElasticSession)
-        share, is_lost = session._share_change_wishes, [False]
+        share, is_lost = session.recovery._share_change_wishes, [False]
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
@@ -535,7 +535,7 @@ class DiesBehindItsStep:
             share(subject, refusal)
 
         self.monkeypatch.setattr(engine.world.transport, "send", send_or_lose)
-        self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
+        self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_or_die)
 
 
 @one_in(6)

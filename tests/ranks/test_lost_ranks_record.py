@@ -125,7 +125,7 @@ def test_a_rank_that_is_turned_away_leaves_the_record_to_the_others(tmp_path: Pa
             if member == 0 and step == 1:
                 assert isinstance(engine._session, ElasticSession)
                 with pytest.raises(TurnedAwayError):
-                    engine._session._recover(TurnedAwayError("The others go on."))
+                    engine._session.recovery.recover(TurnedAwayError("The others go on."))
                 engine.close()
                 raise Killed
             x, y = batches()[step]

@@ -1,4 +1,4 @@
-"""Sharding a model again, for the surviving ranks."""
+"""Sharding a model again, for the ranks of another world, and the mesh of its plan there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections import defaultdict
 from shardwise.checkpoint import Held, TrainingState
 from shardwise.comm import World
 from shardwise.config import Plan
-from shardwise.elastic.meshes import plan_on
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.placement import mesh_for
 from shardwise.sharded_model import ShardedModel
 from shardwise.sharding import design
 from shardwise.state import Former, move, trained_as_before
@@ -38,3 +40,24 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
         take_down(renewed)
         raise
     return renewed
+
+
+def plan_on(plan: Plan, num_ranks: int, local_size: int | None) -> Plan:
+    """`plan` with a mesh for `num_ranks`: its own if that fits, else one with the same axes.
+
+    If the size of the innermost axis divides `num_ranks`, it is kept and the outermost axis gets the quotient;
+    otherwise the innermost axis gets all ranks.
+    """
+    try:
+        mesh_for(plan, num_ranks, local_size)
+    except ConfigError:
+        axes = tuple(plan.mesh) if plan.mesh is not None else ("node", "local")
+        inner = (plan.mesh or {}).get(axes[-1], -1)
+        sizes = dict.fromkeys(axes, 1)
+        if len(axes) > 1 and inner > 0 and num_ranks % inner == 0:
+            sizes[axes[0]], sizes[axes[-1]] = num_ranks // inner, inner
+        else:
+            sizes[axes[-1]] = num_ranks
+        Mesh.of(sizes, num_ranks)
+        return plan.model_copy(update={"mesh": sizes})
+    return plan
