@@ -163,7 +163,7 @@ class Engine:
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(sharding.plan), replan=self._replan)
         sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
-        sharded.runner.step.close_params()
+        sharded.runner.step.take_first_values()
         _ask_for_room_first(sharded)
         if self._run_log is not None:
             self._run_log.follow(sharded)
