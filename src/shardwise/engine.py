@@ -163,7 +163,7 @@ class Engine:
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(sharding.plan), replan=self._replan)
         sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
-        sharded.runner.step.take_first_values()
+        sharded.parts.runner.step.take_first_values()
         _ask_for_room_first(sharded)
         if self._run_log is not None:
             self._run_log.follow(sharded)
@@ -247,7 +247,7 @@ class Engine:
 
     def program(self) -> str:
         """The program of one step as text: as planned before the first step, as recorded after it."""
-        program = self._sharded.runner.programs.program
+        program = self._sharded.parts.runner.programs.program
         return render(program.micro_batch) + render(program.step)
 
     def __str__(self) -> str:
@@ -270,7 +270,7 @@ class Engine:
         (`loss.backward()` averages over ranks; a loop that accumulates with it divides the loss, as in plain PyTorch.)
         All ranks call. Raises `StateError` for a model in pipeline stages, which takes `train_step`."""
         self._require_open()
-        if self._sharded.pipeline is not None:
+        if self._sharded.parts.pipeline is not None:
             raise StateError(PLAIN_LOOP)
         self._session.backward(loss)
 
@@ -323,7 +323,7 @@ class Engine:
         the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
         """
         self._require_open()
-        passes = self._sharded.runner.passes
+        passes = self._sharded.parts.runner.passes
         before, passes.reduces = passes.reduces, False
         try:
             yield
@@ -535,7 +535,7 @@ class Engine:
 
         def read() -> Loaded | None:
             self._state.saver.wait_for_copy()
-            self._sharded.unfreezing.replan_now()
+            self._sharded.parts.unfreezing.replan_now()
             return self._state.resume(self._sharded, Path(folder))
 
         return self._session.resume(Path(folder), read)
@@ -559,8 +559,8 @@ class Engine:
         self._sharded.refuse_stages("save_pretrained()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
         formats.save_pretrained(
             self.module,
-            self._sharded.access.kept_params(),
-            self._sharded.access.whole_params(),
+            self._sharded.parts.access.kept_params(),
+            self._sharded.parts.access.whole_params(),
             self.world,
             Path(folder),
             dtype=None if dtype is None else formats.DTYPES[dtype],
@@ -580,7 +580,7 @@ class Engine:
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
         if write:
             self._before_change()
-        return self._sharded.access.gathered(names, write=write)
+        return self._sharded.parts.access.gathered(names, write=write)
 
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
         """A whole tensor by the parameter's name, on every rank. All ranks call.
@@ -593,24 +593,26 @@ class Engine:
 
         def read() -> torch.Tensor | None:
             sharded = self._sharded
-            if sharded.pipeline is not None:
-                return sharded.pipeline.across.read(name, what, sharded.access)
-            return sharded.access.read(name, what)
+            if sharded.parts.pipeline is not None:
+                return sharded.parts.pipeline.across.read(name, what, sharded.parts.access)
+            return sharded.parts.access.read(name, what)
 
         if what == "grad" and not self._session.is_arriving:
-            self._sharded.gradients.prepare()
-        return self._session.asking(read, alone=lambda: self._sharded.access.read_here(name, what), is_small=False)
+            self._sharded.parts.gradients.prepare()
+        return self._session.asking(
+            read, alone=lambda: self._sharded.parts.access.read_here(name, what), is_small=False
+        )
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
         """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape."""
         self._require_open()
         if what == "grad":
-            self._sharded.gradients.prepare()
+            self._sharded.parts.gradients.prepare()
         self._before_change()
-        if self._sharded.pipeline is None or self._sharded.pipeline.across.takes(name, value, what):
-            self._sharded.access.write(name, value, what)
+        if self._sharded.parts.pipeline is None or self._sharded.parts.pipeline.across.takes(name, value, what):
+            self._sharded.parts.access.write(name, value, what)
         if what == "grad":
-            self._sharded.gradients.changed()  # on all ranks and stages: the norm is one of all
+            self._sharded.parts.gradients.changed()  # on all ranks and stages: the norm is one of all
 
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
@@ -622,13 +624,13 @@ class Engine:
 
         def read() -> dict[str, torch.Tensor]:
             sharded = self._sharded
-            if sharded.pipeline is None:
-                return sharded.access.state_dict(on_rank=on_rank)
-            whole = sharded.pipeline.across.merged(sharded.access.state_dict())
+            if sharded.parts.pipeline is None:
+                return sharded.parts.access.state_dict(on_rank=on_rank)
+            whole = sharded.parts.pipeline.across.merged(sharded.parts.access.state_dict())
             return whole if on_rank else {}
 
         def alone() -> dict[str, torch.Tensor]:
-            return self._sharded.access.state_dict(on_rank=on_rank, is_alone=True)
+            return self._sharded.parts.access.state_dict(on_rank=on_rank, is_alone=True)
 
         return self._session.asking(read, alone=alone, is_small=False)
 
@@ -640,16 +642,16 @@ class Engine:
         """
         self._require_open()
         self._before_change()
-        if self._sharded.pipeline is not None:
-            state = self._sharded.pipeline.across.own_part(state, strict=strict)
-        self._sharded.access.load_state_dict(state, strict=strict)
+        if self._sharded.parts.pipeline is not None:
+            state = self._sharded.parts.pipeline.across.own_part(state, strict=strict)
+        self._sharded.parts.access.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
         self._sharded.refuse_stages("optimizer_state_dict()", "Checkpoints have the states: engine.save(folder).")
         return self._session.asking(
-            lambda: self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0),
+            lambda: self._sharded.parts.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0),
             alone=lambda: refuse_to_arriving("optimizer_state_dict()"),
             is_small=False,
         )
@@ -661,7 +663,7 @@ class Engine:
         """
         self._require_open()
         self._sharded.refuse_stages("load_optimizer_state_dict()", "Checkpoints have them: engine.resume(folder).")
-        self._sharded.unfreezing.replan_now()
+        self._sharded.parts.unfreezing.replan_now()
         self._sharded.require_optimizer().load_state_dict(state)
 
     # -- sequences over several ranks ---------------------------------------------------------------------
@@ -685,11 +687,11 @@ class Engine:
         the same on all ranks that share it, or that cannot be split.
         """
         self._require_open()
-        if self._sharded.sequence is None:
+        if self._sharded.parts.sequence is None:
             if documents is not None:
                 raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
             return batch
-        return self._sharded.sequence.split(batch, documents)
+        return self._sharded.parts.sequence.split(batch, documents)
 
     def join_sequence(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The whole sequences of which this rank has `part`: the inverse of `split_sequence`, for results.
@@ -702,7 +704,7 @@ class Engine:
         Raises `ConfigError` for a tensor with another number of tokens, and `StateError` before any batch was split.
         """
         self._require_open()
-        return part if self._sharded.sequence is None else self._sharded.sequence.join(part, dim)
+        return part if self._sharded.parts.sequence is None else self._sharded.parts.sequence.join(part, dim)
 
     def give_whole_outputs(self, *, tokens: bool = True) -> None:
         """From now on, a model of transformers that is given a whole batch and splits it along `sp` returns whole
@@ -800,14 +802,14 @@ class Engine:
         Raises `ConfigError`, with figures, if nothing fits; nothing has been changed then.
         """
         self._require_open()
-        pipeline = self._sharded.pipeline
+        pipeline = self._sharded.parts.pipeline
         is_staged = pipeline is not None
         if pipeline is not None and pipeline.has_computed:
             raise StateError(
                 "fit_activations() in a pipeline is for an engine that has not computed yet; call it before the first "
                 "step."
             )
-        allowed = self._sharded.sharding.budget
+        allowed = self._sharded.parts.sharding.budget
         limit = allowed.device if device is None else bytes_of("device of fit_activations()", device)
         limit_of_host = allowed.host if host is None else bytes_of("host of fit_activations()", host)
         if limit is None:
@@ -855,14 +857,14 @@ class Engine:
     def _replan(self) -> None:
         """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
         sharded = self._sharded
-        if self._is_open and sharded.unfreezing.can_plan:
+        if self._is_open and sharded.parts.unfreezing.can_plan:
             sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
-            sharded.unfreezing.check(sharded.peers)
-            dropped = sharded.unfreezing.used_gradients()
+            sharded.parts.unfreezing.check(sharded.peers)
+            dropped = sharded.parts.unfreezing.used_gradients()
             sharded.zero_grad()
-            with trained_as_before(sharded.flats):
-                self.reshard(sharded.sharding.plan_to_fit)
-            self._sharded.unfreezing.note_dropped(dropped)
+            with trained_as_before(sharded.parts.flats):
+                self.reshard(sharded.parts.sharding.plan_to_fit)
+            self._sharded.parts.unfreezing.note_dropped(dropped)
 
     # -- before a call ------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class RunLog:
             self._open(self._folder)
         self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
         self._last_step = sharded.progress.num_steps
-        self.profile.follow(sharded.timeline, sharded.progress.num_steps)
+        self.profile.follow(sharded.parts.timeline, sharded.progress.num_steps)
         sharded.progress.on_step[:] = [self._note_step]
         self._world.journal.clock.lap()
 
@@ -128,8 +128,8 @@ class RunLog:
         if step != self._noted + 1:  # the first one here, or the first after a resume
             self._began_after = step - 1
         self._noted = step
-        if sharded.optimizer is not None:
-            lr = sharded.optimizer.members[0].param_groups[0].get("lr")
+        if sharded.parts.optimizer is not None:
+            lr = sharded.parts.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
         self._timeline.note_step(sharded)
         self.profile.note_step(step)
@@ -273,7 +273,7 @@ class RunLog:
     def _open_record(self, path: Path, sharded: ShardedModel, step: int) -> None:
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
-        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.sharding.device)}
+        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.parts.sharding.device)}
         size = self._world.size
         is_of_this_job = self._register_record(path) or self._last_entry is not None
         if step <= 0 and not is_of_this_job:

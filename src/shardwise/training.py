@@ -64,7 +64,7 @@ class Session:
 
     def clip(self, max_norm: float, norm_type: float) -> Norm:
         """See `Engine.clip_grad_norm_`."""
-        return self.sharded.gradients.clip(max_norm, norm_type)
+        return self.sharded.parts.gradients.clip(max_norm, norm_type)
 
     def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
         """See `Engine.train_step`."""
@@ -78,10 +78,10 @@ class Session:
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        if sharded.sequence is not None:
-            sharded.sequence.note_micro_batches(batch, parts)
-        if sharded.pipeline is not None:
-            mean = _through_stages(self, sharded.pipeline, parts, loss_fn)
+        if sharded.parts.sequence is not None:
+            sharded.parts.sequence.note_micro_batches(batch, parts)
+        if sharded.parts.pipeline is not None:
+            mean = _through_stages(self, sharded.parts.pipeline, parts, loss_fn)
         else:
             mean = mean_loss([self._trained(part, loss_fn) for part in parts], parts)
         sharded.progress.micro_steps.are_all_run = True
@@ -141,7 +141,7 @@ class Session:
 
     def finish_updates(self) -> None:
         """Wait until this rank has what others have updated last."""
-        self.sharded.runner.gathering.finish_updates()
+        self.sharded.parts.runner.gathering.finish_updates()
 
     def close(self, error: BaseException | None = None) -> None:
         """The loop has come to its end, or to `error`."""
@@ -159,7 +159,7 @@ def _through_stages(
     session: Session, pipeline: Pipeline, parts: list[MicroBatch], loss_fn: LossFunction | None
 ) -> Tensor:
     sharded = session.sharded
-    if sharded.gradients.exist() and sharded.gradients.are_prepared:
+    if sharded.parts.gradients.exist() and sharded.parts.gradients.are_prepared:
         raise StateError(
             "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
             "engine.zero_grad(), before the next forward_backward()."
@@ -168,11 +168,11 @@ def _through_stages(
         from shardwise.activation_room import ask_before_first_step  # only these jobs load it
 
         ask_before_first_step(sharded, parts[0], loss_fn)
-    runner = sharded.runner
+    runner = sharded.parts.runner
     with runner.over_schedule():
-        mean = pipeline.train(parts, loss_fn, _StageTrainer(session, parts), sharded.timeline)
-    if sharded.sequence is not None:
-        sharded.sequence.check_was_asked(pipeline.line)
+        mean = pipeline.train(parts, loss_fn, _StageTrainer(session, parts), sharded.parts.timeline)
+    if sharded.parts.sequence is not None:
+        sharded.parts.sequence.check_was_asked(pipeline.line)
     runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
     return mean
 
@@ -190,19 +190,19 @@ class _StageTrainer:
         self._sharded = sharded = session.sharded
         self._parts = parts
         self._micro_batch = 0
-        self._reduces = sharded.runner.passes.reduces
+        self._reduces = sharded.parts.runner.passes.reduces
         self._reduces_each = bool(sharded.table.grad.shard)
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
         self._micro_batch = op.micro_batch
         reduces = self._reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
-        self._sharded.runner.passes.begin_op(op, reduces=reduces)
+        self._sharded.parts.runner.passes.begin_op(op, reduces=reduces)
 
     def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
-        return self._sharded.runner.halves.first(micro_batch)
+        return self._sharded.parts.runner.halves.first(micro_batch)
 
     def backward_of_weights(self, aside: Sequence[Aside]) -> None:
-        runner = self._sharded.runner
+        runner = self._sharded.parts.runner
         if self._sharded.progress.scaler is not None:
             runner.passes.note_scaled()
         left: dict[str, list[Aside]] = {}
@@ -219,7 +219,7 @@ class _StageTrainer:
         self._session.backward(loss, self._parts[self._micro_batch].weight)
 
     def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        runner = self._sharded.runner
+        runner = self._sharded.parts.runner
         if self._sharded.progress.scaler is not None:
             runner.passes.note_scaled()  # the loss was scaled on another stage
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
@@ -233,20 +233,20 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
     """See `Engine.eval_step`."""
     with torch.no_grad():
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        if sharded.sequence is not None:
-            sharded.sequence.note_micro_batches(batch, parts)
-        if sharded.pipeline is not None:
-            return sharded.pipeline.evaluate(parts, loss_fn, sharded.runner.begin_evaluation_of)
+        if sharded.parts.sequence is not None:
+            sharded.parts.sequence.note_micro_batches(batch, parts)
+        if sharded.parts.pipeline is not None:
+            return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
         return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
 
 
 def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
     """See `Engine.inference`."""
-    if sharded.pipeline is None:
+    if sharded.parts.pipeline is None:
         return _inference_of_all_layers(sharded, keep_bytes)
     from shardwise.inference_in_stages import inference_in_stages  # only ranks with a pipeline load it
 
-    return inference_in_stages(sharded, sharded.pipeline, keep_bytes)
+    return inference_in_stages(sharded, sharded.parts.pipeline, keep_bytes)
 
 
 @contextmanager

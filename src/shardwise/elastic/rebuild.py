@@ -19,8 +19,8 @@ def take_down(sharded: ShardedModel) -> None:
     """Return model and optimizers to their plain form, wherever a fault interrupted their step."""
     if sharded.is_taken_down:
         return
-    if sharded.optimizer is not None:
-        sharded.optimizer.updates.withdraw_gradients()
+    if sharded.parts.optimizer is not None:
+        sharded.parts.optimizer.updates.withdraw_gradients()
     sharded.take_down()
 
 
@@ -35,7 +35,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
         fitted = (former.sharding.fitted, former.sharding.budget)
         renewed = move(former, designed, belongings, world, fitted=fitted)
     try:
-        renewed.runner.step.restore_params()
+        renewed.parts.runner.step.restore_params()
     except BaseException:  # another rank was lost: the next attempt begins with the model in its plain form again
         take_down(renewed)
         raise

@@ -160,7 +160,7 @@ class Recovery:
         [Note: the commit] and [Note: reads between steps] in `session.py`."""
         iterations, num_steps = self.iterations, self._sharded.progress.num_steps
         if awaits_updates or self.survival.copies is None:
-            self._sharded.runner.gathering.await_updates()
+            self._sharded.parts.runner.gathering.await_updates()
         self.survival.await_copies()
         iterations.next_version(iterations.begun, num_steps)
         images = self.survival.image

@@ -111,7 +111,7 @@ class ElasticSession(Session):
         """A fault that a backward has noticed, not recovered from yet."""
         self._last: _Arguments | None = None
         """See [Note: batches of steps that are undone]."""
-        members = sharded.optimizer.members if sharded.optimizer is not None else ()
+        members = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
         self._steps = PlainSteps(members, self._plain_step)
         self.wrap(sharded)
         if arrival is not None:
@@ -131,7 +131,7 @@ class ElasticSession(Session):
         self.sharded = sharded
         self._model.__dict__["_compiled_call_impl"] = self._forward
         sharded.before_update = self._before_update
-        sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))
+        sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
 
@@ -235,7 +235,7 @@ class ElasticSession(Session):
         self._handle_noted_fault()
         if not self._iterations.is_void():
             try:
-                return self.sharded.gradients.clip(max_norm, norm_type)
+                return self.sharded.parts.gradients.clip(max_norm, norm_type)
             except CommError as error:
                 self.recovery.recover(error)
         return math.nan
@@ -302,7 +302,7 @@ class ElasticSession(Session):
             recovery.recover(None)
         if self._quiet.is_on and iterations.begun > iterations.void_until:
             self._quiet.leave()
-        if not self._quiet.is_on and self.sharded.unfreezing.can_plan:
+        if not self._quiet.is_on and self.sharded.parts.unfreezing.can_plan:
             recovery.plan_again()
         iterations.num_steps[iterations.version] = self.sharded.progress.num_steps
         self._loop_state.restore_settings()
@@ -312,7 +312,7 @@ class ElasticSession(Session):
 
     def _commit(self) -> None:
         """See [Note: the commit] and [Note: reads between steps]."""
-        self._reads_params = self._reads_params or self.sharded.runner.gathering.was_read
+        self._reads_params = self._reads_params or self.sharded.parts.runner.gathering.was_read
         self.recovery.commit(awaits_updates=self._reads_params or self._is_first_commit)
         self._is_first_commit = False
 
