@@ -41,6 +41,8 @@ from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
+IS_SENT_FOR_THE_CALLER = True  # see `journal.py`
+
 
 class _OneWay(NamedTuple):
     """The communicators of one line."""
