@@ -41,7 +41,7 @@ from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
-IS_SENT_FOR_THE_CALLER = True  # see `journal.py`
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
 
 
 class _OneWay(NamedTuple):

@@ -56,7 +56,7 @@ _TAGS = FIRST_SIDE_TAG - 1
 _PACKAGE = f"{Path(errors.__file__).parent}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
-_MARK = "IS_SENT_FOR_THE_CALLER"
+_MARK = "SENDS_FOR_ITS_CALLER"
 """A module with this name sends for whoever calls it: a fault is explained by what its caller was about."""
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more

@@ -9,7 +9,7 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 
-IS_SENT_FOR_THE_CALLER = True  # see `journal.py`
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
 
 Tensor = torch.Tensor
 SHORT_MESSAGE_BYTES = 64

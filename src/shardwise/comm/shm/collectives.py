@@ -22,7 +22,7 @@ from shardwise.comm.work import Done, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
-IS_SENT_FOR_THE_CALLER = True  # see `journal.py`
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
 
 
 class Shared:
