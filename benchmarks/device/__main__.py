@@ -90,7 +90,7 @@ def _run(part: Part, device: str, num_ranks: int, seconds: float, out: Path) -> 
     start = time.monotonic()
     process = subprocess.Popen(command, env=env, cwd=ROOT)
     try:
-        status = "done" if process.wait(timeout=seconds) == 0 or file.exists() else f"exit {process.returncode}"
+        status = "done" if process.wait(timeout=seconds) == 0 else f"exit {process.returncode}"
     except subprocess.TimeoutExpired:
         status = f"stopped after {seconds:.0f} s"
         process.terminate()
@@ -99,9 +99,16 @@ def _run(part: Part, device: str, num_ranks: int, seconds: float, out: Path) -> 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    return outcome_of(file, status, time.monotonic() - start)
+
+
+def outcome_of(file: Path, status: str, seconds: float) -> dict[str, Any]:
+    """What a part has left in `file`, whether or not it came to its end."""
     told = read_result(file) if file.exists() else {"rows": []}
     errors = [f"{row['name']}: {row['error']}" for row in told["rows"] if "error" in row]
-    return {"status": status, "seconds": round(time.monotonic() - start, 1), "errors": errors, **told}
+    if told.get("running"):
+        errors.append(f"stopped in the middle of {', '.join(told['running'])}")
+    return {"status": status, "seconds": round(seconds, 1), "errors": errors, **told}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from benchmarks.device.__main__ import outcome_of
 from benchmarks.device.allocations import sites_at_peak
-from benchmarks.device.correctness import told_by
 from benchmarks.device.gaps import gaps_of
 from benchmarks.device.on_ranks import PARTS
 from benchmarks.device.page import page_of, verdict_of
 from benchmarks.device.rows import Rows
+from benchmarks.device.test_reports import TestReports
+from benchmarks.fresh import ROOT, environment
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -102,14 +109,66 @@ def test_what_was_alive_at_the_peak() -> None:
     assert len(sites) == 2
 
 
-def test_reports_of_tests_are_read(tmp_path: Path) -> None:
-    report = tmp_path / "junit.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="tests.device.test_a" name="one"/>'
-        '<testcase classname="tests.device.test_a" name="two">'
-        '<failure message="E: not equal">trace</failure></testcase>'
-        '<testcase classname="tests.device.test_a" name="three"><skipped/></testcase></testsuite></testsuites>'
+TESTS = """
+import time
+import pytest
+
+def test_right(): pass
+def test_wrong(): assert 1 == 2, "one is not two"
+def test_left_out(): pytest.skip("no")
+
+@pytest.fixture
+def closes_badly():
+    yield
+    raise ValueError("cannot be closed")
+
+def test_closed(closes_badly): pass
+def test_hangs(): time.sleep(600)
+"""
+
+
+def test_a_run_that_is_killed_has_named_what_failed(tmp_path: Path) -> None:
+    """The whole part, killed with its tests in the middle of one."""
+    pytest.importorskip("xdist")
+    tests, out = tmp_path / "test_some.py", tmp_path / "correctness.json"
+    tests.write_text(TESTS)
+    command = [sys.executable, "-m", "benchmarks.device.correctness", "--device", "cpu", "--seconds", "600"]
+    part = subprocess.Popen(
+        [*command, "--out", str(out), "--tests", str(tests)],
+        cwd=ROOT,
+        env=environment(on_cpu=True),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    told = told_by(report)
-    assert (told["passed"], told["failed"], told["skipped"]) == (1, 1, 1)
-    assert told["rows"] == [{"name": "test_a::two", "error": "E: not equal", "trace": "trace"}]
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            told = json.loads(out.read_text()) if out.exists() else {"running": []}
+            if told["running"] == ["test_some::test_hangs"]:
+                break
+            time.sleep(0.05)
+    finally:
+        os.killpg(part.pid, signal.SIGKILL)
+        part.wait()
+    outcome = outcome_of(out, "stopped", 1.0)
+    assert [outcome[kind] for kind in ("passed", "failed", "skipped")] == [1, 2, 1]
+    wrong, closed, stopped = outcome["errors"]
+    assert wrong.startswith("test_some::test_wrong: AssertionError: one is not two")
+    assert closed == "test_some::test_closed: ValueError: cannot be closed"
+    assert stopped == "stopped in the middle of test_some::test_hangs"
+    page = page_of(whole_of({"correctness": outcome}))
+    assert "1 passed, 2 failed, 1 skipped" in page
+    assert "test_some::test_wrong" in page
+    assert "test_some::test_closed" in page
+
+
+def test_a_crash_is_a_failure_and_no_longer_running(tmp_path: Path) -> None:
+    told = TestReports(tmp_path / "told.json")
+    told.pytest_runtest_logstart("tests/device/test_a.py::test_one[x]")
+    crash = "worker 'gw0' crashed while running 'test_one[x]'"
+    told.pytest_runtest_logreport(
+        pytest.TestReport("tests/device/test_a.py::test_one[x]", ("", None, ""), {}, "failed", crash, "???")  # type: ignore[arg-type]
+    )
+    outcome = outcome_of(tmp_path / "told.json", "exit 1", 1.0)
+    assert outcome["errors"] == [f"test_a::test_one[x]: {crash}"]
+    assert (outcome["failed"], outcome["running"]) == (1, [])
