@@ -46,7 +46,7 @@ PROGRAMS: list[tuple[Any, ...]] = [
 def trained(
     preset: str, precision: str, mesh: dict[str, int], make: MakeOptimizer = adamw, freezes: bool = False
 ) -> tuple[int, list[Call]]:
-    """With `freezes` a unit has two buffers that are gathered at one moment, once an engine knows the order of a step."""
+    """With `freezes` a unit has two buffers, which are gathered at one moment once the order of a step is known."""
 
     def work(world: sw.World) -> None:
         model = Transformer(tied=True, num_blocks=2)
