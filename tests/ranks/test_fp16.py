@@ -25,7 +25,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.errors import StateError
-from shardwise.precision.verdict import _sum_of_squares
+from shardwise.precision.verdict import sum_of_squares
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -215,5 +215,5 @@ def test_the_norm_of_narrow_gradients_on_the_host_is_not_that_of_a_long_sum() ->
     numbers = torch.Generator().manual_seed(0)
     narrow = torch.randn(16_000_000, generator=numbers).bfloat16()
     exact = narrow.double().square().sum().item()
-    assert _sum_of_squares(narrow, torch.float32).item() == pytest.approx(exact, rel=3e-5)
-    assert _sum_of_squares(narrow[:0], torch.float32).item() == 0
+    assert sum_of_squares(narrow, torch.float32).item() == pytest.approx(exact, rel=3e-5)
+    assert sum_of_squares(narrow[:0], torch.float32).item() == 0
