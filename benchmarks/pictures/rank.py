@@ -1,0 +1,107 @@
+"""A rank of a picture's run: `python -m benchmarks.pictures.rank FORM PRESET --out FOLDER`, by `run_ranks`.
+
+Ranks send messages here instead of sharing memory, as ranks of several hosts do: then what is gathered ahead moves
+while a rank computes, and every byte that a rank holds is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import shardwise as sw
+from benchmarks.figures import Figures, write_figures
+from benchmarks.model import batch_of, build_model
+from benchmarks.sizes import Size
+
+SIZE = Size(num_blocks=6, dim=512, vocab=4096, seq=256, micro_batch=4)
+WARM_STEPS = 3
+SAMPLE_SECONDS = 0.001
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+class Sampler(threading.Thread):
+    """Reads how much memory this process has, a thousand times a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[tuple[float, int]] = []
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.wait(SAMPLE_SECONDS):
+            self.samples.append((time.perf_counter(), resident_bytes()))
+
+    def end(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def timeline(figures: Figures, preset: str, folder: Path) -> None:
+    """The events of one step, as `engine.timeline` writes them."""
+    trace = folder / "timeline.json"
+    with sw.World.join(shares_memory=False) as world, _engine(world, preset) as engine:
+        tokens = batch_of(SIZE, world.rank)
+        _warm_up(engine, tokens)
+        with engine.timeline(trace):
+            engine.backward(engine(tokens))
+            engine.step()
+        is_first = world.rank == 0
+        figures["events"] = json.loads(trace.read_text())["traceEvents"] if is_first else "those of rank 0"
+
+
+def memory(figures: Figures, preset: str, _: Path) -> None:
+    """What one step holds, in bytes beyond those before the model was built, with when its phases end."""
+    with sw.World.join(shares_memory=False) as world:
+        before = resident_bytes()
+        with _engine(world, preset) as engine:
+            tokens = batch_of(SIZE, world.rank)
+            figures["promised"] = engine.rehearse(tokens).total
+            _warm_up(engine, tokens)
+            world.barrier()
+            sampler = Sampler()
+            sampler.start()
+            marks = [time.perf_counter()]
+            loss = engine(tokens)
+            marks.append(time.perf_counter())
+            engine.backward(loss)
+            marks.append(time.perf_counter())
+            engine.step()
+            marks.append(time.perf_counter())
+            sampler.end()
+        figures["marks"] = [mark - marks[0] for mark in marks]
+        figures["samples"] = [(at - marks[0], held - before) for at, held in sampler.samples if at <= marks[-1]]
+
+
+def _warm_up(engine: sw.Engine, tokens: torch.Tensor) -> None:
+    """The first step records the order of units, and makes the states."""
+    for _ in range(WARM_STEPS):
+        engine.backward(engine(tokens))
+        engine.step()
+
+
+def _engine(world: sw.World, preset: str) -> sw.Engine:
+    model = build_model(SIZE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return sw.shard(model, {"preset": preset, "precision": "bf16"}, optimizer=optimizer, world=world)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("form", choices=("timeline", "memory"))
+    parser.add_argument("preset")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with write_figures(args.out) as found:
+        {"timeline": timeline, "memory": memory}[args.form](found, args.preset, args.out)
