@@ -58,7 +58,7 @@ def table_to_program() -> Figure:
     """Two plans: the rows of each, and what an engine on two ranks then does for one block."""
     figure = card(
         9.6,
-        4.65,
+        4.75,
         "A plan is a table; the table becomes the program of a step",
         "One of two blocks on two ranks, in bf16: the table of each preset, and what engine.program() has for h.0",
     )
@@ -146,11 +146,11 @@ def ranks_in_a_mesh() -> Figure:
     mesh = Mesh.of({"pp": 2, "dp": 2, "tp": 2}, 8)
     figure = card(
         9.6,
-        4.1,
+        4.2,
         'Eight ranks as {"pp": 2, "dp": 2, "tp": 2}',
         "The innermost axis has neighbouring ranks, which should have the fastest links",
     )
-    axes = bare(area(figure, 0.2, 0.15, 9.2, 3.15))
+    axes = bare(area(figure, 0.2, 0.25, 9.2, 3.15))
     axes.set_xlim(0, 9.2)
     axes.set_ylim(0, 3.15)
     size, places = (1.45, 0.72), {}
