@@ -203,7 +203,7 @@ def ranks_in_a_mesh() -> Figure:
 OPS = {
     "F": (BLUE, "forward"),
     "B": (GREEN, "backward"),
-    "I": (GREEN, "backward: input"),
+    "I": (VIOLET, "backward: input"),
     "W": (ORANGE, "backward: weights"),
 }
 

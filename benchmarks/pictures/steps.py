@@ -41,55 +41,51 @@ def draw_overlap(measured: dict[str, Any]) -> Figure:
     begun = min(event["ts"] for event in events)
     spans = [(track, (start - begun) / 1e3, (stop - begun) / 1e3, name) for track, start, stop, name in _spans(events)]
     whole = max(stop for _, _, stop, _ in spans)
-    waited = sum(stop - start for track, start, stop, name in spans if track == "host" and name.startswith("wait "))
+    drawn = [(*found, start, stop, name) for track, start, stop, name in spans if (found := _drawn_as(track, name))]
+    agreed = max(stop for _, _, stop, name in spans if name.startswith("agree "))
+    drawn.append(("computes", FAINT, agreed, whole, "update"))
+    waited = sum(stop - start for row, _, start, stop, _ in drawn if row == "waits")
     figure = card(
         9.6,
-        3.3,
+        3.6,
         "A step of zero3 on one of two ranks, which send each other messages",
-        f"engine.timeline(): waiting takes {waited / whole:.0%} of the step; gathers and sums travel while blocks "
-        "compute. A bar ends where its result is first needed",
+        f"From engine.timeline(). Gathers and sums travel while blocks compute; waiting takes {waited / whole:.0%} of "
+        "the step. A bar ends where its result is first needed",
     )
-    axes = area(figure, 1.45, 0.62, 7.9, 1.85)
-    rows = {"computes": 0, "waits": 1, "gathers": 2, "sums gradients": 3}
-    for track, start, stop, name in spans:
-        row, colour = _drawn_as(track, name)
-        if row is None:
-            continue
-        axes.broken_barh(
-            [(start, stop - start)],
-            (rows[row] - 0.36, 0.72),
-            facecolor=PALE[colour] if row == "computes" else colour,
-            edgecolor=colour,
-            linewidth=0.6,
-            alpha=1 if row in ("computes", "waits") else 0.75,
-        )
-        short = name.split(" ")[-1].removeprefix("blocks.")
-        if row == "computes" and stop - start > whole / 60:
-            axes.text((start + stop) / 2, rows[row], short, fontsize=7, ha="center", va="center", color=INK)
-    axes.set_yticks(list(rows.values()), list(rows), fontsize=8.5)
-    axes.set_ylim(3.6, -0.6)
+    axes = area(figure, 1.25, 0.62, 8.1, 2.0)
+    lanes = dict.fromkeys(ROWS, 0)
+    for row, colour, start, stop, name in sorted(drawn, key=lambda one: one[2]):
+        lanes[row] += 1
+        top, height = ROWS.index(row) - 0.36, 0.72
+        if row in ("gathers", "sums"):  # one begins before another is awaited: two lanes
+            top, height = top + 0.37 * (lanes[row] % 2), 0.35
+        fill = colour if row == "waits" else PALE[colour]
+        axes.broken_barh([(start, stop - start)], (top, height), facecolor=fill, edgecolor=colour, linewidth=0.7)
+        unit = name.split(" ")[1 if name.startswith(("forward", "backward")) else 0].removeprefix("blocks.")
+        if row != "waits" and stop - start > whole * (0.008 + 0.007 * len(unit)):
+            size = 7.5 if row == "computes" else 6
+            middle = (start + stop) / 2, top + height / 2
+            axes.text(*middle, unit, fontsize=size, ha="center", va="center_baseline", color=INK)
+    axes.set_yticks(range(len(ROWS)), ROWS, fontsize=8.5)
+    axes.set_ylim(len(ROWS) - 0.4, -0.6)
     axes.set_xlim(0, whole)
     plain(axes, "milliseconds", "")
     axes.grid(visible=False)
-    legend = ((BLUE, "forward"), (GREEN, "backward"), (FAINT, "update"))
-    _legend(figure, legend, 6.2, 2.55)
+    _legend(figure, ((BLUE, "forward"), (GREEN, "backward"), (FAINT, "update")), 1.25, 2.72)
     return figure
 
 
-def _drawn_as(track: str, name: str) -> tuple[str | None, str]:
-    """The row of a span, and its colour."""
+ROWS = ("computes", "waits", "gathers", "sums")
+
+
+def _drawn_as(track: str, name: str) -> tuple[str, str] | None:
+    """The row and colour of a span; None for what is not drawn."""
     if track == "units":
-        unit = name.split(" ")[-1]
-        if unit in ("positions", "rest"):  # around all others
-            return None, FAINT
-        return "computes", BLUE if name.startswith("forward") else GREEN
+        around_others = name.split(" ")[-1] in ("positions", "rest")
+        return None if around_others else ("computes", BLUE if name.startswith("forward") else GREEN)
     if track == "host":
-        if name.startswith("wait "):
-            return "waits", RED
-        return ("computes", FAINT) if name.startswith("step") else (None, FAINT)
-    if track == "on the way":
-        return ("sums gradients", ORANGE) if name.endswith(" grad") else ("gathers", VIOLET)
-    return None, FAINT
+        return ("waits", RED) if name.startswith(("wait ", "agree ")) else None
+    return ("sums", ORANGE) if name.endswith(" grad") else ("gathers", VIOLET)
 
 
 def _spans(events: list[dict[str, Any]]) -> Iterator[tuple[str, float, float, str]]:
@@ -114,10 +110,10 @@ def measure_memory() -> dict[str, Any]:
 def draw_memory(measured: dict[str, Any]) -> Figure:
     figure = card(
         9.6,
-        3.75,
+        4.1,
         "Memory of one rank over a step",
         f"A GPT of {SIZE.params / 1e6:.0f} million parameters in bf16 with AdamW, on two ranks that send messages: "
-        "resident memory, beyond what the process had before",
+        "resident memory beyond what the process had before",
     )
     most = max(max(held for _, held in one["samples"]) for one in measured.values()) / 2**20
     most = max(most, *(one["promised"] / 2**20 for one in measured.values()))
