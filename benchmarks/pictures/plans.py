@@ -76,7 +76,7 @@ def _draw_table(axes: object, preset: str) -> None:
     axes.text(0, 4.12, f'"{preset}"', fontsize=11, fontweight="bold", color=INK, family=MONO)
     for number, kind in enumerate(KINDS):
         place, y = table.place(kind), 3.72 - 0.26 * number
-        said = "shard over dp" if place.shard else "its own sum" if place.partial else "copy"
+        said = "shard over dp" if place.shard else "partial (own sum)" if place.partial else "copy"
         box(axes, (0, y - 0.07), (4.3, 0.23), ROWS[kind], rounding=0.03)
         axes.text(0.08, y, kind, fontsize=8.5, color=ROWS[kind], family=MONO, fontweight="bold")
         axes.text(1.0, y, said, fontsize=8.5, color=INK, family=MONO)
