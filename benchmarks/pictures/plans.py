@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -26,7 +29,7 @@ from shardwise.config import Plan
 from shardwise.mesh import Mesh
 from shardwise.placement import KINDS, table_for
 from shardwise.program import parse
-from shardwise.program.schedule import SCHEDULES, schedule_for, timed
+from shardwise.program.schedule import SCHEDULES, Op, schedule_for, timed
 from shardwise.testing import run_ranks
 
 ROWS = {"param": BLUE, "held": VIOLET, "grad": ORANGE, "optim": GREEN}
@@ -71,7 +74,7 @@ def table_to_program() -> Figure:
     return figure
 
 
-def _draw_table(axes: object, preset: str) -> None:
+def _draw_table(axes: Axes, preset: str) -> None:
     table = table_for(Plan(preset=preset, precision="bf16"), Mesh.of({"dp": 2}, 2))
     axes.text(0, 4.12, f'"{preset}"', fontsize=11, fontweight="bold", color=INK, family=MONO)
     for number, kind in enumerate(KINDS):
@@ -85,7 +88,7 @@ def _draw_table(axes: object, preset: str) -> None:
     axes.text(0.66, 2.6, "a pure function", fontsize=8.5, color=FAINT)
 
 
-def _draw_program(axes: object, preset: str) -> None:
+def _draw_program(axes: Axes, preset: str) -> None:
     y = 2.3
     for moment, actions in _actions_of(preset):
         for number, (verb, subject, over, row, more) in enumerate(actions):
@@ -265,7 +268,7 @@ def stage_schedules() -> Figure:
     return figure
 
 
-def _in_flight(spans: object) -> int:
+def _in_flight(spans: Sequence[tuple[Op, float, float]]) -> int:
     """How many forwards a rank has done, at most, whose activations no backward has used up."""
     most = held = 0
     for op, _, _ in spans:

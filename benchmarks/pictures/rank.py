@@ -50,7 +50,8 @@ class Sampler(threading.Thread):
 
 def timeline(figures: Figures, preset: str, folder: Path) -> None:
     """The events of the quickest of a few steps, as `engine.timeline` writes them: others had company on their core."""
-    trace, taken = folder / "timeline.json", []
+    trace = folder / "timeline.json"
+    taken: list[tuple[float, str]] = []
     with sw.World.join(shares_memory=False) as world, _engine(world, preset) as engine:
         tokens = batch_of(SIZE, world.rank)
         _warm_up(engine, tokens)
@@ -63,10 +64,10 @@ def timeline(figures: Figures, preset: str, folder: Path) -> None:
     figures["events"] = json.loads(min(taken)[1])["traceEvents"] if world.rank == 0 else "those of rank 0"
 
 
-def memory(figures: Figures, preset: str, _: Path) -> None:
+def memory(figures: Figures, preset: str, _folder: Path) -> None:
     """What the quickest of a few steps holds, in bytes beyond those before the model was built, and when its phases
     end."""
-    taken = []
+    taken: list[tuple[float, list[float], list[tuple[float, int]]]] = []
     with sw.World.join(shares_memory=False) as world:
         _import_everything(world)
         before = resident_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -16,7 +15,6 @@ INK, FAINT, LINE, CARD = "#1f2937", "#6b7280", "#d1d5db", "#ffffff"
 BLUE, ORANGE, GREEN, VIOLET, RED = "#2563eb", "#ea580c", "#059669", "#7c3aed", "#dc2626"
 PALE = {BLUE: "#dbeafe", ORANGE: "#ffedd5", GREEN: "#d1fae5", VIOLET: "#ede9fe", RED: "#fee2e2", FAINT: "#f3f4f6"}
 MONO = "DejaVu Sans Mono"
-SAME_EVERY_TIME: dict[str, Any] = {"svg.hashsalt": "shardwise", "svg.fonttype": "path"}
 
 
 def card(width: float, height: float, title: str, said: str = "") -> Figure:
@@ -88,5 +86,5 @@ def box(
 
 def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(SAME_EVERY_TIME):
+    with matplotlib.rc_context({"svg.hashsalt": "shardwise", "svg.fonttype": "path"}):  # the same every time
         figure.savefig(path, format="svg", transparent=False, facecolor="none", metadata={"Date": None})
