@@ -106,7 +106,12 @@ def draw_lost_rank(measured: dict[str, Any]) -> Figure:
     calm = dict(measured["calm"])
     at = [step["at"] for step in shown]
     loss.plot(at, [step["loss"] for step in shown], color=BLUE, linewidth=1.6, label="this job")
-    undisturbed = {"color": ORANGE, "linewidth": 1.6, "linestyle": (0, (2, 3)), "label": "a job without a fault"}
+    undisturbed: dict[str, Any] = {
+        "color": ORANGE,
+        "linewidth": 1.6,
+        "linestyle": (0, (2, 3)),
+        "label": "a job without a fault",
+    }
     loss.plot(at, [calm.get(step["step"], float("nan")) for step in shown], **undisturbed)
     loss.legend(frameon=False, fontsize=8, labelcolor=FAINT, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.15))
     for axes in (rate, loss):

@@ -43,7 +43,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(256, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x).relu()
+        out: torch.Tensor = x + self.linear(x).relu()
+        return out
 
 
 class Blocks(nn.Module):
@@ -111,9 +112,9 @@ def _draw_program(axes: Axes, preset: str) -> None:
 
 def _actions_of(preset: str) -> list[tuple[str, list[tuple[str, str, str, str, str]]]]:
     """By moment, in the order in which they happen: verb, subject, axis, the row that it follows from, bytes."""
-    rows = []
+    rows: list[tuple[str, list[tuple[str, str, str, str, str]]]] = []
     for block in parse(_program_of(preset)):
-        actions = [
+        actions: list[tuple[str, str, str, str, str]] = [
             (
                 one.verb,
                 one.subject,
