@@ -112,7 +112,7 @@ def draw_lost_rank(measured: dict[str, Any]) -> Figure:
         "linestyle": (0, (2, 3)),
         "label": "a job without a fault",
     }
-    loss.plot(at, [calm.get(step["step"], float("nan")) for step in shown], **undisturbed)
+    loss.plot(at, [calm.get(step["step"], float("nan")) for step in shown], **other)
     loss.legend(frameon=False, fontsize=8, labelcolor=FAINT, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.15))
     for axes in (rate, loss):
         axes.axvline(0, color=RED, linewidth=1.2)
