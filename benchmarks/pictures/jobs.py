@@ -106,7 +106,7 @@ def draw_lost_rank(measured: dict[str, Any]) -> Figure:
     calm = dict(measured["calm"])
     at = [step["at"] for step in shown]
     loss.plot(at, [step["loss"] for step in shown], color=BLUE, linewidth=1.6, label="this job")
-    undisturbed: dict[str, Any] = {
+    other: dict[str, Any] = {
         "color": ORANGE,
         "linewidth": 1.6,
         "linestyle": (0, (2, 3)),
