@@ -35,7 +35,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive oldest soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive oldest soak extras zoo test-cluster cluster-tools docs lint types imports train bench pictures device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/s
 
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
+
+pictures: .venv/.train ## the pictures of the docs anew, from real runs of two and four ranks: ARGS="memory mesh"
+	@exec $(BIN)/python -m benchmarks.pictures $(ARGS)
 
 # A Python that has torch with a GPU and what the tests need is used as it is: such machines often reach no package
 # index. What it lacks may lie as wheels in the folder wheels/, which git ignores.

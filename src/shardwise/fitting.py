@@ -4,6 +4,8 @@ The cost of recomputing is counted: the additional operations of matrix products
 divided by this rank's measured rate. The cost of moving is the bytes moved divided by the rates in the calibration file
 of this machine; copies overlap with the computation, so it is an upper bound. Without these rates the order of
 `POLICIES` decides, which is the usual order of their costs.
+
+An engine chooses, not the plan's `budget`: the choice needs a batch to rehearse, which `shard` does not have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Initial values: deferred models, models on the meta device, weights in files."""
+"""Initial values: deferred models, models on the meta device, weights in files.
+
+Files are read by `pread`, not mapped: pages of a mapping count as the process's memory.
+"""
 
 from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.deferred import is_deferred

@@ -297,7 +297,7 @@ class Flat:
 
     def relax(self) -> None:
         """The whole buffer will not be read for a while: in shared memory its pages may go meanwhile, and it stays
-        whole."""
+        whole. So with the last unit, whose backward follows its forward but for the loss, where memory peaks."""
         if self.shared is not None and self.state is READY:
             self.shared.relax()
 
