@@ -171,7 +171,7 @@ def _by_target(files: Iterable[str], tests: Mapping[str, str]) -> list[Check]:
             found["zoo" if path.endswith("/test_zoo.py") else "extras"].append(path)
         elif path.startswith("tests/cluster/"):
             found["test-cluster"].append(path)
-        elif any(word in tests[path] for word in ("thorough_only", "one_in", "varies", "THOROUGH", "drawn")):
+        elif any(word in tests[path] for word in ("thorough_only", "sampled", "varies", "THOROUGH", "drawn")):
             found["thorough"].append(path)
     return [Check(target, tuple(paths)) for target, paths in found.items() if paths]
 

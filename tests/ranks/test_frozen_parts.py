@@ -14,9 +14,9 @@ from twins import Course, course_of, mean_losses
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 WIDTH, ROWS, NUM_STEPS = 6, 12, 6

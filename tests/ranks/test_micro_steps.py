@@ -15,7 +15,7 @@ from twins import PRESETS_2X2, plan_of
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Batch = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ def by_autograd(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
     torch.autograd.backward(loss / 2)
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("backward", [by_engine, by_loss, by_scale, by_halves, by_autograd])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), PLANS)
 def test_any_backward_is_averaged_and_only_step_counts(

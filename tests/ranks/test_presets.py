@@ -20,9 +20,9 @@ from twins import (
 )
 
 import shardwise as sw
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(18)
+pytestmark = sampled
 
 ALL = [*PRESETS_2, *PRESETS_4, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None), ("hsdp", 4, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in ALL]
