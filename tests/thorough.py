@@ -28,6 +28,8 @@ sampled = pytest.mark.sampled
 """For modules or tests that have many cases. `make test` runs one of each test's, and one more for each forty that it
 has, so chosen that those of one file have as many different values, and pairs of values, as they can. `make thorough`
 runs those that add every value of each parameter of each test, and `make exhaustive` all others."""
+each_value = pytest.mark.sampled(each_value=True)
+"""The same, for the few tests on which all others rest: of these `make test` runs every value of each parameter."""
 _CASES_PER_ONE_MORE = 40
 
 
@@ -70,12 +72,20 @@ def _shares_of_sampled(items: Sequence[pytest.Item]) -> dict[str, tuple[str, ...
         chooser = Chooser()
         for of_test in tests.values():
             cases = [_case(item) for item in of_test]
-            first = set(chooser.some(cases, 1 + len(cases) // _CASES_PER_ONE_MORE))
+            if _has_each_value(of_test[0]):
+                first = set(with_every_value(cases))
+            else:
+                first = set(chooser.some(cases, 1 + len(cases) // _CASES_PER_ONE_MORE))
             second = set(with_every_value(cases, first))
             for place, item in enumerate(of_test):
                 own = _shares(item)[0]
                 shares[item.nodeid] = (own if place in first else "thorough" if place in second else "exhaustive",)
     return shares
+
+
+def _has_each_value(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("sampled")
+    return mark is not None and mark.kwargs.get("each_value", False)
 
 
 def _case(item: pytest.Item) -> dict[str, str]:

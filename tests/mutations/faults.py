@@ -78,13 +78,7 @@ EXECUTOR = _of(
         "gradients that no_sync left are not reduced",
         "if self._passes.owes_reductions:",
         "if False:",
-        "micro_steps train_step",
-    ),
-    (
-        "a program that leaves gradients is not recorded anew",
-        "        self._reduce_left()\n        self._passes.forget_programs()",
-        "        self._reduce_left()",
-        "different_ways models unfreezing",
+        "recovery micro_steps train_step",
     ),
     (
         "a unit whose backward cannot be seen is freed after its forward",

@@ -12,8 +12,8 @@ from tests import thorough
 from tests.covering import combinations, covering
 
 
-def case(test: str, is_sampled: bool = True, only: bool = False, races: bool = False, **params: object) -> Any:
-    marks = {"sampled": thorough.sampled.mark} if is_sampled else {}
+def case(test: str, mark: Any = thorough.sampled, only: bool = False, races: bool = False, **params: object) -> Any:
+    marks = {} if mark is None else {"sampled": mark.mark}
     marks |= {"thorough_only": thorough.thorough_only("slow").mark} if only else {}
     marks |= {"soak": thorough.soak("a timeout").mark} if races else {}
     nodeid = f"a.py::{test}[{'-'.join(map(str, params.values()))}]" if params else f"a.py::{test}"
@@ -61,6 +61,15 @@ def test_make_thorough_adds_every_value_of_every_parameter(monkeypatch: pytest.M
         assert {item.callspec.params[name] for item in chosen} == set(values)
 
 
+def test_what_all_rests_on_has_every_value_in_make_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = thorough.each_value
+    items = [case("test", mark, preset=preset, size=size) for preset in range(8) for size in range(3)]
+    chosen = [item.callspec.params for item in run_as("test", items, monkeypatch)]
+    assert len(chosen) == 8
+    assert {one["size"] for one in chosen} == set(range(3))
+    assert not run_as("thorough", items, monkeypatch)
+
+
 def test_values_that_are_named_by_their_address_are_told_apart_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [case("test", make=make) for make in (object(), object())]
     for place, item in enumerate(items):
@@ -78,7 +87,7 @@ def test_what_make_test_leaves_out_is_run_by_make_thorough(monkeypatch: pytest.M
 
 def test_what_races_time_is_run_by_make_soak_alone_and_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     racing = [case("test", place=place, only=True, races=True) for place in range(12)]
-    items = [*racing, case("test_alone", is_sampled=False)]
+    items = [*racing, case("test_alone", mark=None)]
     shares = {share: names(run_as(share, items, monkeypatch)) for share in ("test", "thorough", "exhaustive", "soak")}
     assert shares == {"test": ["a.py::test_alone"], "thorough": [], "exhaustive": [], "soak": names(racing)}
 

@@ -21,7 +21,7 @@ from twins import (
 
 import shardwise as sw
 from tests import inside
-from tests.thorough import sampled
+from tests.thorough import each_value, sampled
 
 pytestmark = sampled
 
@@ -50,6 +50,7 @@ def test_bf16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any,
     assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, dtype=torch.bfloat16)
 
 
+@each_value
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), ALL, ids=IDS)
 def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
