@@ -35,7 +35,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive mutations soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ thorough: .venv/.test ## what `make test` leaves out: more cases of tests that h
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(sampled|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
+
+mutations: .venv/.test ## whether the tests catch faults that are seeded into the source: ARGS="--only schedule"
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 soak: .venv/.test cluster-tools ## what races time, which no other target runs: kills, timeouts, slow links; and drawn cases
 	THOROUGH=soak $(BIN)/pytest -v $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(soak|varies)' tests)

@@ -1,7 +1,7 @@
 """Does the suite catch what it should? Seeds the faults of `faults.py`, one at a time, into copies of the source.
 
 python -m tests.mutations                        # all: about a quarter of an hour on two slow cores
-python -m tests.mutations --only schedule        # those whose name has this text
+python -m tests.mutations --only schedule norm   # those whose name has one of these texts
 python -m tests.mutations --list
 
 Each fault has to make one of its tests fail: it is `caught`. One whose tests all pass has `survived`: a test is
@@ -141,12 +141,12 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutations", description="Seed faults, and see whether tests catch them."
     )
-    parser.add_argument("--only", default="", help="faults whose name has this text")
+    parser.add_argument("--only", nargs="*", default=[""], help="faults whose name has one of these texts")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for the tests of one fault")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--list", action="store_true", help="only print the faults")
     options = parser.parse_args(words)
-    chosen = [fault for fault in FAULTS if options.only in fault.name]
+    chosen = [fault for fault in FAULTS if any(text in fault.name for text in options.only)]
     if options.list:
         print(*(f"{fault.name}  ({' '.join(fault.tests)})" for fault in chosen), sep="\n")
         return 0
