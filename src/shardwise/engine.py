@@ -127,7 +127,7 @@ class Engine(EngineTraining):
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(sharding.plan), replan=self._replan)
         self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
-        self._sharded.runner.step.close_params()
+        self._sharded.runner.step.take_first_values()
         self._ask_for_room_first()
         if self._run_log is not None:
             self._run_log.follow(self._sharded)

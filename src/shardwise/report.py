@@ -186,7 +186,7 @@ def describe(sharded: ShardedModel) -> str:
     lines = (
         f"{plan.preset} on {sharded.mesh}, rank {world.rank} of {world.size}",
         *_transport_lines(sharded),
-        f"table, computing in {table.compute}, gradients travelling in {table.wire}",
+        f"table, computing in {table.compute}, gradients travelling in {table.grad_wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
         *sharded.sharding.fitted.splitlines(),
         f"{len(units)} units",

@@ -150,6 +150,11 @@ class Rows(Strict):
 class Wire(Strict):
     """What is communicated. Sums are computed in the wider of the wire's and the row's dtype."""
 
+    param: DtypeName | None = Field(
+        default=None,
+        description="dtype of parameters on the wire, narrower than precision: they are rounded to it wherever they "
+        "are gathered, and master weights are not; default: sent as they are",
+    )
     grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 

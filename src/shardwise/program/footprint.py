@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
-from shardwise.placement import WIDTH, Span, Tier
+from shardwise.placement import Span, Tier
 from shardwise.program.action import Moment, Program
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
@@ -209,7 +209,7 @@ def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
     if not all(flat.resident for flat in flats):
         return 0
     sent = [flat for flat in flats if flat.trainable and reduce_due(flat) and not fills_grad(flat)]
-    return sum(sorted(flat.numel * WIDTH[flat.table.wire] for flat in sent)[-NUM_KEPT_BLOCKS:])
+    return sum(sorted(flat.table.grad_wire.num_bytes(flat.numel) for flat in sent)[-NUM_KEPT_BLOCKS:])
 
 
 def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:

@@ -61,7 +61,14 @@ class FlatSpec:
     def master_is_param(self) -> bool:
         """Whether the optimizer updates the parameter's own bytes, without a second copy in another dtype."""
         param, optim = self.table.param, self.table.optim
-        return (param.dtype, param.tier) == (optim.dtype, optim.tier)
+        return (param.dtype, param.tier) == (optim.dtype, optim.tier) and not self.is_rounded_at_rest
+
+    @property
+    def is_rounded_at_rest(self) -> bool:
+        """Whether parameters rest as they were sent, because each rank has parts that another one updates. All ranks
+        keep the rounded values then, also the one that has updated them: copies must be equal."""
+        table = self.table
+        return self.trainable and table.param_wire is not None and table.param.shard != table.optim.shard
 
     @property
     def updates_below(self) -> bool:

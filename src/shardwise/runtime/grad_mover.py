@@ -25,7 +25,7 @@ class GradMover:
         self._collectives = collectives
         self._groups = groups
         self._name = flat.name
-        self._wire = torch_dtype(flat.spec.table.wire)
+        self._wire = torch_dtype(flat.spec.table.grad_wire.dtype)
         self._reduction: Reduction | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
