@@ -262,8 +262,8 @@ MEMORY = _of(
     "memory",
     (
         "the cast of what is sent in another dtype takes nothing",
-        "            copies = 1 if content.dtype == wire else 2\n",
-        "            copies = 1\n",
+        "copies = 1 if content.dtype == wire.dtype else 2",
+        "copies = 1",
         "program presets own_precision",
     ),
     (
@@ -289,6 +289,28 @@ MEMORY = _of(
         'if not flat.trainable or flat.tier_of("master") != tier:',
         'if flat.tier_of("master") != tier:',
         "frozen_parts program frozen_offload adapters_by_hand",
+    ),
+)
+
+WIRES = _of(
+    "wire",
+    (
+        "a rank has its own part as it was before it was encoded",
+        "            self._codec.decode(codes, elements)",
+        "            if codes is not self._chunks[0]:\n                self._codec.decode(codes, elements)",
+        "parameter_wires",
+    ),
+    (
+        "messages cost what their elements take at rest",
+        "return numel * WIDTH[self.dtype]",
+        'return numel * WIDTH["fp32"]',
+        "parameter_wires",
+    ),
+    (
+        "memory of codes is not counted as given back",
+        'self._meter.drop("working", self._num_bytes)',
+        "pass",
+        "parameter_wires",
     ),
 )
 
@@ -771,6 +793,6 @@ TENSOR = _of(
 )
 
 FAULTS: tuple[Fault, ...] = (
-    *(*SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *CHECKPOINT),
+    *(*SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
     *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR),
 )
