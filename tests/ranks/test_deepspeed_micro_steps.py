@@ -155,6 +155,7 @@ def test_saving_between_micro_batches(stage: int, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("backward", [by_loss, by_scale])
 def test_gradients_summed_over_ranks(backward: Callable[[Engine, Tensor], None], stage: int) -> None:

@@ -326,6 +326,7 @@ def trained(plan: Plan, *, shares_memory: bool) -> tuple[list[float], dict[str, 
     return first
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_numbers_are_those_that_the_host_would_have_read(

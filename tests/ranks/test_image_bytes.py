@@ -14,6 +14,7 @@ from shardwise.comm import World
 from shardwise.program.images import image_bytes
 from tests import inside
 from tests.ranks.threads_as_members import run_members
+from tests.thorough import sampled
 
 WIDTH, NUM_RANKS, PER_PIECE = 64, 2, 3 * 64
 
@@ -29,6 +30,7 @@ class Net(nn.Module):
         return result
 
 
+@sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
 def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ def test_an_update_behind_the_step_is_there_for_whoever_reads(
     torch.testing.assert_close(train(awaits=False), train(awaits=True), rtol=0, atol=0)
 
 
+@sampled
 @pytest.mark.parametrize("end", ["close", "reshard", "another step", "save"])
 @pytest.mark.parametrize("when", WHENS)
 def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_path: Path) -> None:
@@ -374,6 +375,7 @@ def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: Wh
     assert_same(late, whole)
 
 
+@sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
@@ -424,6 +426,7 @@ def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can
     assert all(made == devices.made[0] for made in devices.made.values())
 
 
+@sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
 def test_what_a_unit_gathers_at_one_moment_is_launched_as_one(case: tuple[str, int, Any], when: When) -> None:

@@ -280,6 +280,7 @@ def resharded_by_the_loop(
     return found
 
 
+@sampled
 @pytest.mark.parametrize(
     ("build", "loop"),
     [
