@@ -600,7 +600,7 @@ PRECISION = _of(
         "a norm that is no number leaves gradients as they are",
         "if factor < 1 or math.isnan(factor):",
         "if factor < 1:",
-        "exact_sums recovery plain_loops fp64 own_precision",
+        "presets",
     ),
     (
         "copies count several times in the norm",
