@@ -23,7 +23,6 @@ from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
-from tests import inside
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
@@ -172,7 +171,7 @@ def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> Non
 
 def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_lost[0]` is true while the gathers of the parameters that step `at_step` has updated are started."""
-    for mover in inside.runner(engine).gathering._executor.movers.values():
+    for mover in engine._sharded.runner.gathering._executor.movers.values():
         gather = mover.params.gather_updated
 
         def gather_or_lose(action: Any, gather: Any = gather) -> None:
@@ -237,7 +236,7 @@ def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_p
                 rows = slice(member, None, NUM_RANKS)
                 engine.backward(loss_of(own(x[rows]), y[rows]))
                 engine.step()
-                updating.append(any(flat.is_updating for flat in inside.flats(engine)))
+                updating.append(any(flat.is_updating for flat in engine._sharded.flats))
         return updating
 
     results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
@@ -277,7 +276,7 @@ def metered(
             engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
         engine.state_dict()
         engine._session._survival.await_copies()
-        specs = [flat.spec for flat in inside.flats(engine)]
+        specs = [flat.spec for flat in engine._sharded.flats]
         found = engine._session.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
         assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
         engine.close()

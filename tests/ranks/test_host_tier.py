@@ -17,7 +17,6 @@ from twins import (
 )
 
 import shardwise as sw
-from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -54,13 +53,13 @@ def twin(model: Transformer) -> Run:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    ledger = inside.ledger(engine)
+    ledger = engine._sharded.ledger
     x, y = batches(1, rows=4 * engine.world.size)[0]
     engine.world.barrier()
     ledger.clear()
     engine.backward(engine(x, y))
     engine.step()
-    planned = inside.program(engine)
+    planned = engine._sharded.runner.programs.program
     return {"report": engine.memory(), "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes())}
 
 

@@ -34,7 +34,6 @@ from shardwise.optim.probe import updates_of
 from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
-from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -88,7 +87,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = inside.ledger(engine), inside.program(engine)
+    ledger, planned = engine._sharded.ledger, engine._sharded.runner.programs.program
     coordinate = engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -100,7 +99,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = Walk(inside.programs(engine).specs, coordinate)
+    clock = Walk(engine._sharded.runner.programs.specs, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
             clock.walk(block)
@@ -110,7 +109,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
 
 def watch_update(engine: sw.Engine) -> list[int]:
     """From now on, record for each update the peak memory of whole parameters that it looks at."""
-    meter, run, peaks = inside.meter(engine), inside.runner(engine).step.during, []
+    meter, run, peaks = engine._sharded.sharding.meter, engine._sharded.runner.step.during, []
 
     def during_step() -> None:
         before = sum(meter.now.values())
@@ -119,7 +118,7 @@ def watch_update(engine: sw.Engine) -> list[int]:
         assert sum(meter.now.values()) == before
         peaks.append(meter.peak_total - before)
 
-    inside.runner(engine).step.during = during_step
+    engine._sharded.runner.step.during = during_step
     return peaks
 
 
@@ -401,7 +400,7 @@ def test_what_cannot_be_meant_is_refused(model: Transformer) -> None:
         Muon(hidden_matrices(model), iterate_in="fp16")  # type: ignore[arg-type]  # on purpose
 
     def work(engine: sw.Engine) -> None:
-        optimizer = inside.member(engine)
+        optimizer = engine._sharded.require_optimizer().members[0]
         with pytest.raises(ModelError, match=r"A parameter group with lr=0\.5 was added .* is not one of the model's"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
 
@@ -494,7 +493,7 @@ def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transform
 
 def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
     def measure(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = inside.ledger(engine), inside.program(engine)
+        ledger, planned = engine._sharded.ledger, engine._sharded.runner.programs.program
         engine.world.barrier()
         ledger.clear()
         x, y = batches(1, rows=4)[0]

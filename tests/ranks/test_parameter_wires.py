@@ -20,7 +20,6 @@ from twins import (
 
 import shardwise as sw
 from shardwise.errors import PlacementError
-from tests import inside
 
 CASES = [
     ("zero1", 2, None),
@@ -73,13 +72,13 @@ def test_trains_like_a_plain_model_that_computes_with_rounded_parameters(
     """And sends and holds what its program says."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = inside.ledger(engine)
+        ledger = engine._sharded.ledger
         x, y = batches(1, rows=4 * engine.world.size)[0]
         engine.world.barrier()
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = inside.program(engine)
+        planned = engine._sharded.runner.programs.program
         return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
 
     run = sharded_run(
@@ -109,7 +108,7 @@ def test_the_rounding_shows(model: Transformer, twin: Run) -> None:
 
 def test_half_the_bytes_are_gathered(model: Transformer) -> None:
     def gathered(engine: sw.Engine) -> dict[str, Any]:
-        planned = inside.program(engine)
+        planned = engine._sharded.runner.programs.program
         actions = [action for block in planned.micro_batch for action in block.actions]
         return {"bytes": sum(action.sent_bytes for action in actions if action.verb == "gather")}
 

@@ -20,7 +20,6 @@ from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.tensor import draws
 from shardwise.testing import run_ranks
-from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -167,7 +166,7 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
             narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
                 loss = engine(tokens(0))
-            ledger = inside.ledger(engine)
+            ledger = engine._sharded.ledger
             ledger.clear()
             engine.backward(loss)
             return saved, ledger.sent_bytes["gather", "tp"]
@@ -413,13 +412,13 @@ def test_a_rehearsal_and_an_evaluation() -> None:
         with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
             held = engine.rehearse(tokens(0)).by_kind["activations"]
             with engine.inference():
-                in_inference = float(model(tokens(0)))
+                inside = float(model(tokens(0)))
             with torch.no_grad():
-                return held, in_inference, float(model(tokens(0)))
+                return held, inside, float(model(tokens(0)))
 
-    for held, in_inference, outside in run_ranks(4, rank):
+    for held, inside, outside in run_ranks(4, rank):
         assert held > 0
-        assert (in_inference, outside) == pytest.approx((expected, expected), rel=1e-5)
+        assert (inside, outside) == pytest.approx((expected, expected), rel=1e-5)
 
 
 def test_recomputed_blocks() -> None:

@@ -11,7 +11,6 @@ from twins import Batch, Transformer, assert_rounds_like_the_plain_model, assert
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from tests import inside
 from tests.thorough import sampled
 
 CHOICES: dict[str, tuple[Any, list[str]]] = {
@@ -40,7 +39,7 @@ def test_units_of_ones_choice_train_like_the_plain_model(name: str, preset: str,
     model, data = Transformer(), batches(5, rows=12)
 
     def names(engine: sw.Engine) -> dict[str, Any]:
-        return {"units": [unit.name for unit in inside.units(engine)]}
+        return {"units": [unit.name for unit in engine._sharded.sharding.units]}
 
     run = sharded_run(model, data, preset, num_ranks, None, units=units, after=names)
     assert set(expected) <= set(run.extra["units"])
