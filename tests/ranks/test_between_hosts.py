@@ -18,10 +18,10 @@ from shardwise.comm.shm.file import is_possible
 from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
-pytestmark = [one_in(9), pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
+pytestmark = [sampled, pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
 HOSTS = ["aabb", "abab", "aaab", "baab", "aabbcc", "aaabb", "abc"]
 CHUNK = 40
 CPU = torch.device("cpu")

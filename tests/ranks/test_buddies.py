@@ -38,7 +38,7 @@ from tests.ranks.test_lost_ranks import (
     trained_alone,
 )
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, sampled
 
 HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixed": "abab"}
 
@@ -108,7 +108,7 @@ CASES = [
 ]
 
 
-@one_in(11)
+@sampled
 @pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
 def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
@@ -132,7 +132,7 @@ SENT = [
 """Plans of which something is copied to another host."""
 
 
-@one_in(28)
+@sampled
 @pytest.mark.parametrize("portion", list(range(3, 43, 2)))
 @pytest.mark.parametrize(("name", "loop"), SENT)
 def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, portion: int, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, por
     assert len(void) == 2, "a host was lost"
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("portion", list(range(16, 26)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
     """When a second host dies, a step that succeeded only at its second attempt is lost, and is taken again."""
@@ -148,7 +148,7 @@ def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -
     assert len(void) == 2, "two hosts were lost"
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("hosts", ["1 2 1", "3 1", "1 1 1 1", "mixed"])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp", "hpz"])
 def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
         race(PLANS[name], HostDiesAt(deaths), folder, hosts=HOSTS[hosts])
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("at", [24, 33, 41, 47, 58])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ class DiesBeforeOthersHaveItsUpdate:
         self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_and_die)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_before_its_neighbour_has_its_update(
@@ -324,7 +324,7 @@ def last_words(plan: dict[str, Any], plant: HostDiesAt, hosts: str, folder: Path
     return set(run_members(NUM_RANKS, work, folder, hosts=hosts).values())
 
 
-@one_in(7)
+@sampled
 @pytest.mark.parametrize("name", [name for name, _ in SENT])
 def test_a_rank_and_its_keeper_are_lost_together(name: str, tmp_path: Path) -> None:
     plan = {**TIERS, **PLANS}[name]
@@ -333,7 +333,7 @@ def test_a_rank_and_its_keeper_are_lost_together(name: str, tmp_path: Path) -> N
     assert said.endswith("Start again from the last checkpoint.")
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("name", ["ddp", "hsdp"])
 def test_two_hosts_are_lost_together_and_others_have_the_same(name: str, tmp_path: Path) -> None:
     """Nothing is copied where the rows of each rank are on another host anyway."""
@@ -365,7 +365,7 @@ def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
     }
 
 
-@one_in(11)
+@sampled
 @pytest.mark.parametrize("portion", [17, 20, 21, 25, 27, 28, 29, 35])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
@@ -427,7 +427,7 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
 
 @pytest.mark.parametrize("asks", ["always", "if it has taken a step"])
 @pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
-@one_in(2)
+@sampled
 def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended(
     loop: str, asks: str, tmp_path: Path
 ) -> None:
@@ -473,7 +473,7 @@ def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended
             assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
 
 
-@one_in(9)
+@sampled
 @pytest.mark.parametrize("hosts", ["aabbb", "aabba", "aabbc"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
 def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: Path) -> None:
@@ -538,7 +538,7 @@ class DiesBehindItsStep:
         self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_or_die)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_with_what_it_has_updated_on_its_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
 from tests.ranks.threads_as_members import ThreadMembership, run_members
 from tests.ranks.twins import VOCAB, Transformer
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 RANKS, MICRO, GAS, LENGTH = 2, 2, 2, 6
@@ -80,7 +80,7 @@ def trained(engine: deepspeed.DeepSpeedEngine, steps: list[Tensor], rank: int) -
     return losses, norms
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
     """Six steps, the last three after an engine with another ZeRO stage has loaded a checkpoint."""
@@ -569,7 +569,7 @@ class WithParameters(nn.Module):
         return (self.weights * (output - label) ** 2).mean() + self.proxies(output).logsumexp(-1).mean()
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("method", ["parameters", "uniform", "type:linear"])
 @pytest.mark.parametrize(("stages", "zero"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1)])
 @pytest.mark.parametrize("kind", [nn.MSELoss, OneArgument, WithParameters])

@@ -15,7 +15,7 @@ import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Engine = deepspeed.DeepSpeedEngine
@@ -86,7 +86,7 @@ def undivided(engine: Engine, loss: Tensor) -> None:
     engine.backward(loss / GAS, scale_wrt_gas=False)
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("backward", [by_loss, by_scale, keeping_the_graph, undivided])
 def test_any_backward_is_averaged_over_micro_batches(backward: Callable[[Engine, Tensor], None], stage: int) -> None:
@@ -155,6 +155,7 @@ def test_saving_between_micro_batches(stage: int, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("backward", [by_loss, by_scale])
 def test_gradients_summed_over_ranks(backward: Callable[[Engine, Tensor], None], stage: int) -> None:

@@ -25,7 +25,7 @@ from shardwise.errors import CheckpointError, ModelError, ShardwiseError, StateE
 from shardwise.storage import DiskMemory, disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 
 def bf16_states(model: nn.Module) -> torch.optim.Optimizer:
@@ -231,7 +231,7 @@ ONE_FAILS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("case", ONE_FAILS)
 def test_all_ranks_learn_at_the_end_of_a_step_that_the_disk_of_one_failed(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

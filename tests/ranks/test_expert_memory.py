@@ -26,9 +26,9 @@ from shardwise.experts import Router
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_RANKS = 2

@@ -27,9 +27,9 @@ import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.precision.verdict import sum_of_squares
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 MESH = {"node": 2, "local": 2}
 CASES: list[Any] = [("zero3", 2, None), ("zero2", 3, None), ("zero1", 2, None), ("ddp", 2, None), ("hsdp", 4, MESH)]

@@ -17,9 +17,9 @@ from twins import (
 )
 
 import shardwise as sw
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(21)
+pytestmark = sampled
 
 HOST = {"tier": "host"}
 STATES = {"optim": HOST}

@@ -29,9 +29,9 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.storage import Flat
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(15)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.program.images import image_bytes
 from tests.ranks.threads_as_members import run_members
+from tests.thorough import sampled
 
 WIDTH, NUM_RANKS, PER_PIECE = 64, 2, 3 * 64
 
@@ -28,6 +29,7 @@ class Net(nn.Module):
         return result
 
 
+@sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
 def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shardwise.monitor import read_record
 from shardwise.monitor.record import RunRecord
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, one_in, varies
+from tests.thorough import drawn, sampled, varies
 
 Befall = Callable[[World, int, int], None]
 
@@ -74,7 +74,7 @@ def trained(
     return run / "record.jsonl"
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("lost", [0, 2])
 def test_what_is_logged_in_a_void_iteration_is_not_written(lost: int, early: bool, tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ from shardwise.optim.probe import updates_of
 from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(18)
+pytestmark = sampled
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None), ("zero2", 4, None), ("zero3", 1, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]

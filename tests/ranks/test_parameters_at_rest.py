@@ -15,9 +15,9 @@ from twins import Transformer, adamw, batches, plan_of, share_of
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 Use = Callable[[sw.Engine, Any, torch.optim.Optimizer], Any]

@@ -18,9 +18,9 @@ from shardwise.errors import ModelError
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 MICRO_BATCHES, ROWS, LENGTH = 8, 8, 64

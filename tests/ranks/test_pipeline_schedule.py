@@ -16,9 +16,9 @@ from twins import Block, adamw
 import shardwise as sw
 from shardwise.program import parse
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(30)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES, CLIP = 4, 4, 0.5

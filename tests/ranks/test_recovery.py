@@ -15,9 +15,9 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batch
 
 import shardwise as sw
 from shardwise.errors import StateError
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 CASES = [*PRESETS_2, *PRESETS_2X2]

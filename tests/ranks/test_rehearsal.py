@@ -29,9 +29,9 @@ from shardwise.rehearsal.rehearse import process_bytes_for
 from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_specs
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 CPU = torch.device("cpu")
 GENERATOR_BYTES = torch.get_rng_state().nbytes

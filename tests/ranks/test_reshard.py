@@ -19,9 +19,9 @@ import shardwise.optim  # its tables are not counted
 from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 TWO = {"node": 2, "local": 2}
 PLANS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,9 @@ import shardwise as sw
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(5)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 ROWS, TOKENS, NUM_RANKS = 4, 128, 2

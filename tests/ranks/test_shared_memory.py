@@ -30,10 +30,10 @@ from shardwise.comm.shm.arena import Arena
 from shardwise.comm.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.shm.offers import NUM_OFFERS
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
-pytestmark = [one_in(6), pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
+pytestmark = [sampled, pytest.mark.skipif(not is_possible(), reason="this system has no memfd")]
 CPU = torch.device("cpu")
 MESH = {"node": 2, "local": 2}
 

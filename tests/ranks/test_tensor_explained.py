@@ -14,9 +14,9 @@ from test_split_products import CUT, net
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 MODEL = f"""
 import sys

@@ -29,9 +29,9 @@ from shardwise.comm import Line, Started
 from shardwise.errors import CommError
 from shardwise.tensor import products
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(22)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]

@@ -20,9 +20,9 @@ from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.tensor import draws
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(14)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]

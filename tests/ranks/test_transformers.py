@@ -13,9 +13,9 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 
 def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:

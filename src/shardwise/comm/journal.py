@@ -25,7 +25,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -309,14 +308,14 @@ class Awaited:
     def wait(self) -> None:
         journal = self._journal
         journal.waiting = self._entry
-        started = time.perf_counter()
+        started = journal.clock.now()
         try:
             self._work.wait()
         except LinkError as error:
             raise journal.failure(error) from error
         finally:
             journal.waiting = None
-            journal.clock.wait(self._entry.line.axis, time.perf_counter() - started)
+            journal.clock.wait(self._entry.line.axis, journal.clock.now() - started)
 
 
 def _track(line: LineRecord) -> Track:
