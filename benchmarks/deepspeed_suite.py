@@ -2,7 +2,10 @@
 
 CHECKOUT is a clone of DeepSpeed's repository on this disk, in which nothing is written; nothing is fetched. Each file
 runs in a process of its own (`deepspeed_suite_plugin.py`), on CPUs. Prints versions, and counts of tests by what became
-of them and why. `--results FILE` keeps one JSON object for each test, and `--read FILE` counts those of an earlier run.
+of them and why. `--results FOLDER` keeps one JSON object for each test, in a file for each of DeepSpeed's, written as
+tests end; a later run with the same folder goes on with what is not there, and `--read FOLDER` counts what is. With
+`--each-test N` at most N parametrisations of each test run, drawn by a hash of their names; the
+others count as not drawn.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ _COMMAND_LINE = """#!/bin/sh
 exec {python} -c 'import sys; from shardwise.cli.main import main; sys.exit(main(["deepspeed", *sys.argv[1:]]))' "$@"
 """
 PASSED, SKIPPED, REFUSED, INTERNALS = "passed", "skipped", "refused", "reads internals"
-ACCEPTED, OURS = "accepts more", "fails"
-VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS)
+ACCEPTED, OURS, NOT_DRAWN = "accepts more", "fails", "not drawn"
+VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 """What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
 _REFUSALS = ("ConfigError", "StateError", "ModelError", "CheckpointError", "DataError")
@@ -71,18 +74,23 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also what tests parts that shardwise does not have")
     parser.add_argument("--files-at-once", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=60, help="after which a test on several ranks counts as hanging")
-    parser.add_argument("--results", type=Path, help="where to keep one JSON object for each test")
+    parser.add_argument("--each-test", type=int, default=0, help="parametrisations to draw of each test; 0 for all")
+    parser.add_argument("--results", type=Path, help="a folder for the results")
+    parser.add_argument("--again", nargs="*", default=[], choices=VERDICTS, help="of --results, what to run again")
     parser.add_argument("--read", type=Path, help="the results of an earlier run, instead of a checkout")
     parser.add_argument("--each", action="store_true", help="list the tests of each cause")
     options = parser.parse_args()
     if (options.checkout is None) == (options.read is None):
         parser.error("give a checkout, or --read FILE")
     if options.read is not None:
-        print(summary(_lines(options.read), each=options.each))
+        kept = [one for path in sorted(options.read.rglob("*.jsonl")) for one in _lines(path)]
+        print(summary(kept, each=options.each))
         return
     checkout = options.checkout.resolve()
     print(versions(checkout))
-    print(summary(_run_all(checkout, options), each=options.each))
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) if options.results is None else options.results.resolve()
+        print(summary(_run_all(checkout, results, options), each=options.each))
 
 
 def versions(checkout: Path) -> str:
@@ -104,25 +112,33 @@ def _is_within(path: Path, part: str) -> bool:
     return path.as_posix().startswith(part if "test_" in part else f"{part}/")
 
 
-def _run_all(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _run_all(checkout: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     files = files_to_run(checkout, only=options.only, everything=options.all)
     results: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.files_at_once) as pool:
-        running = {pool.submit(_run, checkout, path, options.seconds): path for path in files}
+        running = {}
+        for path in files:
+            record = folder / path.with_suffix(".jsonl")
+            record.parent.mkdir(parents=True, exist_ok=True)
+            _forget(record, {NOT_DRAWN, *options.again})
+            running[pool.submit(_run, checkout, path, record, options)] = path
         for done in as_completed(running):
             counts = Counter(verdict(one)[0] for one in done.result())
             print(f"{running[done]}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
             results += done.result()
-            if options.results is not None:
-                options.results.write_text("".join(json.dumps(one) + "\n" for one in results))
     return results
 
 
-def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
+def _forget(record: Path, verdicts: set[str]) -> None:
+    """Leave in a file of results what has other `verdicts`: what is there is not run again."""
+    kept = [one for one in _lines(record) if verdict(one)[0] not in verdicts] if record.exists() else []
+    record.write_text("".join(json.dumps(one) + "\n" for one in kept))
+
+
+def _run(checkout: Path, path: Path, record: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The results of one file, in a process of its own."""
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "results.jsonl"
         command_line = Path(folder) / "deepspeed"
         command_line.write_text(_COMMAND_LINE.format(python=sys.executable))
         command_line.chmod(0o755)
@@ -136,11 +152,13 @@ def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
             "LOCAL_SIZE": "4",  # the devices that DeepSpeed counts on a CPU
             "HF_HUB_OFFLINE": "1",
             "DEEPSPEED_SUITE_RESULTS": str(record),
-            "DEEPSPEED_SUITE_SECONDS": str(seconds),
+            "DEEPSPEED_SUITE_SECONDS": str(options.seconds),
+            "DEEPSPEED_SUITE_EACH_TEST": str(options.each_test),
         }
         plugin = ["-p", "benchmarks.deepspeed_suite_plugin", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        limits = [f"--timeout={2 * seconds}", f"--basetemp={folder}/tmp"]
-        command = [sys.executable, "-m", "pytest", *plugin, *limits, "-q", str(path)]
+        limits = [f"--timeout={2 * options.seconds}", f"--basetemp={folder}/tmp"]
+        kinds = ["-o", "addopts=", "-m", "not nightly"]  # those that DeepSpeed runs one by one, too
+        command = [sys.executable, "-m", "pytest", *plugin, *limits, *kinds, "-q", str(path)]
         place = checkout / "tests"
         try:
             ended = subprocess.run(
@@ -149,10 +167,11 @@ def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
             is_done, words = ended.returncode in (0, 1, 2, 5), (ended.stdout + ended.stderr)[-1500:]
         except subprocess.TimeoutExpired:
             is_done, words = False, f"It took more than {_FILE_SECONDS} s."
-        found = _lines(record) if record.exists() else []
         if not is_done:
-            found.append({"test": str(path), "outcome": "failed", "type": "Crash", "message": words, "trace": words})
-        return found
+            crash = {"test": str(path), "outcome": "failed", "type": "Crash", "message": words, "trace": words}
+            with record.open("a") as file:
+                file.write(json.dumps(crash) + "\n")
+        return _lines(record)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -161,6 +180,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def verdict(result: dict[str, Any]) -> tuple[str, str]:
     """What became of a test, and its cause in a few words."""
+    if result["outcome"] == NOT_DRAWN:
+        return NOT_DRAWN, result["test"].partition("[")[0]
     if result["outcome"] != "failed":
         return (PASSED, "") if result["outcome"] == "passed" else (SKIPPED, result.get("message", "")[:110])
     kind, message = result["type"].rpartition(".")[2], " ".join(result["message"].split())

@@ -6,6 +6,7 @@ hangs. Here ranks are forks of the process that has imported everything, and end
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -101,10 +102,27 @@ def _install() -> None:
 _install()
 
 
-def pytest_collection_modifyitems() -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    record = Path(os.environ["DEEPSPEED_SUITE_RESULTS"])
+    known = {json.loads(line)["test"] for line in record.read_text().splitlines()}
+    drawn = _drawn([item.nodeid for item in items], int(os.environ["DEEPSPEED_SUITE_EACH_TEST"]))
+    with record.open("a") as file:
+        for item in items:
+            if item.nodeid not in drawn | known:
+                file.write(json.dumps({"test": item.nodeid, "outcome": "not drawn"}) + "\n")
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn - known])
+    items[:] = [item for item in items if item.nodeid in drawn - known]
     common = sys.modules.get("unit.common")
     if common is not None:
         common.DistributedExec._launch_procs = _launch
+
+
+def _drawn(tests: list[str], count: int) -> set[str]:
+    """`count` parametrisations of each test, or all if `count` is 0: for a larger count the same ones, and more."""
+    shuffled: dict[str, list[str]] = {}
+    for test in sorted(tests, key=lambda test: hashlib.sha256(test.encode()).digest()):
+        shuffled.setdefault(test.partition("[")[0], []).append(test)
+    return {test for ones in shuffled.values() for test in (ones[:count] if count else ones)}
 
 
 def _launch(test: Any, num_procs: int, init_method: str) -> None:

@@ -181,7 +181,7 @@ class Assembly:
             self._groups,
             buffers if self._plan.sync_buffers and self._data_group.size > 1 else NoNews(),
             Agreeing(frozenset(self._peers.group.ranks), frozenset(stages), exchange),
-            must_know_norm=self._plan.precision == "fp16",
+            must_know_norm=self._plan.takes_only_finite,
             complete=self._shared_gradients(),
         )
 
@@ -232,7 +232,15 @@ class Assembly:
             for exchange in (self._world.exchange, self._peers.exchange, self._data_group.exchange)
         )
         exchanges = (among_all, among_peers, among_data)
-        return Gradients(self._flats, executor.agreement, runner, verdict, exchanges, self._steps.scaler)
+        return Gradients(
+            self._flats,
+            executor.agreement,
+            runner,
+            verdict,
+            exchanges,
+            self._steps.scaler,
+            only_finite=self._plan.takes_only_finite,
+        )
 
     def pipeline(self, parts: Parts) -> Pipeline | None:
         """The pipeline, if the model is split into stages."""

@@ -6,6 +6,7 @@ import argparse
 import copy
 import csv
 import json
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,32 @@ def test_fp16_counts_what_it_skipped() -> None:
         assert (engine.global_steps, engine.skipped_steps) == (2, 2)
         assert engine.get_lr() == rates  # the schedule advances only with steps that are taken
         assert engine.cur_scale < 2.0**40
+
+    run_ranks(RANKS, rank_of)
+
+
+@pytest.mark.parametrize(("stage", "skips"), [(0, False), (1, True), (2, True), (3, False)])
+def test_bf16_skips_gradients_that_are_not_finite_where_deepspeed_does(stage: int, skips: bool) -> None:
+    """One rank's loss is NaN in the first step. Where it is skipped, the schedule does not advance."""
+    torch.manual_seed(0)
+    models = [Transformer() for _ in range(RANKS)]
+    config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    steps = batches(2)
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        before = engine.lr_scheduler.last_batch_iteration
+        for micro in range(GAS):
+            loss = loss_of(engine, steps[0][micro, world.rank])
+            engine.backward(loss * math.nan if world.rank == 1 and micro == 0 else loss)
+            engine.step()
+        assert not math.isfinite(engine.get_global_grad_norm() or 0.0)
+        assert (engine.overflow, engine.was_step_applied(), engine.skipped_steps) == (skips, not skips, int(skips))
+        assert (engine.lr_scheduler.last_batch_iteration == before) == skips
+        trained(engine, steps[1:], world.rank)
+        params = [engine.shardwise.get(name) for name, _ in engine.module.named_parameters()]
+        assert all(bool(param.isfinite().all()) for param in params) == skips
+        assert (engine.global_steps, engine.skipped_steps) == (2, int(skips))
 
     run_ranks(RANKS, rank_of)
 

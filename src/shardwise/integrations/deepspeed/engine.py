@@ -204,7 +204,8 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
 
     def _end_step(self, lr_kwargs: Mapping[str, Any] | None, norm: object) -> None:
         self.global_steps += 1
-        self._last_was_skipped = self.fp16_enabled() and isinstance(norm, float) and not math.isfinite(norm)
+        only_finite = self.shardwise.plan.takes_only_finite
+        self._last_was_skipped = only_finite and isinstance(norm, float) and not math.isfinite(norm)
         if self._last_was_skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:

@@ -121,7 +121,7 @@ class EngineProperties:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because of an overflow."""
+        """Whether the last step was skipped because of an overflow, or of gradients that were not finite."""
         return self._last_was_skipped
 
     def train_batch_size(self) -> int:
