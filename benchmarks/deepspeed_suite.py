@@ -64,6 +64,8 @@ ACCEPTED, OURS, NOT_DRAWN = "accepts more", "fails", "not drawn"
 VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 """What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
+_ATTRIBUTES_OF_PARAMS = re.compile(r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b")
+"""What DeepSpeed's stage 3 leaves on parameters and modules."""
 _REFUSALS = ("ConfigError", "StateError", "ModelError", "CheckpointError", "DataError")
 
 
@@ -189,6 +191,8 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
         return INTERNALS, message
     if stand_in := re.search(r"<class 'benchmarks\.deepspeed_suite_plugin\.(deepspeed\.[\w.]+)'>", message):
         return INTERNALS, stand_in[1]
+    if package := re.search(r"No package metadata was found for The '(\w+)", message):
+        return SKIPPED, f"needs the package {package[1]}"
     if kind == "ModuleNotFoundError" and (package := re.search(r"No module named '(?!deepspeed)([\w.]+)'", message)):
         return SKIPPED, f"needs the package {package[1]}"
     if kind == "Failed" and message.startswith("DID NOT RAISE"):
@@ -199,10 +203,20 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
         return SKIPPED, "its fixtures need an older pytest"
     if kind in ("ImportError", "ModuleNotFoundError", "AttributeError") and (name := _name_in(message)):
         return INTERNALS, name
-    if kind == "AssertionError" and "isinstance(" in result["trace"].strip().splitlines()[-2:][0]:
+    line = _failing_line(result["trace"])
+    if kind == "AssertionError" and "isinstance(" in line:
         return INTERNALS, "the class of an object"
+    if word := _ATTRIBUTES_OF_PARAMS.search(line):
+        return INTERNALS, word[0]
     words = re.sub(r"\d+", "N", message)[:110]
     return (REFUSED if kind in _REFUSALS else OURS), f"{kind}: {words}"
+
+
+def _failing_line(trace: str) -> str:
+    """The last line of one of DeepSpeed's test files in a traceback."""
+    lines = trace.splitlines()
+    places = [index for index, line in enumerate(lines[:-1]) if "/tests/unit/" in line and "unit/common.py" not in line]
+    return lines[places[-1] + 1] if places else ""
 
 
 def _name_in(message: str) -> str | None:
@@ -213,6 +227,7 @@ def _name_in(message: str) -> str | None:
         r"module '(deepspeed[\w.]*)' has no attribute '(\w+)'",
         r"No module named '(deepspeed[\w.]*)'",
         r"'(\w+)' object has no attribute '(\w+)'",
+        r"type object '(\w+)' has no attribute '(\w+)'",
         r"^(\w+) \(.*\) has no attribute '(\w+)'",
     )
     for pattern in patterns:

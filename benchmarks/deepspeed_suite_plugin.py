@@ -32,6 +32,10 @@ _GRACE_SECONDS = 5
 """For which ranks may go on after one has failed."""
 
 
+_SIZES = {"deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20}}
+"""Numbers of DeepSpeed's own parts by which tests choose the sizes of models."""
+
+
 class RankError(Exception):
     """The first error of a rank: its type, message and traceback as text."""
 
@@ -76,6 +80,7 @@ class _AbsentModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname.startswith("deepspeed.") else None
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(_SIZES.get(module.__name__, {}))
         _let_stand_in(module)
 
 

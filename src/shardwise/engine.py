@@ -24,7 +24,7 @@ from shardwise.data_ranks import DataRanks
 from shardwise.engine_state import PlanLike
 from shardwise.engine_training import EngineTraining, arrive, open_log, open_session
 from shardwise.errors import CommError, ModelError, StateError
-from shardwise.init import Init, Wishes
+from shardwise.init import Init, Wishes, end_recording
 from shardwise.mesh import Mesh
 from shardwise.pipeline import PLAIN_LOOP
 from shardwise.placement import Table
@@ -70,6 +70,7 @@ def shard(
     cannot be sharded, or for weights of another model; nothing has been changed then. Raises `CheckpointError` for
     files that cannot be read.
     """
+    end_recording()
     loaded = load_plan(plan)
     own_world = world is None
     world = World.join() if world is None else world

@@ -185,6 +185,37 @@ def test_one_inside_another_is_part_of_it() -> None:
     assert_equal(sw.shard(model, "zero3").state_dict(), twin)
 
 
+def test_shard_inside_ends_it() -> None:
+    """As scripts call `deepspeed.initialize` inside `zero.Init`. Messages between ranks used to be put off, too."""
+    twin = plain(two_of_torch)
+    torch.manual_seed(0)
+
+    def build(world: sw.World) -> tuple[dict[str, torch.Tensor], list[bool]]:
+        with sw.deferred_init():
+            model = models[world.rank]
+            with sw.deferred_init(model):
+                model[0].weight.data.mul_(1)
+            engine = sw.shard(model, "zero3", world=world)
+            state = engine.state_dict()
+            later = nn.Linear(2, 2)
+            has_values = [bool(later.weight.isfinite().all()), world.any_rank(False)]
+            with sw.deferred_init():
+                last = nn.Linear(2, 2)
+                has_values.append(last.weight.untyped_storage().nbytes() > 0)
+        assert isinstance(last.weight, Deferred)
+        assert not isinstance(later.weight, Deferred)
+        return state, has_values
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with sw.deferred_init():
+            models.append(two_of_torch())
+    for state, has_values in run_ranks(2, build):
+        assert_equal(state, twin)
+        assert has_values == [True, False, False]
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_models_of_two_recordings_may_be_computed_with_together(is_inside: bool) -> None:
     twin = plain(lambda: first_changed(two_of_torch(), two_of_torch()))

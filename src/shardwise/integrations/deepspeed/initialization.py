@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError, nearest
+from shardwise.init import end_recording
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
 from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
@@ -64,7 +65,7 @@ def initialize(
 
     All ranks call. The config is `config`, `config_params` or `args.deepspeed_config`: a mapping or a JSON file.
     A model that has an engine already gets a new one, with its present weights: the earlier engine ends, and its
-    optimizer states are dropped.
+    optimizer states are dropped. Inside `zero.Init` this ends that context.
     `optimizer` and `lr_scheduler` may be objects or functions that create them; they override those of the config.
     `world` is for ranks that have already joined one.
 
@@ -79,6 +80,7 @@ def initialize(
             "tensor_parallel or sequence_parallel_size in the config instead."
         )
     source = _config_of(args, config, config_params)
+    end_recording()
     joined = _joined(dist_init_required) if world is None else world
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
