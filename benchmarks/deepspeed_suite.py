@@ -4,6 +4,7 @@ CHECKOUT is a clone of DeepSpeed's repository on this disk, in which nothing is 
 runs in a process of its own (`deepspeed_suite_plugin.py`), on CPUs. Prints versions, and counts of tests by what became
 of them and why. `--results FOLDER` keeps one JSON object for each test, in a file for each of DeepSpeed's, written as
 tests end; a later run with the same folder goes on with what is not there, and `--read FOLDER` counts what is. With
+`--write FILE` writes them with the versions as `benchmarks/results/deepspeed-suite-*.json` has them. With
 `--each-test N` at most N parametrisations of each test run, drawn by a hash of their names; the
 others count as not drawn.
 """
@@ -24,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import header
+from benchmarks.results_file import write_result
 from shardwise.integrations.deepspeed.facade import VERSION
 
 LEFT_OUT = {
@@ -66,12 +69,16 @@ VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
 _ATTRIBUTES_OF_PARAMS = re.compile(r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b")
 """What DeepSpeed's stage 3 leaves on parameters and modules."""
+_STAND_IN = re.compile(
+    r"<class 'benchmarks\.deepspeed_suite_plugin\.(deepspeed\.[\w.]+)'>|"
+    r"Expected a BaseException type, but got '(deepspeed\.[\w.]+)'|_StandIn"
+)
 _REFUSALS = ("ConfigError", "StateError", "ModelError", "CheckpointError", "DataError")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deepspeed_suite", description=__doc__)
-    parser.add_argument("checkout", type=Path, nargs="?", help="a clone of DeepSpeed's repository")
+    parser.add_argument("checkout", type=Path, help="a clone of DeepSpeed's repository")
     parser.add_argument("--only", default="", help="a regular expression for the paths of test files")
     parser.add_argument("--all", action="store_true", help="also what tests parts that shardwise does not have")
     parser.add_argument("--files-at-once", type=int, default=2)
@@ -79,20 +86,22 @@ def main() -> None:
     parser.add_argument("--each-test", type=int, default=0, help="parametrisations to draw of each test; 0 for all")
     parser.add_argument("--results", type=Path, help="a folder for the results")
     parser.add_argument("--again", nargs="*", default=[], choices=VERDICTS, help="of --results, what to run again")
-    parser.add_argument("--read", type=Path, help="the results of an earlier run, instead of a checkout")
+    parser.add_argument("--read", type=Path, help="count the results of an earlier run")
+    parser.add_argument("--write", type=Path, help="a file for the counts")
+    parser.add_argument("--note", default="", help="a note for --write")
     parser.add_argument("--each", action="store_true", help="list the tests of each cause")
     options = parser.parse_args()
-    if (options.checkout is None) == (options.read is None):
-        parser.error("give a checkout, or --read FILE")
-    if options.read is not None:
-        kept = [one for path in sorted(options.read.rglob("*.jsonl")) for one in _lines(path)]
-        print(summary(kept, each=options.each))
-        return
-    checkout = options.checkout.resolve()
+    checkout, begun = options.checkout.resolve(), header(options.note)
     print(versions(checkout))
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) if options.results is None else options.results.resolve()
-        print(summary(_run_all(checkout, results, options), each=options.each))
+    if options.read is not None:
+        results = [one for path in sorted(options.read.rglob("*.jsonl")) for one in _lines(path)]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) if options.results is None else options.results.resolve()
+            results = _run_all(checkout, kept, options)
+    print(summary(results, each=options.each))
+    if options.write is not None:
+        write_result(options.write, {**begun, "tested": versions(checkout), **counted(results)})
 
 
 def versions(checkout: Path) -> str:
@@ -189,8 +198,8 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
     kind, message = result["type"].rpartition(".")[2], " ".join(result["message"].split())
     if kind == "InternalsError":
         return INTERNALS, message
-    if stand_in := re.search(r"<class 'benchmarks\.deepspeed_suite_plugin\.(deepspeed\.[\w.]+)'>", message):
-        return INTERNALS, stand_in[1]
+    if stand_in := _STAND_IN.search(message):
+        return INTERNALS, next(filter(None, stand_in.groups()), "a number of DeepSpeed's own parts")
     if package := re.search(r"No package metadata was found for The '(\w+)", message):
         return SKIPPED, f"needs the package {package[1]}"
     if kind == "ModuleNotFoundError" and (package := re.search(r"No module named '(?!deepspeed)([\w.]+)'", message)):
@@ -226,7 +235,7 @@ def _name_in(message: str) -> str | None:
         r"cannot import name '(\w+)' from '([\w.]+)'",
         r"module '(deepspeed[\w.]*)' has no attribute '(\w+)'",
         r"No module named '(deepspeed[\w.]*)'",
-        r"'(\w+)' object has no attribute '(\w+)'",
+        r"'([\w.]+)' object has no attribute '(\w+)'",
         r"type object '(\w+)' has no attribute '(\w+)'",
         r"^(\w+) \(.*\) has no attribute '(\w+)'",
     )
@@ -234,6 +243,24 @@ def _name_in(message: str) -> str | None:
         if found := re.search(pattern, message):
             return ".".join(found.groups())
     return None
+
+
+def counted(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts by verdict, by file, and by cause."""
+    totals = Counter(dict.fromkeys(VERDICTS, 0))
+    files: dict[str, Counter[str]] = {}
+    causes: dict[str, Counter[str]] = {}
+    for one in results:
+        name, cause = verdict(one)
+        totals[name] += 1
+        files.setdefault(one["test"].partition("::")[0], Counter())[name] += 1
+        if name in (OURS, ACCEPTED, REFUSED, INTERNALS, SKIPPED):
+            causes.setdefault(name, Counter())[cause] += 1
+    return {
+        "tests": totals,
+        "files": files,
+        "causes": {name: dict(ones.most_common()) for name, ones in causes.items()},
+    }
 
 
 def summary(results: Iterable[dict[str, Any]], *, each: bool = False) -> str:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection, wait
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.integrations.deepspeed.distribution import register_distribution
 from shardwise.integrations.deepspeed.facade import VERSION, install
@@ -120,6 +122,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     common = sys.modules.get("unit.common")
     if common is not None:
         common.DistributedExec._launch_procs = _launch
+        setattr(common, "reduce_boolean_flags", _on_all_ranks)  # noqa: B010  # a module without types
+
+
+def _on_all_ranks(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    """In the place of a helper of DeepSpeed's tests that asks for the first GPU."""
+    if not dist.is_initialized():
+        return flag
+    flags: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return op(flags)
 
 
 def _drawn(tests: list[str], count: int) -> set[str]:

@@ -185,6 +185,33 @@ def test_backwards_of_other_kinds(stage: int) -> None:
     run_ranks(RANKS, rank_of)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backwards_whose_gradients_are_summed_once(stage: int) -> None:
+    """Two backwards in `coalesce_grad_reduction` leave the sum of their gradients, and the step takes it."""
+    torch.manual_seed(0)
+    model, tokens = Transformer(), batches(1)[0]
+    twin = copy.deepcopy(model)
+    for micro in range(GAS):
+        torch.stack([loss_of(twin, tokens[micro, rank]) for rank in range(RANKS)]).mean().backward()
+    models = [copy.deepcopy(model) for _ in range(RANKS)]
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        with engine.coalesce_grad_reduction():
+            for micro in range(GAS):
+                engine.backward(loss_of(engine, tokens[micro, world.rank]))
+        weight, theirs = engine.module.blocks[0].up.weight, twin.blocks[0].up.weight
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(weight), theirs.grad)
+        before = deepspeed.utils.safe_get_full_fp32_param(weight).clone()
+        engine.step()
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(weight), before - 0.1 * theirs.grad)
+        assert engine.global_steps == 1
+
+    run_ranks(RANKS, rank_of)
+
+
 def test_a_model_that_is_never_whole() -> None:
     """A part of it gets its values between its construction and `initialize`: those of rank 0 on all ranks."""
 

@@ -221,6 +221,11 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.shardwise.no_sync()
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Inside, backwards leave gradients on the rank that made them; the step, or whoever reads a gradient first,
+        sums all at once. All ranks enter."""
+        return self.shardwise.no_sync()
+
     def empty_partition_cache(self) -> None:
         """Does nothing: parameters are freed after their last use."""
 

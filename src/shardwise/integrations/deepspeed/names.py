@@ -275,7 +275,7 @@ _ENGINE: dict[str, Row] = {
         "load_module_state_dict",
     ),
     **_refused("set gradient_clipping in the config", "engine", "clip_fp32_gradients"),
-    **_refused("see wire.grad of engine.shardwise.plan", "engine", "communication_data_type coalesce_grad_reduction"),
+    **_refused("see wire.grad of engine.shardwise.plan", "engine", "communication_data_type"),
     **_refused(_COMPILE, "engine", "compile compile_autosp compile_autotp compile_zero_optimization_stage"),
     **_refused(_COMPILE, "engine", "get_autosp_backend get_autotp_backend get_compile_time get_deepcompile_backend"),
     **_refused(
