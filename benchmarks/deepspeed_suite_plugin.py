@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.integrations.deepspeed.distribution import register_distribution
 from shardwise.integrations.deepspeed.facade import VERSION, install
@@ -106,7 +107,26 @@ def _install() -> None:
             _let_stand_in(module)
 
 
+def _let_ddp_run_on_cpus() -> None:
+    """Tests compare with DDP, which they give the number of a GPU."""
+    plain = DistributedDataParallel.__init__
+
+    def made(self: DistributedDataParallel, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+        if all(param.device.type == "cpu" for param in module.parameters()):
+            options |= {"device_ids": None, "output_device": None}
+        plain(self, module, *args, **options)
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
+def _let_bf16_run_on_cpus() -> None:
+    """Tests skip bf16 unless `torch_info` names versions of CUDA and NCCL that have it."""
+    vars(sys.modules["deepspeed.git_version_info"])["torch_info"] |= {"cuda_version": "11.0", "nccl_version": "2.10"}
+
+
 _install()
+_let_bf16_run_on_cpus()
+_let_ddp_run_on_cpus()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -314,6 +314,18 @@ def test_leaf_modules_are_remembered() -> None:
             call()
 
 
+def test_leaf_modules_of_the_config() -> None:
+    model = nn.Sequential(Leaf(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    section = {"classes": ["Leaf"], "names": ["1.0", "absent"]}
+
+    def rank_of(world: sw.World) -> None:
+        config = {"zero_optimization": {"stage": 3, "leaf_module": section}}
+        deepspeed.initialize(model=model, config=config, world=world)
+
+    run_ranks(1, rank_of)
+    assert leaf_modules.get_z3_leaf_modules(model) == [model[0], model[1][0]]
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (2, 5)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_layer_in_tiles(rows: int, columns: int, bias: bool) -> None:

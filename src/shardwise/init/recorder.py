@@ -274,7 +274,8 @@ def _recording_of_this_thread() -> Recorder | None:
 class _MemoryReads(TorchFunctionMode):
     """Gives values to functions that read or copy memory without dispatching an operation."""
 
-    READS = (Tensor.numpy, Tensor.tolist, Tensor.__dlpack__, Tensor.__reduce_ex__)
+    SHOWS = (Tensor.__repr__, Tensor.__format__)
+    READS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, *SHOWS)
 
     def __init__(self, operations: _Operations) -> None:
         super().__init__()
@@ -294,7 +295,8 @@ class _MemoryReads(TorchFunctionMode):
         if func in self.READS and origin_of(args[0]) is not None:
             self._operations.is_paused = True  # the values are really computed
             try:
-                args = (values_of(args[0]), *args[1:])
+                values = values_of(args[0])
+                args = (values.requires_grad_(args[0].requires_grad) if func in self.SHOWS else values, *args[1:])
             finally:
                 self._operations.is_paused = False
         return func(*args, **(kwargs or {}))

@@ -19,6 +19,7 @@ from shardwise.init import end_recording
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
 from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
+from shardwise.integrations.deepspeed.leaf_modules import mark_by_config
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.muon import make_muon
@@ -95,6 +96,7 @@ def initialize(
         inner = sw.shard(model, plan, optimizer=made, world=joined)
         if translated.sums_gradients:
             inner.weigh(1, of=1)  # a mean in which every rank has all there is counts each in full: a sum
+        mark_by_config(model, translated.value("zero_optimization.leaf_module") or {})
         if isinstance(model, PipelineModule) and translated.recomputed_run:
             model.activation_checkpoint_interval = translated.recomputed_run
         kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine

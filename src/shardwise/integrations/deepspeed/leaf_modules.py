@@ -8,7 +8,7 @@ in the plan's `units`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -87,6 +87,13 @@ def set_z3_leaf_modules_by_suffix(
     known = dict(model.named_modules())
     matches = {end: [module for name, module in known.items() if name.endswith(end)] for end in module_name_suffixes}
     return _set_each(model, matches, flag, "whose names end with" if raise_if_not_found else None)
+
+
+def mark_by_config(model: nn.Module, section: Mapping[str, Iterable[str]]) -> None:
+    """Mark what `zero_optimization.leaf_module` lists, as far as there is such."""
+    set_z3_leaf_modules(model, section.get("classes", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, section.get("names", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, section.get("name_suffixes", ()), raise_if_not_found=False)
 
 
 def _set_each(

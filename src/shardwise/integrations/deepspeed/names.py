@@ -133,7 +133,7 @@ _MODULES: dict[str, Row] = {
     **_refused("use Python's logging", "deepspeed.utils.logging", "LoggerFactory get_current_level get_dist_msg"),
     **_refused("use Python's logging", "deepspeed.utils.logging", "print_configuration should_log_le"),
     **_refused(
-        "give the config's leaf_module to nothing: it has no effect",
+        "set zero_optimization.leaf_module in the config",
         "deepspeed.utils",
         "z3_leaf_module.apply_zero_leaf_module_config",
     ),
