@@ -68,7 +68,8 @@ VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 """What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
 _INTERNAL_WORDS = re.compile(
-    r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b"
+    r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b|"
+    r"\bdeepspeed_experts\b|accelerator\.__path__"
 )
 """What DeepSpeed leaves on parameters, modules and optimizers, and what tests count and log of its own functions."""
 _STAND_IN = re.compile(
@@ -214,10 +215,10 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
         return SKIPPED, "its fixtures need an older pytest"
     if kind in ("ImportError", "ModuleNotFoundError", "AttributeError") and (name := _name_in(message)):
         return INTERNALS, name
-    line = _failing_line(result["trace"])
+    line = _failing_line(result["trace"]) or result["trace"]
     if kind == "AssertionError" and "isinstance(" in line:
         return INTERNALS, "the class of an object"
-    if word := _INTERNAL_WORDS.search(line):
+    if word := _INTERNAL_WORDS.search(line + message if kind == "KeyError" else line):
         return INTERNALS, word[0]
     words = re.sub(r"\d+", "N", message)[:110]
     return (REFUSED if kind in _REFUSALS else OURS), f"{kind}: {words}"
