@@ -28,7 +28,7 @@ from shardwise.data_ranks import DataRanks, Reader
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.experts import EXPERT_LOAD
 from shardwise.fitting import Limits, fit_activations
-from shardwise.init import Init, Wishes
+from shardwise.init import Init, Wishes, end_recording
 from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction
 from shardwise.pipeline import PLAIN_LOOP
@@ -84,6 +84,7 @@ def shard(
     cannot be sharded, or for weights of another model; nothing has been changed then. Raises `CheckpointError` for
     files that cannot be read.
     """
+    end_recording()
     loaded = load_plan(plan)
     own_world = world is None
     world = World.join() if world is None else world
@@ -291,10 +292,10 @@ class Engine:
         is called in a micro-batch, it is this call that ends it.
 
         Returns the global gradient norm before clipping, or `None` if more micro-batches are to come, so that nothing
-        was updated. In fp16 the norm is not finite (inf or nan) if a gradient overflowed
-        on some rank: no rank has updated anything then, and the loss scale may have been halved. On a GPU the norm
-        waits for the device only when it is read (`float(norm)`, `f"{norm:.2f}"`, a comparison); in fp16, and on a CPU,
-        it is a float.
+        was updated. In fp16, and with `skip_nonfinite` in the plan, the norm is not finite (inf or nan) if a gradient
+        was not on some rank: no rank has updated anything then, and in fp16 the loss scale may have been halved. On a
+        GPU the norm waits for the device only when it is read (`float(norm)`, `f"{norm:.2f}"`, a comparison); where it
+        decides on the step, and on a CPU, it is a float.
 
         Raises `StateError` without an optimizer, or after a backward that raised.
         """

@@ -222,7 +222,7 @@ class _Assembly:
             self._groups,
             buffers if self._plan.sync_buffers and self._data_group.size > 1 else NoNews(),
             Agreeing(frozenset(self._peers.group.ranks), frozenset(stages), exchange),
-            must_know_norm=self._plan.precision == "fp16",
+            must_know_norm=self._plan.takes_only_finite,
             complete=self._shared_gradients(),
         )
 
@@ -273,7 +273,15 @@ class _Assembly:
             for exchange in (self._world.exchange, self._peers.exchange, self._data_group.exchange)
         )
         exchanges = (among_all, among_peers, among_data)
-        return Gradients(self._flats, executor.agreement, runner, verdict, exchanges, self._steps.scaler)
+        return Gradients(
+            self._flats,
+            executor.agreement,
+            runner,
+            verdict,
+            exchanges,
+            self._steps.scaler,
+            only_finite=self._plan.takes_only_finite,
+        )
 
     def _pipeline(self, runner: Runner, gradients: Gradients) -> Pipeline | None:
         sharding = self._sharding

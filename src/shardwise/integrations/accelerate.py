@@ -187,15 +187,15 @@ class Accelerator(BatchSharingAccelerator):
             self._shard([], [optimizer])
             device_placement = False
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if any(engine.scaler is not None for engine in self._engines.values()):
+        if any(engine.plan.takes_only_finite for engine in self._engines.values()):
             self._report_overflow(prepared)
         return prepared
 
     def _report_overflow(self, prepared: AcceleratedOptimizer) -> None:
-        """In fp16: lets schedulers see which steps were skipped."""
+        """Lets schedulers see which steps were skipped."""
 
         def note(*_: object) -> None:
-            norms = [engine.gradient_norm for engine in self._engines.values() if engine.scaler is not None]
+            norms = [engine.gradient_norm for engine in self._engines.values() if engine.plan.takes_only_finite]
             prepared._is_overflow = any(norm is not None and not math.isfinite(norm) for norm in norms)
 
         prepared.optimizer.register_step_post_hook(note)

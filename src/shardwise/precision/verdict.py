@@ -82,7 +82,7 @@ class Agreeing:
 class Verdict:
     """The verdict of one step at a time, over the trainable flat buffers of one model.
 
-    `must_know_norm` is for fp16, where the norm decides whether the step is taken. `complete` is called before the norm
+    With `must_know_norm` the norm decides whether the step is taken. `complete` is called before the norm
     is computed, when all gradients are due.
     """
 
