@@ -8,7 +8,7 @@ from shardwise.init.deferred import is_deferred
 from shardwise.init.first_values import FirstValues, Wishes, device_for
 from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
-from shardwise.init.recorder import deferred_init
+from shardwise.init.recorder import deferred_init, end_recording
 
 __all__ = [
     "Building",
@@ -20,6 +20,7 @@ __all__ = [
     "check_same_settings",
     "deferred_init",
     "device_for",
+    "end_recording",
     "is_deferred",
     "materialize",
 ]
