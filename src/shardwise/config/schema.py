@@ -7,7 +7,7 @@ Strict: an unknown key, a wrong type or a value out of range is an error, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -136,7 +136,13 @@ StepWindow = Annotated[
 ]
 
 
-class _InOurWords(type(BaseModel)):  # type: ignore[misc]  # pydantic's metaclass has no public name
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # it has no public name
+
+
+class _InOurWords(ModelMetaclass):
     """Makes `Plan(stagee=3)` raise what a file with that key does, not pydantic's `ValidationError`."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:

@@ -172,18 +172,18 @@ class GatheredView(torch.Tensor):
     Its values are a copy. Other views of it are of this class as well, results of other operators are plain tensors.
     """
 
-    _values: Tensor
+    _whole: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> GatheredView:
         made = torch.Tensor._make_wrapper_subclass(
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device, layout=values.layout
         )
-        made._values = values
+        made._whole = values
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
-        return f"GatheredView({self._values!r})"
+        return f"GatheredView({self._whole!r})"
 
     @classmethod
     def __torch_function__(
@@ -317,7 +317,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def _values_of(leaf: Any) -> Any:
-    return leaf._values if isinstance(leaf, GatheredView) else leaf
+    return leaf._whole if isinstance(leaf, GatheredView) else leaf
 
 
 def _as_view(leaf: Any) -> Any:
