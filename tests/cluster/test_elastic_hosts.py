@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.namespaces import cluster, obstacle, processes_with, wait_until
+from tests.cluster.namespaces import cluster, obstacle, processes_with, wait_until, words_of
 from tests.cluster.test_launch_ssh import Site
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
@@ -118,7 +118,7 @@ def nothing_stays(site: Site) -> Iterator[None]:
         process.communicate()
     site.started.clear()
     wait_until(lambda: not site.ranks(), "ranks stay behind", 60)
-    wait_until(lambda: not processes_with("shardwise.launch.hosts"), "what ssh started stays behind", 60)
+    wait_until(lambda: not site.started_by_ssh(), "what ssh started stays behind", 60)
 
 
 def memory_of(site: Site, host: str) -> set[str]:
@@ -134,8 +134,8 @@ def comm_of(pid: int) -> str:
 def kill(word: str, variable: str, by: str = "SSH_CONNECTION", number: signal.Signals = signal.SIGKILL) -> None:
     """A process by what is on its command line and in its environment: its process id is one of its host's own."""
     for pid in processes_with(word):
-        environment = (Path("/proc") / str(pid) / "environ").read_bytes()
-        if by.encode() in environment and variable.encode() in environment:
+        words = words_of(pid)
+        if by in words and variable in words:
             os.kill(pid, number)
             return
     raise AssertionError(f"there is no {word} with {variable}")
@@ -360,7 +360,7 @@ def test_hosts_that_come_later_get_the_code_and_get_it_again_when_it_is_gone(sit
     (tmp_path / "words.py").write_text("TEXT = 'changed since'")
     listed.write_text(f"{near} slots=1\n{far} slots=1\n")
     job.wait_for_members(near, far)
-    agents = [pid for pid in processes_with("shardwise.launch.hosts") if f"{far} 2222" in environment_of(pid)]
+    agents = [pid for pid in processes_with("shardwise.launch.hosts") if f"{far} 2222" in words_of(pid)]
     for path in Path(f"/proc/{agents[0]}/root{there}").iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
     kill("shardwise.launch.hosts", f"{far} 2222\0")
@@ -372,7 +372,3 @@ def test_hosts_that_come_later_get_the_code_and_get_it_again_when_it_is_gone(sit
     assert (shared / "words-far").read_text() == "changed since\n" * 2
     assert said.count(f"this directory has changed since the job began: {far} gets the files that are here now") == 1
     assert f"host {far} cannot be used: There is no script 'train.py'" in said
-
-
-def environment_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/environ").read_text(errors="replace")

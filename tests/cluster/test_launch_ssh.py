@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardwise
-from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, wait_until
+from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, wait_until, words_of
 from tests.cluster.training import TRAIN
 from tests.thorough import soak
 
@@ -74,6 +74,11 @@ class Site:
     def ranks(self) -> list[int]:
         return processes_with("shardwise.launch.worker", self.folder)
 
+    def started_by_ssh(self) -> list[int]:
+        """Every ssh to these hosts, and what it has started there. Another file of tests may run beside this one, with
+        hosts of its own: to wait for an end of theirs is to wait for its tests."""
+        return [pid for pid in processes_with("shardwise.launch.hosts") if f"{self.network}." in words_of(pid)]
+
     def wait_for(self, *names: str) -> None:
         wait_until(lambda: all((self.folder / name).exists() for name in names), f"no sign of {names}")
 
@@ -98,7 +103,7 @@ def nothing_stays(site: Site) -> Iterator[None]:
         process.communicate()
     site.started.clear()
     wait_until(lambda: not site.ranks(), "ranks stay behind", 90)
-    wait_until(lambda: not processes_with("shardwise.launch.hosts"), "what ssh started stays behind", 90)
+    wait_until(lambda: not site.started_by_ssh(), "what ssh started stays behind", 90)
 
 
 def test_two_hosts_train_like_one_process(site: Site) -> None:

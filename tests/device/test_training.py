@@ -36,12 +36,12 @@ from twins import (
 
 import shardwise as sw
 from shardwise.placement import PRESETS
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Step = Callable[[sw.Engine, Batch], Tensor]
 REHEARSES = os.environ.get("DEVICE", "cpu") == "cpu"
-pytestmark = [pytest.mark.device, *([one_in(12)] if REHEARSES else [])]
+pytestmark = [pytest.mark.device, *([sampled] if REHEARSES else [])]
 
 GRID = {"node": 2, "local": 2}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

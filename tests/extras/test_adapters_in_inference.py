@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -63,7 +63,7 @@ def uses(model: Any, place: int) -> list[torch.Tensor]:
     return [first.logits, second.logits, *tokens, model(**asked, use_cache=False).logits]
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("task", ["CAUSAL_LM", None], ids=["causal", "no task"])
 @pytest.mark.parametrize(("preset", "mesh", "changes", "keep_bytes"), CASES, ids=str)
 def test_greedy_tokens_and_logits(

@@ -18,9 +18,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = [one_in(6), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = [sampled, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 
 NUM_STEPS, ROWS, TOKENS, VOCAB, CLIP = 4, 8, 12, 53, 0.5
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

@@ -14,7 +14,7 @@ import pytest
 from rank_processes import begin
 from safetensors.torch import load_file
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,7 +66,7 @@ def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("split", [1, 2])
 def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, split: int) -> None:
     """Over `split` sequences two ranks have the batches of one."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray_jobs as jobs
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -91,7 +91,7 @@ def test_workers_that_share_in_a_model(cluster: None, tmp_path: Path) -> None:
     assert (len(apart["losses"]), apart["sampler"]) == (8 + 2, "DistributedSampler")
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(
     ("model", "mesh", "dealt"),
     [

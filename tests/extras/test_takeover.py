@@ -13,7 +13,7 @@ import pytest
 from rank_processes import begin
 from safetensors.torch import load_file
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,7 +61,7 @@ def test_an_unmodified_script_is_trained_by_a_plan(tmp_path: Path) -> None:
         assert (weights[0][name] - value).abs().max() < 1e-5, name
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "sft-lora"])
 def test_an_unmodified_script_of_trl_is_trained_by_a_plan(tmp_path: Path, method: str) -> None:
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("wrapped.py")
 NAMES = ("ddp", "trainer", "accelerate", "lightning", "lightning-ddp")
@@ -46,7 +46,7 @@ def plain(wrapper: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("preset", ["zero3", "zero1"])
 @pytest.mark.parametrize("wrapper", NAMES)
 def test_equal_or_refused_by_a_sentence(wrapper: str, preset: str) -> None:

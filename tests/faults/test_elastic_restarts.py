@@ -13,7 +13,7 @@ import pytest
 import warm
 from tests.faults.restarting_rank import data_for, model_for
 from tests.faults.test_survival import oracle
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("restarting_rank.py")
 NUM_STEPS, DIES_AT = 8, 5
@@ -42,7 +42,7 @@ def launched(out: Path, plan: dict[str, object], *options: str) -> subprocess.Co
     )
 
 
-@one_in(6)
+@sampled
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", PLANS)
 def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 SCRIPT = Path(__file__).with_name("full_disk_rank.py")
 
@@ -19,7 +19,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("first", ["before", "later"])
 def test_training_continues_on_a_full_disk(first: str, tmp_path: Path) -> None:
     """On a file system of its own; only where this user may make one."""

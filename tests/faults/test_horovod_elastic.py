@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import warm
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 SCRIPT = str(Path(__file__).with_name("horovod_elastic.py"))
 STEPS = 30
@@ -35,7 +35,7 @@ def facts_of_members(out: Path) -> dict[int, dict[str, Any]]:
     return {int(path.name[7:]): json.loads(path.read_text()) for path in out.glob("member-*")}
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize(
     ("samples", "faults", "survivors"),
     [

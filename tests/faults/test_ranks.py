@@ -24,7 +24,7 @@ from shardwise.comm.watchdog import Watchdog
 from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
-from tests.thorough import one_in, soak
+from tests.thorough import sampled, soak
 
 NUM_RANKS = 3
 PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
@@ -108,7 +108,7 @@ def the_letter(outcomes: list[Outcome]) -> FaultError:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("what", ["backward", "step"])
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
-@one_in(6)
+@sampled
 def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
     error = the_letter(train(skip_at(1, step, what), preset))
     if step == 0:  # ranks also agree, as long as there is no program, so they may wait along two lines

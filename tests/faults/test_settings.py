@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, FaultError
 from shardwise.optim import hyper_digest
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -79,7 +79,7 @@ def test_another_optimizer_is_named(odd: Make, words: str) -> None:
     assert f"The ranks were given different optimizers: {words}" in said[0]
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])

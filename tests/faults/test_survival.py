@@ -20,7 +20,7 @@ from torch import nn
 import warm
 from shardwise.monitor import read_record
 from tests.faults.survivor import ROWS, batch_of, build, loss_of
-from tests.thorough import drawn, one_in, soak
+from tests.thorough import drawn, sampled, soak
 
 pytestmark = soak("kills many processes, some at any moment")
 SCRIPT = Path(__file__).with_name("survivor.py")
@@ -82,7 +82,7 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
         assert one["resumed"] == ([first, {}] if first else None), "where the others are, though nobody has saved"
 
 
-@one_in(6)
+@sampled
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kills"),

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from launching import launch
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("train_and_save.py")
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@one_in(3)
+@sampled
 def test_stopped_and_resumed_is_the_same_run(num_ranks: int, tmp_path: Path) -> None:
     """Losses of every rank (dropout and noise draw from four generators), parameters, moments, learning rate."""
     whole = launch(SCRIPT, num_ranks, str(tmp_path / "whole"), "8")

@@ -10,12 +10,12 @@ import pytest
 from launching import launch
 
 import warm
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 RACE = Path(__file__).with_name("preset_races.py")
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize(("num_ranks", "num_cases"), [(2, 10), (4, 4)])
 def test_presets_race_over_gloo(num_ranks: int, num_cases: int) -> None:
     run = launch(RACE, num_ranks)

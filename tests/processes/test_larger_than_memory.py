@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import warm
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("larger_than_memory.py")
 
 
-@one_in(5)
+@sampled
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("way", "tier"), [("built", "disk"), ("files", "disk"), ("files", "host")])
 def test_deferred_init_and_generation_take_a_few_units(way: str, tier: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import warm
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.monitor import Record, read_record
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "stdlib_gpt" / "train.py"
@@ -68,7 +68,7 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
     assert [(line["step"], line["world_size"]) for line in resumed] == [(6, 1)]
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(("plan", "nproc"), [("3d", 8), ("tp", 4), ("pp", 4)])
 def test_the_plans_of_the_example_train_as_one_process_does(plan: str, nproc: int, tmp_path: Path) -> None:
     """As `make train PLAN=3d NPROC=8 STEPS=2` runs it, with a smaller model of as many heads, in fp32."""

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from launching import launch
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("resume_rank.py")
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "dp=2,tp=2", "pp=2,tp=2", "tp=2,sp=2", "pp=2,dp=2"])
 def test_a_resumed_job_goes_on_to_the_same_bits(mesh: str, tmp_path: Path) -> None:
     """Losses, norms and parameters. The resumed job has other values and other random numbers at its start."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 MESHES = [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}]
 PLANS: list[dict[str, Any]] = [
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("sampling_rank.py")
 
 
 @thorough_only("starts processes that import transformers")
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join([*plan["mesh"], *plan.get("tensor", ())]))
 def test_ranks_that_share_a_sample_draw_the_same_tokens(plan: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 SCRIPT = Path(__file__).with_name("dropout_rank.py")
 
@@ -33,7 +33,6 @@ def told(folder: Path, kind: str, num_ranks: int) -> list[dict[str, Any]]:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(14)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_drop_the_same_where_they_compute_the_same(kind: str, tmp_path: Path) -> None:
     num_ranks = 4 if "stages" in kind else 2

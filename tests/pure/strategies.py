@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shardwise.mesh import Mesh
-from shardwise.placement import KINDS, PRESETS, WIDTH, Axes, Dtype, Kind, Place, Preset, Table
+from shardwise.placement import KINDS, PRESETS, WIDTH, Axes, Dtype, Kind, Place, Preset, Table, Wire
+from shardwise.placement.table import narrows
 from shardwise.program import FlatSpec, Moment, Trace, UnitSpec
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -55,7 +56,8 @@ def tables(draw: Draw, axes: Axes, *, tiers: bool = False) -> Table:
         grad=place("grad", draw(DTYPES)),
         optim=place("optim", states),
         compute=compute,
-        wire=draw(DTYPES),
+        grad_wire=Wire(draw(DTYPES)),
+        param_wire=draw(st.sampled_from([None, *(Wire(one) for one in sorted(WIDTH) if narrows(Wire(one), compute))])),
         step=draw(st.sampled_from(["device", "host"])) if tiers else "device",
     )
 
@@ -71,7 +73,7 @@ def with_dtypes(preset: Preset, mesh: Mesh, compute: Dtype = "bf16", states: Dty
         replace(over.grad, **wide),
         replace(over.optim, **wide),
         compute=compute,
-        wire=compute,
+        grad_wire=Wire(compute),
         step="device" if preset.optim.tier == "device" else "host",
     )
 

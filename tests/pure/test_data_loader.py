@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -245,21 +246,20 @@ def test_a_transform_of_one_argument_is_refused() -> None:
 
 
 def test_samples_are_read_before_they_are_asked_for_but_not_too_far() -> None:
-    read: list[int] = []
+    read: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    class Slow(list[int]):
+    class Noting(list[int]):
         def __getitem__(self, index: Any) -> Any:
-            read.append(index)
+            read.put(index)
             return index
 
-    with Loader(Slow(range(100)), batch_rows=1, samples=IN_ORDER, workers=Workers(2, prefetch=4)) as loader:
+    with Loader(Noting(range(100)), batch_rows=1, samples=IN_ORDER, workers=Workers(2, prefetch=4)) as loader:
         iterator = iter(loader)
-        next(iterator)
-        deadline = time.monotonic() + 5
-        while len(read) < 5 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.02)
-        assert sorted(read) == [0, 1, 2, 3, 4]
+        for num_taken in range(1, 10):
+            next(iterator)
+            first = sorted(read.get(timeout=60) for _ in range(5 if num_taken == 1 else 1))
+            assert first == ([0, 1, 2, 3, 4] if num_taken == 1 else [num_taken + 3])
+            assert read.empty()
 
 
 @pytest.mark.parametrize("leave", ["close", "forget", "fail"])

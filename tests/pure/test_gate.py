@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = {
     "tests/ranks/twins.py": "",
     "tests/ranks/pairs.py": "from twins import train",
-    "tests/ranks/test_pipeline.py": "from tests.thorough import one_in",
+    "tests/ranks/test_pipeline.py": "from tests.thorough import sampled",
     "tests/ranks/test_pipeline_memory.py": "import pairs\nfrom tests.thorough import thorough_only",
     "tests/ranks/test_late_early.py": "from twins import train\nfrom tests.thorough import varies",
     "tests/ranks/test_comm.py": "make test runs all of it",

@@ -35,7 +35,7 @@ def test_all_buffers_are_kept_where_gradients_have_one_dtype(preset: str) -> Non
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
 def test_what_is_kept_of_wider_gradients_is_no_more_than_is_sent_of_them(preset: str, precision: str) -> None:
     every = flats(preset, precision)
-    sent = sum(flat.grad_bytes * WIDTH[flat.table.wire] // WIDTH[flat.table.grad.dtype] for flat in every)
+    sent = sum(flat.table.grad_wire.num_bytes(flat.grad_bytes // WIDTH[flat.table.grad.dtype]) for flat in every)
     largest = max(flat.grad_bytes for flat in every)
     assert sent - largest < kept(every) <= sent < sum(flat.grad_bytes for flat in every)
 

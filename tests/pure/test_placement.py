@@ -29,6 +29,7 @@ from shardwise.placement import (
     Span,
     Table,
     Tier,
+    Wire,
     mesh_for,
     moves,
     pack,
@@ -218,12 +219,14 @@ def sent_bytes(path: Sequence[Move], source: Place, table: Table, layout: Layout
             case "slice" | "reduce_scatter":
                 if any(layout.order.index(move.over) < layout.order.index(axis) for axis in shard):
                     return math.inf  # the range would fall apart
-                total += (size - 1) * numel / size * WIDTH[table.wire] if move.verb == "reduce_scatter" else 0
+                total += (
+                    (size - 1) * numel / size * table.grad_wire.num_bytes(1) if move.verb == "reduce_scatter" else 0
+                )
                 numel //= size
                 shard.append(move.over)
                 partial.discard(move.over)
             case "all_reduce":
-                total += 2 * (size - 1) * numel / size * WIDTH[table.wire]
+                total += 2 * (size - 1) * numel / size * table.grad_wire.num_bytes(1)
                 partial.discard(move.over)
             case "gather":
                 if outer_first[-1] != move.over:
@@ -467,7 +470,7 @@ def table_of(plan: Plan, world_size: int = 4) -> Table:
 def test_every_preset_has_a_table_in_every_precision(name: str, precision: Any) -> None:
     table = table_of(Plan(preset=name, precision=precision))
     states = "fp32" if precision == "bf16" else precision
-    assert [table.param.dtype, table.held.dtype, table.compute, table.wire] == [precision] * 4
+    assert [table.param.dtype, table.held.dtype, table.compute, str(table.grad_wire)] == [precision] * 4
     assert [table.grad.dtype, table.optim.dtype] == [states] * 2
 
 
@@ -549,7 +552,7 @@ def test_rows_are_edited_one_value_at_a_time() -> None:
     plan = load_plan("zero3", ["rows.held.shard=[]", "rows.grad.dtype=bf16", "precision=bf16", "wire.grad=fp32"])
     table = table_of(plan)
     assert table.held == table.full
-    assert (table.grad, table.wire) == (Place(shard=("dp",), dtype="bf16"), "fp32")
+    assert (table.grad, table.grad_wire) == (Place(shard=("dp",), dtype="bf16"), Wire("fp32"))
     assert table.param == Place(shard=("dp",), dtype="bf16")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.monitor.slowness import SlowWindow, judge
+from shardwise.telemetry import StepClock
 from shardwise.testing import run_ranks
 
 
@@ -98,6 +98,16 @@ class Left:
     def end(self, error: BaseException | None) -> None: ...
 
 
+class Time:
+    """The time of one rank, which passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 @pytest.mark.parametrize(("leave", "least"), [(False, 1), (True, 2), (True, 3)])
 def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, least: int, caplog: pytest.LogCaptureFixture) -> None:
     """It stays where the job needs every rank."""
@@ -108,13 +118,18 @@ def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, least: int, ca
 
     def rank(world: sw.World) -> None:
         world.membership = members[world.rank]  # type: ignore[assignment]
+        now = Time()
+        clock = world.journal.clock = StepClock(now)
         mine = models[world.rank]
         with sw.shard(mine, plan, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
             for _ in range(5):
                 loss = engine(torch.ones(2, 4)).sum()
+                now.seconds += 0.01
                 engine.backward(loss)
                 engine.step()
-                time.sleep(0.1 * (world.rank == 1))
+                now.seconds += 0.1
+                if world.rank != 1:
+                    clock.wait("dp", 0.1)
                 engine.log({"loss": loss})
             world.membership = None
 

@@ -2,56 +2,102 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import thorough
+from tests.covering import combinations, covering
 
 
-def case(test: str, *values: int, number: int = 0, only: bool = False, races: bool = False) -> Any:
-    marks = {"one_in": pytest.mark.one_in(number).mark} if number else {}
+def case(test: str, mark: Any = thorough.sampled, only: bool = False, races: bool = False, **params: object) -> Any:
+    marks = {} if mark is None else {"sampled": mark.mark}
     marks |= {"thorough_only": thorough.thorough_only("slow").mark} if only else {}
     marks |= {"soak": thorough.soak("a timeout").mark} if races else {}
-    nodeid = f"{test}[{'-'.join(map(str, values))}]" if values else test
-    return SimpleNamespace(nodeid=nodeid, get_closest_marker=marks.get)
+    nodeid = f"a.py::{test}[{'-'.join(map(str, params.values()))}]" if params else f"a.py::{test}"
+    callspec = SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
+    return SimpleNamespace(nodeid=nodeid, get_closest_marker=marks.get, callspec=callspec)
 
 
-def run_as(share: str, items: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def run_as(share: str, items: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(thorough, "_SHARE", share)
     now, later = thorough.divided(items)
     assert len(now) + len(later) == len(items)
-    return [item.nodeid for item in now]
+    return now
+
+
+def names(items: list[Any]) -> list[str]:
+    return [item.nodeid for item in items]
 
 
 def test_every_case_runs_somewhere_once_and_one_of_each_test_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [case(f"test_{size}", place, number=6) for size in (1, 2, 5, 6, 30) for place in range(size)]
-    items.append(case("test_alone", number=6))
+    sizes = (1, 2, 5, 6, 30, 90)
+    items = [case(f"test_{size}", place=place) for size in sizes for place in range(size)]
+    items.append(case("test_alone"))
     shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive")}
-    assert sorted(name for names in shares.values() for name in names) == sorted(item.nodeid for item in items)
-    counts = [sum(name.startswith(f"test_{size}[") for name in shares["test"]) for size in (1, 2, 5, 6, 30)]
-    assert counts == [1, 1, 1, 1, 5]
-    assert "test_alone" in shares["test"]
+    assert sorted(name for now in shares.values() for name in names(now)) == sorted(names(items))
+    counts = [sum(name.startswith(f"a.py::test_{size}[") for name in names(shares["test"])) for size in sizes]
+    assert counts == [1, 1, 1, 1, 1, 3]
+    assert "a.py::test_alone" in names(shares["test"])
 
 
-def test_cases_are_not_all_of_one_value_of_the_inner_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [case("test", outer, inner, number=3) for outer in range(9) for inner in range(3)]
-    names = run_as("test", items, monkeypatch)
-    assert {name[-2] for name in names} == {"0", "1", "2"}
-    assert {name[5] for name in names} == set("012345678")
+def test_the_tests_of_a_file_have_different_values_and_then_different_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    presets, sizes = ("ddp", "zero1", "zero3"), (1, 2, 4)
+    tests = [f"test_{number}" for number in range(9)]
+    items = [case(test, preset=preset, size=size) for test in tests for preset in presets for size in sizes]
+    chosen = [item.callspec.params for item in run_as("test", items, monkeypatch)]
+    assert {one["preset"] for one in chosen[:3]} == set(presets)
+    assert {one["size"] for one in chosen[:3]} == set(sizes)
+    assert len({tuple(one.values()) for one in chosen}) == 9
+
+
+def test_make_thorough_adds_every_value_of_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [case("test", outer=outer, inner=inner) for outer in range(9) for inner in range(3)]
+    chosen = [*run_as("test", items, monkeypatch), *run_as("thorough", items, monkeypatch)]
+    assert len(chosen) == 9
+    for name, values in (("outer", range(9)), ("inner", range(3))):
+        assert {item.callspec.params[name] for item in chosen} == set(values)
+
+
+def test_what_all_rests_on_has_every_value_in_make_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = thorough.each_value
+    items = [case("test", mark, preset=preset, size=size) for preset in range(8) for size in range(3)]
+    chosen = [item.callspec.params for item in run_as("test", items, monkeypatch)]
+    assert len(chosen) == 8
+    assert {one["size"] for one in chosen} == set(range(3))
+    assert not run_as("thorough", items, monkeypatch)
+
+
+def test_values_that_are_named_by_their_address_are_told_apart_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [case("test", make=make) for make in (object(), object())]
+    for place, item in enumerate(items):
+        item.callspec.indices["make"] = place
+    assert len(run_as("thorough", items, monkeypatch)) == 1
 
 
 def test_what_make_test_leaves_out_is_run_by_make_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [case("test", place, number=6, only=True) for place in range(12)] + [case("test_alone", only=True)]
+    items = [case("test", place=place, other=0, only=True) for place in range(12)] + [case("test_alone", only=True)]
     shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive")}
     assert not shares["test"]
-    assert len(shares["thorough"]) == 2 + 2 + 1
-    assert {*shares["thorough"], *shares["exhaustive"]} == {item.nodeid for item in items}
+    assert len(shares["thorough"]) == 12 + 1
+    assert sorted(names([*shares["thorough"], *shares["exhaustive"]])) == sorted(names(items))
 
 
 def test_what_races_time_is_run_by_make_soak_alone_and_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    racing = [case("test", place, number=6, only=True, races=True) for place in range(12)]
-    items = [*racing, case("test_alone")]
-    shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive", "soak")}
-    assert shares == {"test": ["test_alone"], "thorough": [], "exhaustive": [], "soak": [one.nodeid for one in racing]}
+    racing = [case("test", place=place, only=True, races=True) for place in range(12)]
+    items = [*racing, case("test_alone", mark=None)]
+    shares = {share: names(run_as(share, items, monkeypatch)) for share in ("test", "thorough", "exhaustive", "soak")}
+    assert shares == {"test": ["a.py::test_alone"], "thorough": [], "exhaustive": [], "soak": names(racing)}
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_few_cases_have_every_combination(strength: int) -> None:
+    values = {"preset": ("ddp", "zero3", "hpz"), "ranks": (1, 2, 4, 8), "disk": (False, True), "wire": ("fp32", "bf16")}
+    cases = covering(values, strength)
+    every = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    wanted = {one for case in every for one in combinations(case, strength)}
+    assert set().union(*(combinations(case, strength) for case in cases)) == wanted
+    assert len(cases) <= (0, 4, 16, 32)[strength]
+    assert cases == covering(values, strength)

@@ -13,9 +13,9 @@ from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, plan_of, 
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]

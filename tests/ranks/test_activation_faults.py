@@ -21,9 +21,9 @@ from shardwise import activation_room
 from shardwise.errors import ModelError, ShardwiseError, StateError, TierError
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(12)
+pytestmark = sampled
 NUM_BLOCKS = 4
 FAULTS = {
     "full when a file is made": ("reserve", errno.ENOSPC, "forward", r"written\. .* cannot be made: No space left"),
@@ -176,7 +176,6 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@one_in(4)
 @pytest.mark.parametrize("case", ASKED)
 def test_room_is_asked_for_before_the_first_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks raise the same error before anything is written, and train once there is room."""
@@ -214,7 +213,6 @@ def test_room_is_asked_for_before_the_first_step(case: str, tmp_path: Path, monk
     assert "are needed: 1 B too little. Make room there, or name a folder on a larger disk." in told[0]
 
 
-@one_in(3)
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("offload", [{"optim": 0.3}, {"optim": 1.0}, {"optim": 0.6, "param": 0.3}])
 def test_stages_ask_for_room_once_whatever_share_each_has_on_the_host(

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.activations import on_disk
 from shardwise.rehearsal import stages
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 PLANS: dict[str, dict[str, Any]] = {
     "all": {"preset": "zero3"},
@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 LIMITS = {"enough": 2**28, "little": 2**18}
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("case", PLANS)
 def test_no_more_is_staged_than_promised(

@@ -29,9 +29,9 @@ from shardwise.rehearsal import rehearse
 from shardwise.storage import Copied, Copy, choose_units, make_unit, tables_for, unit_specs
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(18)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 STEPS = 2

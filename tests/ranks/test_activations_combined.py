@@ -26,9 +26,9 @@ from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_r
 from shardwise.activations import offload, stores
 from shardwise.errors import CommError
 from shardwise.storage import HostMemory
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(24)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 

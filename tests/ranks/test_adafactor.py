@@ -17,6 +17,7 @@ from shardwise.errors import ModelError
 from shardwise.optim import Adafactor
 from shardwise.program import States, Update, factored_update
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 TORCHS: dict[str, dict[str, Any]] = {
@@ -91,6 +92,7 @@ def assert_close(found: dict[str, Tensor], model: nn.Module) -> None:
         assert (found[name] - value).abs().max() <= 1e-5, name
 
 
+@sampled
 @pytest.mark.parametrize("settings", TORCHS)
 @pytest.mark.parametrize(("plan", "num_ranks"), PLANS, ids=str)
 def test_it_is_torchs_for_parameters_of_any_shape(settings: str, plan: Any, num_ranks: int) -> None:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from twins import VOCAB, WIDTH, Run, Transformer, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 

@@ -16,7 +16,7 @@ from twins import VOCAB, WIDTH
 
 import shardwise as sw
 from shardwise.experts import MoE
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Mesh = dict[str, int]
@@ -153,28 +153,28 @@ def name_of(one: Any) -> str:
     return "x".join(f"{axis}{size}" for axis, size in one.items()) if isinstance(one, dict) else str(one)
 
 
-@one_in(9)
+@sampled
 @pytest.mark.parametrize(("preset", "mesh"), ALONE, ids=name_of)
 def test_one_split(preset: str, mesh: Mesh) -> None:
     torch.manual_seed(0)
     race(Adapted(), preset, mesh)
 
 
-@one_in(8)
+@sampled
 @pytest.mark.parametrize(("preset", "mesh"), PRODUCTS, ids=name_of)
 def test_products_of_splits(preset: str, mesh: Mesh) -> None:
     torch.manual_seed(0)
     race(Adapted(), preset, mesh)
 
 
-@one_in(8)
+@sampled
 @pytest.mark.parametrize(("preset", "mesh"), WITH_EXPERTS, ids=name_of)
 def test_beside_frozen_experts(preset: str, mesh: Mesh) -> None:
     torch.manual_seed(0)
     race(Adapted(has_experts=True), preset, mesh)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [

@@ -15,9 +15,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = [thorough_only("ten steps of many products"), one_in(12)]
+pytestmark = [thorough_only("ten steps of many products"), sampled]
 
 NUM_STEPS, ROWS, TOKENS, VOCAB, CLIP = 10, 8, 12, 53, 0.5
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -131,7 +131,6 @@ def test_a_model_with_experts_trains_as_the_unsplit_one(preset: str, mesh: dict[
     race(mixtral(), preset, mesh)
 
 
-@one_in(4)
 @pytest.mark.parametrize("mesh", [one for _, one in DENSE if "tp" in one], ids=name_of)
 def test_logits_may_be_split_in_every_product(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)

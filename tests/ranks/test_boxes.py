@@ -15,9 +15,9 @@ import shardwise as sw
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 MESHES: list[tuple[str, dict[str, int]]] = [

@@ -21,6 +21,7 @@ from shardwise.comm.background import Background
 from shardwise.comm.work import Pending
 from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from tests.ranks.test_lost_ranks import (
@@ -37,7 +38,7 @@ from tests.ranks.test_lost_ranks import (
     trained_alone,
 )
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, sampled
 
 HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixed": "abab"}
 
@@ -86,14 +87,14 @@ class HostDiesAt:
             world.journal.enter = counted  # type: ignore[method-assign]
             world.transport.send = counted_behind  # type: ignore[method-assign]
 
-        take_over = engine.take_over
+        take_over = engine._host.take_over
 
         def and_watch(world: World, sharded: Any) -> None:
             take_over(world, sharded)
             watch(world)
 
         watch(engine.world)
-        engine.take_over = and_watch  # type: ignore[method-assign]
+        engine._host.take_over = and_watch  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,7 @@ CASES = [
 ]
 
 
-@one_in(11)
+@sampled
 @pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
 def test_a_host_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
     for seed in range(drawn(1, 3)):
@@ -131,7 +132,7 @@ SENT = [
 """Plans of which something is copied to another host."""
 
 
-@one_in(28)
+@sampled
 @pytest.mark.parametrize("portion", list(range(3, 43, 2)))
 @pytest.mark.parametrize(("name", "loop"), SENT)
 def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, portion: int, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, por
     assert len(void) == 2, "a host was lost"
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("portion", list(range(16, 26)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
     """When a second host dies, a step that succeeded only at its second attempt is lost, and is taken again."""
@@ -147,7 +148,7 @@ def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -
     assert len(void) == 2, "two hosts were lost"
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("hosts", ["1 2 1", "3 1", "1 1 1 1", "mixed"])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp", "hpz"])
 def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_uneven_hosts(name: str, hosts: str, tmp_path: Path) -> None:
         race(PLANS[name], HostDiesAt(deaths), folder, hosts=HOSTS[hosts])
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("at", [24, 33, 41, 47, 58])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> Non
 
 def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_lost[0]` is true while the gathers of the parameters that step `at_step` has updated are started."""
-    for mover in engine._sharded.runner.gathering._executor.movers.values():
+    for mover in engine._sharded.parts.runner.gathering._executor.movers.values():
         gather = mover.params.gather_updated
 
         def gather_or_lose(action: Any, gather: Any = gather) -> None:
@@ -193,8 +194,8 @@ class DiesBeforeOthersHaveItsUpdate:
         if member != 2:
             return
         session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
-        assert session is not None
-        share = session._share_change_wishes
+        assert isinstance(session, ElasticSession)
+        share = session.recovery._share_change_wishes
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def start_or_lose(background: Background, line: str, steps: Callable[[], None]) -> Any:
@@ -208,10 +209,10 @@ class DiesBeforeOthersHaveItsUpdate:
                 raise Killed
 
         self.monkeypatch.setattr(Background, "start", start_or_lose)
-        self.monkeypatch.setattr(session, "_share_change_wishes", share_and_die)
+        self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_and_die)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_before_its_neighbour_has_its_update(
@@ -236,7 +237,7 @@ def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_p
                 rows = slice(member, None, NUM_RANKS)
                 engine.backward(loss_of(own(x[rows]), y[rows]))
                 engine.step()
-                updating.append(any(flat.is_updating for flat in engine._sharded.flats))
+                updating.append(any(flat.is_updating for flat in engine._sharded.parts.flats))
         return updating
 
     results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
@@ -275,9 +276,9 @@ def metered(
             rank, size = engine.data_ranks
             engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
         engine.state_dict()
-        engine._session._survival.await_copies()
-        specs = [flat.spec for flat in engine._sharded.flats]
-        found = engine._session.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
+        engine._session.recovery.survival.await_copies()
+        specs = [flat.spec for flat in engine._sharded.parts.flats]
+        found = engine._session.recovery.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
         assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
         engine.close()
         return found
@@ -323,7 +324,7 @@ def last_words(plan: dict[str, Any], plant: HostDiesAt, hosts: str, folder: Path
     return set(run_members(NUM_RANKS, work, folder, hosts=hosts).values())
 
 
-@one_in(7)
+@sampled
 @pytest.mark.parametrize("name", [name for name, _ in SENT])
 def test_a_rank_and_its_keeper_are_lost_together(name: str, tmp_path: Path) -> None:
     plan = {**TIERS, **PLANS}[name]
@@ -332,7 +333,7 @@ def test_a_rank_and_its_keeper_are_lost_together(name: str, tmp_path: Path) -> N
     assert said.endswith("Start again from the last checkpoint.")
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("name", ["ddp", "hsdp"])
 def test_two_hosts_are_lost_together_and_others_have_the_same(name: str, tmp_path: Path) -> None:
     """Nothing is copied where the rows of each rank are on another host anyway."""
@@ -364,7 +365,7 @@ def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
     }
 
 
-@one_in(11)
+@sampled
 @pytest.mark.parametrize("portion", [17, 20, 21, 25, 27, 28, 29, 35])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
@@ -394,7 +395,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
                 engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a lost share changes nothing
                 if asks:
                     engine.mean(0.0)
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         result = engine.state_dict(), engine.num_steps
         engine.close()
         return result
@@ -411,22 +412,22 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
     """Let this rank leave the commit of `version` so late that it hears there of a death after it. The copies of that
     step are not complete, since this rank sends none yet."""
     session = engine._session
-    assert session is not None
-    share = session._share_change_wishes
+    assert isinstance(session, ElasticSession)
+    share = session.recovery._share_change_wishes
 
     def late(subject: str, refusal: str = "") -> None:
         share(subject, refusal)
-        if subject == "commit" and session._version == version and engine.num_void == 0:
-            while (fault := session._world.fault) is None:
+        if subject == "commit" and session.recovery.iterations.version == version and engine.num_void == 0:
+            while (fault := session.recovery.world.fault) is None:
                 time.sleep(0.001)
             raise fault.error()
 
-    session._share_change_wishes = late  # type: ignore[method-assign]
+    session.recovery._share_change_wishes = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("asks", ["always", "if it has taken a step"])
 @pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
-@one_in(2)
+@sampled
 def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended(
     loop: str, asks: str, tmp_path: Path
 ) -> None:
@@ -472,7 +473,7 @@ def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended
             assert (state[name] - value).abs().max() <= 2e-6 * max(1.0, value.abs().max()), name
 
 
-@one_in(9)
+@sampled
 @pytest.mark.parametrize("hosts", ["aabbb", "aabba", "aabbc"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
 def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: Path) -> None:
@@ -497,7 +498,7 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
             engine.weigh(len(x), ROWS)
             engine.backward(loss_of(own(x), y))
             engine.step()
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         found = state, engine.memory().kept_bytes, engine.world.hosts
         engine.close()
         return found
@@ -521,8 +522,8 @@ class DiesBehindItsStep:
         if member != 1:
             return
         session, send = engine._session, engine.world.transport.send
-        assert session is not None
-        share, is_lost = session._share_change_wishes, [False]
+        assert isinstance(session, ElasticSession)
+        share, is_lost = session.recovery._share_change_wishes, [False]
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
@@ -534,10 +535,10 @@ class DiesBehindItsStep:
             share(subject, refusal)
 
         self.monkeypatch.setattr(engine.world.transport, "send", send_or_lose)
-        self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
+        self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_or_die)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_a_rank_dies_with_what_it_has_updated_on_its_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

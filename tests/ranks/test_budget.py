@@ -26,9 +26,9 @@ from shardwise.program import plan_step, straight_trace
 from shardwise.storage import choose_units, unit_numel
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 MODEL_BYTES = 42_368 * 4
 """Bytes of the parameters in fp32."""
@@ -40,7 +40,7 @@ def model_of() -> Transformer:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    units = engine._sharded.sharding.units
+    units = engine._sharded.parts.sharding.units
     specs = tuple(unit.spec for unit in units)
     foreseen = plan_step(specs, straight_trace(specs)).footprint(states_per_param=0)
     return {
@@ -84,7 +84,6 @@ MIXED: dict[str, tuple[str, dict[str, float]]] = {
 }
 
 
-@one_in(6)
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize("case", MIXED)
 def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, shares_memory: bool) -> None:
@@ -108,7 +107,6 @@ def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, s
     assert not list(tmp_path.iterdir())
 
 
-@one_in(5)
 @pytest.mark.parametrize(("preset", "share", "room"), [("zero3", 0.8, 0.9), ("zero2", 2.2, 0.9), ("zero3", 0.8, 0.66)])
 def test_a_disk_takes_what_the_host_has_no_room_for(
     preset: str, share: float, room: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -301,7 +299,6 @@ SPLIT: dict[str, dict[str, Any]] = {
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(14)
 @pytest.mark.parametrize("preset", ["zero3-kept", "zero3", "ddp"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_a_pipeline_s_budget_is_of_its_whole_schedule(preset: str, schedule: str) -> None:
@@ -323,7 +320,6 @@ def test_a_pipeline_s_budget_is_of_its_whole_schedule(preset: str, schedule: str
         assert (fitted[0][1] == Offload()) == (share == 1.0), "just enough takes nothing away"
 
 
-@one_in(6)
 @pytest.mark.parametrize("preset", ["zero3-kept", "zero3", "ddp", "zero1"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "gpipe"])
 def test_later_micro_batches_hold_what_those_before_them_do(
@@ -342,7 +338,6 @@ def test_later_micro_batches_hold_what_those_before_them_do(
     assert len(held) == 1
 
 
-@one_in(5)
 @pytest.mark.parametrize("axis", SPLIT)
 def test_models_that_are_split_have_a_budget(axis: str) -> None:
     """The rank that holds most fits the budget; with one unit less offloaded it would not. Training is unchanged."""

@@ -20,9 +20,9 @@ from shardwise.checkpoint.index import Index
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state import content
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]

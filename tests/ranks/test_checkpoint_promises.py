@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.state import content
 from shardwise.testing import run_ranks
 from shardwise.tiers import buffers
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 
 def build() -> nn.Module:
@@ -390,7 +390,7 @@ ADAMS = {"AdamW", "Adam", "our AdamW", "our narrow AdamW"}
 
 
 @pytest.mark.parametrize("wrote", OPTIMIZERS)
-@one_in(5)
+@sampled
 def test_another_optimizers_states_are_refused(wrote: str, tmp_path: Path) -> None:
     """Optimizers with the same states can use each other's. Settings, such as momentum, come from the checkpoint."""
 

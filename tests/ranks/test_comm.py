@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise import testing
 from shardwise.comm import Collectives, Group, ThreadTransport, link_between
 from shardwise.comm.shm import neighbours
+from shardwise.comm.small import SHORT_MESSAGE_BYTES
 from shardwise.comm.staging import StagingPool
 from shardwise.errors import ConfigError, FaultError
 from shardwise.mesh import Mesh
@@ -122,6 +123,19 @@ def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
         assert not world.any_rank(False)
 
     run_ranks(num_ranks, rank)
+
+
+def test_messages_of_any_length_are_exchanged(run_ranks: RunRanks) -> None:
+    """Short ones come with their length at once, longer ones in a second message."""
+    lengths = [*range(SHORT_MESSAGE_BYTES - 10, SHORT_MESSAGE_BYTES + 3), 1000]
+
+    def rank(world: sw.World) -> None:
+        for length in lengths:
+            for longest in range(2):
+                said = [bytes([65 + place]) * (length if place == longest else 3) for place in range(2)]
+                assert world.exchange(said[world.rank]) == said
+
+    run_ranks(2, rank)
 
 
 def test_messages_of_a_link_arrive_in_the_order_of_sending(run_ranks: RunRanks) -> None:

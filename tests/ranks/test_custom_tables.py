@@ -8,7 +8,7 @@ import pytest
 import torch
 from twins import Transformer, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
-from tests.thorough import one_in
+from tests.thorough import each_value
 
 MESH = {"node": 2, "local": 2}
 BOTH, LOCAL = {"shard": ["node", "local"]}, {"shard": ["local"]}
@@ -25,7 +25,7 @@ ROWS = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
-@one_in(5)
+@each_value
 def test_rows_between_the_presets_train_like_the_plain_model(name: str, precision: Any) -> None:
     torch.manual_seed(0)
     model = Transformer()

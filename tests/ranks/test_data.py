@@ -16,7 +16,7 @@ from twins import LENGTH, VOCAB, Run, Transformer, adamw, assert_same, full_para
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 BATCH_ROWS, STEPS = 12, 6
 
@@ -136,7 +136,7 @@ def replicas(num: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (3, 2)), ((4, 3), (1, 1)), ((1, 2), (4, 1))])
-@one_in(5)
+@sampled
 def test_a_run_goes_on_at_another_world_size_as_if_never_stopped(
     source: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from shardwise.state import content
 from shardwise.storage import choose_units, tables_for
 from shardwise.storage.unit import unit_specs
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 MESH = Mesh(("dp", "parts"), (2, 2))
 ONE_AXIS = sorted(name for name, one in PRESETS.items() if len(one.axes) == 1 and one.optim.tier != "disk")
@@ -71,7 +71,7 @@ def trained(world: sw.World, preset: str, model: nn.Module, data_place: int) -> 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("preset", ONE_AXIS)
-@one_in(6)
+@sampled
 def test_two_models_train_side_by_side_as_if_alone(
     preset: str, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

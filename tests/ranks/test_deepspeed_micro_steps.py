@@ -15,7 +15,7 @@ import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Engine = deepspeed.DeepSpeedEngine
@@ -86,7 +86,7 @@ def undivided(engine: Engine, loss: Tensor) -> None:
     engine.backward(loss / GAS, scale_wrt_gas=False)
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("backward", [by_loss, by_scale, keeping_the_graph, undivided])
 def test_any_backward_is_averaged_over_micro_batches(backward: Callable[[Engine, Tensor], None], stage: int) -> None:
@@ -94,6 +94,7 @@ def test_any_backward_is_averaged_over_micro_batches(backward: Callable[[Engine,
         for number, (x, y) in enumerate(data):
             backward(engine, F.mse_loss(engine(x), y))
             engine.step()
+            assert engine.was_step_applied() == (number % GAS == GAS - 1)
             assert engine.global_steps == (number + 1) // GAS
 
     for _, weight in trained(stage, train):
@@ -110,6 +111,7 @@ def test_a_boundary_that_the_script_sets(stage: int) -> None:
             engine.backward(F.mse_loss(engine(x), y))
             if engine.is_gradient_accumulation_boundary():
                 engine.step()
+            assert engine.was_step_applied() == (number >= 2)
         assert engine.global_steps == 2
 
     for _, weight in trained(stage, train):
@@ -126,6 +128,7 @@ def test_every_step_is_a_boundary_if_accumulation_is_not_managed(stage: int) -> 
             assert not engine.is_gradient_accumulation_boundary()
             if number in (0, 3):
                 engine.step()
+                assert engine.was_step_applied()
         assert (engine.global_steps, engine.global_samples) == (2, 4 * ROWS * RANKS)
 
     for _, weight in trained(stage, train, managed_gradient_accumulation=False):
@@ -155,6 +158,7 @@ def test_saving_between_micro_batches(stage: int, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("backward", [by_loss, by_scale])
 def test_gradients_summed_over_ranks(backward: Callable[[Engine, Tensor], None], stage: int) -> None:

@@ -20,7 +20,7 @@ from shardwise.integrations.deepspeed.moe import (
     is_moe_param_group,
 )
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 WIDTH, TOKENS, RANKS, STEPS = 8, 12, 2, 4
@@ -88,7 +88,7 @@ def alone(model: Model) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(("stage", "ep_size", "settings"), LAYERS)
 def test_trains_as_one_process(stage: int, ep_size: int, settings: dict[str, Any]) -> None:
     twin = build(ep_size, settings)

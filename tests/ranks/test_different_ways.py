@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import ConfigError, FaultError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Ways = Sequence[Sequence[int]]
@@ -194,7 +194,7 @@ def plan_for(preset: str, num_ranks: int = 2, **settings: Any) -> dict[str, Any]
     return {"preset": preset, **mesh, **settings}
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("units", TOWERS, ids=str)
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "offload", "zero3", "zero3-kept"])
 def test_a_tower_where_there_are_images(preset: str, units: str) -> None:
@@ -215,7 +215,7 @@ def test_each_rank_calls_as_often_as_it_has_images(preset: str) -> None:
     Job(plan_for(preset), SEVERAL_CALLS, {"cross": True}, shares_memory=False).run()
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "hsdp", "hpz"])
 def test_four_ranks(preset: str) -> None:
     ways = ([0, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1])
@@ -245,7 +245,7 @@ VARIATIONS: dict[str, Job] = {
 }
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("name", VARIATIONS)
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 def test_with(name: str, preset: str) -> None:
@@ -258,7 +258,7 @@ def test_in_bf16(preset: str) -> None:
     Job(plan_for(preset, precision="bf16"), AS_THEY_COME, evaluates=False).run(tolerance=5e-2)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("seed", range(24))
 def test_any_ways(seed: int) -> None:
     draw = random.Random(seed)

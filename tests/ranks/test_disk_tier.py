@@ -18,7 +18,7 @@ from twins import MakeOptimizer, Run, Transformer, adamw, assert_same, batches, 
 import shardwise as sw
 from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
 ON_DISK = {"param": DISK, "optim": DISK, "grad": HOST}
@@ -52,7 +52,7 @@ def report(engine: sw.Engine) -> dict[str, Any]:
     return {"report": engine.memory(), "said": str(engine)}
 
 
-@one_in(5)
+@sampled
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "rows"), ROWS)
 def test_trains_like_the_plain_model_and_holds_what_was_promised(
@@ -99,7 +99,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@one_in(17)
+@sampled
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -170,7 +170,7 @@ def locked(descriptor: int, num_bytes: int) -> mmap.mmap:
     return mapped
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 def test_everything_that_reads_and_writes_states(
     rows: dict[str, Any], model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

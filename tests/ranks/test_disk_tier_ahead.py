@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 ON_DISK = {"param": {"tier": "disk"}, "optim": {"tier": "disk"}, "grad": {"tier": "host"}}
 Change = Callable[[sw.Engine, torch.optim.Optimizer], None]
@@ -91,7 +91,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_before_the_step_counts(change: str, rows: dict[str, Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 STAGES = {"mesh": {"pp": 2, "dp": 2}}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@one_in(5)
+@sampled
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_engine_after_one_with_stages_trains_like_the_plain_model(name: str) -> None:
     """In the first engine, ranks of different stages gather different units. The second must not report a mismatch."""

@@ -16,7 +16,7 @@ from shardwise.testing import run_ranks
 from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS, DiesAt
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, sampled
 
 Tensor = torch.Tensor
 NUM_STEPS, NUM_RANKS, NUM_NEWCOMERS = 9, 4, 2
@@ -58,7 +58,7 @@ def check(states: list[dict[str, Tensor]]) -> None:
             assert (state[name].double() == whole).all(), (name, (state[name].double() - whole).abs().max())
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
 def test_any_number_of_ranks_has_the_same_bits(size: int) -> None:
     draw = random.Random(size)
@@ -70,7 +70,7 @@ MORE: list[dict[str, Any]] = [{}, {"accumulate": 2, "clip_grad_norm": 1e9}]
 CASES = [(name, more, loop) for name in PLANS for more in MORE for loop in ("engine", "plain")]
 
 
-@one_in(11)
+@sampled
 @pytest.mark.parametrize(("name", "more", "loop"), [one for one in CASES if one[2] == "engine" or not one[1]])
 def test_deaths_and_newcomers_change_no_bit(name: str, more: dict[str, Any], loop: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 6)):

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.errors import FaultError, ModelError
 from shardwise.experts import Experts
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 WIDTH, NUM_EXPERTS = 8, 4
@@ -71,7 +71,7 @@ def in_one_form(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
     return stacked(other).state_dict()
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("mesh", "plan"),

@@ -26,9 +26,9 @@ from shardwise.experts import Router
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_RANKS = 2
@@ -55,7 +55,7 @@ def promised_and_made(
             step()
             world.barrier()
             there = [one for one in gc.get_objects() if type(one) is Tensor]
-            there += [flat.full for flat in engine._sharded.flats if flat.full is not None]
+            there += [flat.full for flat in engine._sharded.parts.flats if flat.full is not None]
             world.barrier()
             living = LivingBytes(there)
             with living:

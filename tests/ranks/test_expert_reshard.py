@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import update_biases
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 ORDERS: dict[str, list[dict[str, Any]]] = {
@@ -90,7 +90,7 @@ def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *,
 
 
 @thorough_only("takes long")
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("name", ORDERS)
 def test_one_run_through_many_dealings(name: str) -> None:
     """Five experts, which cannot be divided evenly; a frozen part, and router biases."""

@@ -38,7 +38,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import MoE, auxiliary_loss, update_biases
 from shardwise.testing import run_ranks
-from tests.thorough import drawn, one_in, thorough_only, varies
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 Tensor = torch.Tensor
 NUM_STEPS = drawn(2, 10)
@@ -68,7 +68,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 IDS = ["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES]
 
 
-@one_in(len(MESHES))
+@sampled
 @pytest.mark.parametrize(("preset", "mesh", "of_experts", "shares_memory"), MESHES, ids=IDS)
 def test_every_preset_trains_as_the_whole_model(
     preset: str, mesh: dict[str, int], of_experts: dict[str, Any], shares_memory: bool
@@ -82,7 +82,7 @@ def test_every_preset_trains_as_the_whole_model(
     assert_same(run, twin)
 
 
-@one_in(len(MESHES))
+@sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize(("preset", "mesh", "of_experts"), [case[:3] for case in MESHES], ids=IDS)
 def test_on_devices_whenever_collectives_act(
@@ -97,7 +97,7 @@ def test_on_devices_whenever_collectives_act(
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
-@one_in(3)
+@sampled
 def test_on_devices_recomputed_and_accumulated(when: When) -> None:
     devices = Devices(when)
     race(mixture(recomputes=True, balance_loss=0.05), "zero3", {"dp": 2, "ep": 2}, accumulate=2, devices=devices)
@@ -128,7 +128,7 @@ def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> 
     return run
 
 
-@one_in(18)
+@sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["accumulated", "recomputed", "frozen", "lamb"])
 def test_loops(kind: str, preset: str) -> None:
@@ -153,13 +153,13 @@ def test_loops(kind: str, preset: str) -> None:
 OFFLOADED = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(("preset", "rows"), [("zero3", OFFLOADED), ("zero1", {"optim": {"tier": "host"}})])
 def test_experts_rest_on_the_host_too(preset: str, rows: dict[str, Any]) -> None:
     race(mixture(balance_loss=0.05), preset, {"dp": 2, "ep": 2}, rows=rows)
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_muon_updates_the_matrices_beside_experts(preset: str) -> None:
     def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -250,7 +250,7 @@ def _summed(model: Mixture, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten(), reduction="sum")
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_near(precision: str) -> None:
     model, data = mixture(balance_loss=0.05), batches(3, 8)
@@ -280,7 +280,7 @@ class Decoder(pipelined.Decoder):
                 nn.init.normal_(param, std=0.1)
 
 
-@one_in(5)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "schedule", "mesh"),
     [
@@ -321,7 +321,7 @@ TENSOR = {**split_models.TENSOR, "plan": {k: v for k, v in split_models.TENSOR["
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(5)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [("zero1", {"dp": 2, "ep": 2, "tp": 2}), ("zero3", {"ep": 2, "tp": 2}), ("ddp", {"tp": 2, "ep": 2})],
@@ -352,7 +352,7 @@ class SplitMixture(nn.Module):
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + auxiliary_loss(self)
 
 
-@one_in(5)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [("zero3", {"ep": 2, "sp": 2}), ("zero1", {"dp": 2, "ep": 2, "sp": 2}), ("ddp", {"sp": 2, "ep": 2})],
@@ -373,7 +373,7 @@ ATTENTION = {**TENSOR, "plan": {name: rule for name, rule in TENSOR["plan"].item
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(2)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "mesh"), [("zero1", {"tp": 2, "sp": 2, "ep": 2}), ("zero3", {"ep": 2, "sp": 2, "tp": 2})]
 )
@@ -393,7 +393,7 @@ class CutDecoder(pipelined.Decoder):
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(2)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "schedule", "mesh"),
     [("zero1", "1f1b", {"pp": 2, "tp": 2, "ep": 2}), ("zero3", "zb-h1", {"pp": 2, "ep": 2, "tp": 2})],

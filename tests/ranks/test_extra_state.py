@@ -12,6 +12,7 @@ from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
+from tests.thorough import sampled
 
 EXTRAS: list[Any] = [{"scale": 2.0, "history": torch.ones(3)}, 7, None, torch.ones(3), b"bytes", [1, (2, "three")]]
 
@@ -45,6 +46,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) and type(one) is type(other)
 
 
+@sampled
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: type(extra).__name__)
 def test_state_dict_is_the_plain_models_and_back(extra: Any) -> None:
     def work(engine: sw.Engine) -> tuple[dict[str, Any], Any]:
@@ -60,6 +62,7 @@ def test_state_dict_is_the_plain_models_and_back(extra: Any) -> None:
         assert same(plain["first"].extra, extra)
 
 
+@sampled
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: type(extra).__name__)
 def test_it_is_saved_and_resumed(extra: Any, tmp_path: Path) -> None:
     work_on_ranks(2, lambda engine: engine.save(tmp_path), "zero3", lambda: build(extra))

@@ -21,9 +21,9 @@ from twins import VOCAB, WIDTH, Batch, Run, Transformer, adamw, assert_as_near, 
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(24)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_STEPS, NUM_RANKS, ROWS = 4, 2, 8
@@ -276,7 +276,6 @@ class Runner:
                 self.scheduler.load_state_dict(loaded.state["scheduler"])
 
 
-@one_in(34)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{one} + {other}" for one, other in PAIRS])
 def test_every_pair_of_features_races_its_twin(one: str, other: str, tmp_path: Path) -> None:

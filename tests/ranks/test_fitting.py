@@ -21,7 +21,7 @@ from shardwise.config import PolicyName
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.fitting import Choice
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 MIB = 2**20
 FAST = Calibration("here", {}, HostFigures(1e15, 1e9, 1, ""))
@@ -128,7 +128,7 @@ def pipelined(preset: str, schedule: str, **more: Any) -> dict[str, Any]:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@one_in(8)
+@sampled
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "disk"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_stages_of_a_pipeline_take_the_same_choice(

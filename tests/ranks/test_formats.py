@@ -21,9 +21,9 @@ import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError, ModelError
 from shardwise.formats.torch_files import load_file as load_torch_file
 from tests.files import module_at
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 Tensor = torch.Tensor

@@ -17,9 +17,9 @@ from test_split_products import CUT, net
 from torch import nn
 from twins import WIDTH, Run, assert_as_near, plain_run
 
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(3)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_STEPS = 3

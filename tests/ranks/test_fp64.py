@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from twins import PRESETS_2, PRESETS_2X2, Transformer, batches, plain_run, sharded_run
 
+from tests.thorough import sampled
+
 ROUNDING = 1e-12
 """About 5000 times the spacing of fp64 at 1; that of fp32 is 1e-7."""
 
@@ -18,6 +20,7 @@ class Wide(Transformer):
         return F.cross_entropy(self.logits(x).flatten(0, 1), y.flatten())
 
 
+@sampled
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["as it is", "clipped"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), PRESETS_2 + PRESETS_2X2[:2])
 def test_races_the_plain_loop(preset: str, num_ranks: int, mesh: Mapping[str, int] | None, clip: float | None) -> None:

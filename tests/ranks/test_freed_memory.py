@@ -14,12 +14,14 @@ from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_r
 import shardwise as sw
 from shardwise.storage.releasable import Pages, Resized, _System, releasable
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 CPU = torch.device("cpu")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets addresses stay while memory goes")
 SIZES = [1, 4096, 100_001, 1 << 20, (4 << 20) + 8, (9 << 20) + 4096]
 
 
+@sampled
 @on_linux
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_nan_while_it_is_free(num_bytes: int) -> None:
@@ -112,7 +114,7 @@ def test_a_freed_parameter_reads_as_nan() -> None:
         model = replicas[world.rank]
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             train(engine, batches(2))
-            flats = [flat for unit in engine._sharded.sharding.units for flat in unit.flats]
+            flats = [flat for unit in engine._sharded.parts.sharding.units for flat in unit.flats]
             return all(bool(flat.full.isnan().all()) for flat in flats)
 
     assert all(run_ranks(2, rank, shares_memory=False))

@@ -17,7 +17,7 @@ from shardwise.config import Offload
 from shardwise.errors import ConfigError
 from shardwise.placement.offload import Offloaded, UnitNumel
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 HOST = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
 
@@ -57,7 +57,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def placed(engine: sw.Engine) -> dict[str, Any]:
     """The share of all elements kept on each tier, the share of trained ones updated on each tier, and reports."""
-    specs = [flat.spec for flat in engine._sharded.flats]
+    specs = [flat.spec for flat in engine._sharded.parts.flats]
     trained = [spec for spec in specs if spec.trainable]
 
     def share(tier: str, buffer: Any, of: Any) -> float:
@@ -87,7 +87,7 @@ SHARES: dict[str, dict[str, float]] = {
 }
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("rest", ["host", "disk"])
 def test_frozen_parameters_leave_and_all_updates_stay(rest: str, tmp_path: Path) -> None:
     """LoRA: the base rests on the host or a disk, and adapters, their states and their update are on the device."""
@@ -144,7 +144,7 @@ def test_a_budget_leaves_updates_on_the_device_if_frozen_parameters_suffice(tmp_
     assert "but those of" in run.extra["said"]
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("trained", ["adapters", "head", "block"])
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])
 @pytest.mark.parametrize("case", SHARES)
@@ -196,7 +196,7 @@ def test_a_frozen_model_generates_from_where_its_share_rests(rest: str, tmp_path
         assert_kept(found["report"])
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("trained", ["head", "adapters", "nothing"])
 def test_a_budget_counts_frozen_parameters(trained: str) -> None:
     """A budget takes the least offload that fits, and is refused only below what the largest offload keeps."""

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.tensor.views import View, difference
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 WIDTH, HEADS, SIZE = 24, 4, 6
@@ -102,7 +102,7 @@ WITHOUT_PARTS = copy.deepcopy(UNDIVIDED)
 WITHOUT_PARTS["plan"]["blocks.*.attn.qkv"] = "column"
 
 
-@one_in(8)
+@sampled
 @pytest.mark.parametrize(
     ("heads", "tensor", "said"),
     [
@@ -156,7 +156,7 @@ def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_righ
             run_ranks(2, rank)
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize(
     ("heads", "tensor", "num_ranks"),
     [

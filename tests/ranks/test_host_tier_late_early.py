@@ -13,9 +13,9 @@ from twins import Batch, assert_same, batches, plain_run, sharded_run
 import shardwise as sw
 from shardwise.errors import CommError
 from shardwise.storage import Copied, Flat, HostMemory
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(18)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 HOST = {"tier": "host"}

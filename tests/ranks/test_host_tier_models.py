@@ -14,9 +14,9 @@ from twins import Transformer, adamw, batches, engine_step, full_params, plain_r
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(15)
+pytestmark = sampled
 
 Optimizers = list[torch.optim.Optimizer]
 HOST = {"tier": "host"}

@@ -27,7 +27,7 @@ from shardwise.comm.fault import Fault
 from shardwise.errors import FaultError
 from shardwise.precision import LateFloat
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 LIBRARY = str(Path(sw.__file__).parent)
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "numpy", "nonzero")
@@ -202,7 +202,7 @@ NEVER: dict[str, tuple[Plan, MakeOptimizer]] = {
 
 
 @pytest.mark.parametrize("name", NEVER)
-@one_in(5)
+@sampled
 def test_the_host_never_waits(name: str, waits: Waits) -> None:
     steady_step(waits, *NEVER[name], Transformer)
     assert waits.found == {}
@@ -325,6 +325,7 @@ def trained(plan: Plan, *, shares_memory: bool) -> tuple[list[float], dict[str, 
     return first
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_numbers_are_those_that_the_host_would_have_read(

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.program.images import image_bytes
 from tests.ranks.threads_as_members import run_members
+from tests.thorough import sampled
 
 WIDTH, NUM_RANKS, PER_PIECE = 64, 2, 3 * 64
 
@@ -28,6 +29,7 @@ class Net(nn.Module):
         return result
 
 
+@sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
 def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Pat
         for _ in range(3):
             engine.backward(engine(torch.ones(4, WIDTH)).float().sum())
             engine.step()
-        specs = [flat.spec for flat in engine._sharded.flats]
+        specs = [flat.spec for flat in engine._sharded.parts.flats]
         promised = image_bytes(specs, 2, engine._sharded.mesh.coordinate(world.rank))
         held = engine.memory().image_bytes
         num_pieces = len(list(model.parameters()))

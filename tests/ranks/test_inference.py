@@ -18,7 +18,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.inference import Inference
 from shardwise.storage import Unit
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}
 
@@ -28,7 +28,7 @@ def prompts(num: int) -> list[torch.Tensor]:
     return [torch.randint(0, 97, (1, 3 + rank), generator=numbers) for rank in range(num)]
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("keep", KEEP)
 def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str) -> None:
@@ -46,14 +46,14 @@ def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str)
         engine = sw.shard(replicas[world.rank], "zero3", world=world)
         with engine.inference(KEEP[keep]):
             tokens = engine.module.generate(given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False)
-        return tokens, engine._sharded.sharding.meter.now["working"]
+        return tokens, engine._sharded.parts.sharding.meter.now["working"]
 
     for (tokens, working), theirs in zip(run_ranks(3, rank), expected, strict=True):
         assert torch.equal(tokens, theirs)
         assert working == 0
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("preset", ["zero3", "zero1", "hsdp"])
 def test_any_method_between_training_steps(preset: str, keep: str) -> None:
@@ -160,7 +160,7 @@ class Tower(nn.Module):
         return x
 
 
-@one_in(8)
+@sampled
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 2), ("disk", 1), ("host", 2)])
 def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, tmp_path: Path) -> None:
@@ -183,8 +183,10 @@ def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, t
                     tokens = engine.module.generate(
                         given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False
                     )
-            meter = engine._sharded.sharding.meter
-            sizes = sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in engine._sharded.sharding.units)
+            meter = engine._sharded.parts.sharding.meter
+            sizes = sorted(
+                sum(flat.spec.full_bytes for flat in unit.flats) for unit in engine._sharded.parts.sharding.units
+            )
             assert meter.peak["working"] <= sum(sizes[-3:])
             return tokens, meter.now["working"], meter.now["param"]
 
@@ -193,7 +195,7 @@ def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, t
         assert working == param == 0
 
 
-@one_in(5)
+@sampled
 @pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 1), ("disk", 3), ("host", 2)])
 def test_the_next_unit_is_on_its_way_and_ranks_may_part(
     tier: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

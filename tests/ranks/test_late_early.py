@@ -41,7 +41,7 @@ from shardwise.placement import PRESETS
 from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import drawn, one_in, varies
+from tests.thorough import drawn, sampled, varies
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
@@ -80,7 +80,7 @@ def run_on_devices(
                 run.losses.append(world.mean(loss.item()))
                 run.norms.append(engine.gradient_norm or 0.0)
             run.params = full_params(engine)
-            assert engine._sharded.sharding.meter.now["working"] == 0
+            assert engine._sharded.parts.sharding.meter.now["working"] == 0
         return run
 
     runs = devices.run(num_ranks, rank)
@@ -97,7 +97,7 @@ def run_on_devices(
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("case", CASES, ids=list(PRESETS))
-@one_in(8)
+@sampled
 def test_presets_train_like_their_twin(case: tuple[str, int, Any], when: When, tmp_path: Path) -> None:
     """All of them; `infinity` reads its files into locked pages, from which the device copies."""
     model, data = small(), batches(3)
@@ -109,7 +109,7 @@ def test_presets_train_like_their_twin(case: tuple[str, int, Any], when: When, t
 @pytest.mark.parametrize(
     "case", [("zero2", 2, None), ("zero1", 2, None), ("hsdp", 4, GRID)], ids=["zero2", "zero1", "hsdp"]
 )
-@one_in(8)
+@sampled
 def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
     """Micro-batches, some of which do not reduce their gradients."""
 
@@ -134,7 +134,7 @@ def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None), *ON_HOST], ids=lambda case: case[0])
-@one_in(9)
+@sampled
 def test_narrow_precisions(case: tuple[str, int, Any], precision: str, when: When) -> None:
     model, data = small(), batches(3)
     run = run_on_devices(Devices(when), model, data, case, precision=precision)
@@ -157,7 +157,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hsdp", 4, GRID)], ids=["zero3", "hsdp"])
-@one_in(8)
+@sampled
 def test_our_optimizers_do_the_same_whenever_collectives_act(name: str, case: tuple[str, int, Any]) -> None:
     model, data = small(), batches(3)
     late, early, by_lot = (run_on_devices(Devices(when), model, data, case, OPTIMIZERS[name]) for when in WHENS)
@@ -170,7 +170,7 @@ def test_our_optimizers_do_the_same_whenever_collectives_act(name: str, case: tu
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
-@one_in(9)
+@sampled
 def test_a_step_that_raises_leaves_nothing_on_its_way(case: tuple[str, int, Any], where: str, when: When) -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
@@ -207,7 +207,7 @@ def test_a_step_that_raises_leaves_nothing_on_its_way(case: tuple[str, int, Any]
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("keep_bytes", [None, 0])
-@one_in(8)
+@sampled
 def test_inference_between_steps(keep_bytes: int | None, when: When) -> None:
     model, data = small(), batches(3)
     x, _ = batches(1, seed=5)[0]
@@ -260,7 +260,7 @@ READERS = [read_data, read_one_backwards, read_state_dict, read_inside, read_ave
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("case", [("zero1", 2, None), ("zero2", 2, None)], ids=["zero1", "zero2"])
-@one_in(9)
+@sampled
 def test_an_update_behind_the_step_is_there_for_whoever_reads(
     case: tuple[str, int, Any], read: Reader, precision: str, when: When
 ) -> None:
@@ -277,10 +277,10 @@ def test_an_update_behind_the_step_is_there_for_whoever_reads(
             ) as engine:
                 for batch in batches(2):
                     engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch))
-                    flats = engine._sharded.flats
+                    flats = engine._sharded.parts.flats
                     assert all(flat.is_updating for flat in flats), "it goes on behind the step"
                     if awaits:
-                        engine._sharded.runner.gathering.await_updates()
+                        engine._sharded.parts.runner.gathering.await_updates()
                     read_here.append(read(engine))
             return read_here
 
@@ -292,6 +292,7 @@ def test_an_update_behind_the_step_is_there_for_whoever_reads(
     torch.testing.assert_close(train(awaits=False), train(awaits=True), rtol=0, atol=0)
 
 
+@sampled
 @pytest.mark.parametrize("end", ["close", "reshard", "another step", "save"])
 @pytest.mark.parametrize("when", WHENS)
 def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_path: Path) -> None:
@@ -304,7 +305,7 @@ def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_pa
         engine = sw.shard(mine, "zero1", optimizer=adamw(mine), world=world)
         for batch in data:
             engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch))
-        assert any(flat.is_updating for flat in engine._sharded.flats)
+        assert any(flat.is_updating for flat in engine._sharded.parts.flats)
         if end == "reshard":
             engine.reshard("zero3")
         elif end == "another step":  # in which no module is used, and so no parameter has a gradient
@@ -337,13 +338,13 @@ def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: 
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
             first, other = accelerator.current_stream(), accelerator.new_stream()
-            assert any(flat.is_updating for flat in engine._sharded.flats)
+            assert any(flat.is_updating for flat in engine._sharded.parts.flats)
             before = len(accelerator.noted)
             with accelerator.on(other):
                 assert not model.weight.detach().clone().isnan().any()
             noted = [one.about for one in accelerator.noted[before:] if one.what == "wait_stream"]
             assert (other, first) in noted
-            assert not any(flat.is_updating for flat in engine._sharded.flats)
+            assert not any(flat.is_updating for flat in engine._sharded.parts.flats)
 
     monkeypatch.setattr(FakeWork, "wait", noting)
     devices.run(2, rank)
@@ -352,7 +353,7 @@ def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: 
 
 
 @pytest.mark.parametrize("when", WHENS)
-@one_in(8)
+@sampled
 def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: When) -> None:
     """No parameter is read between the two steps, and the second one writes to what the first one is sending."""
     num_on_their_way = []
@@ -361,7 +362,7 @@ def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: Wh
         loss = engine(*batch)
         engine.backward(loss)
         optimizer.step()
-        num_on_their_way.append(sum(flat.is_updating for flat in engine._sharded.flats))
+        num_on_their_way.append(sum(flat.is_updating for flat in engine._sharded.parts.flats))
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -373,6 +374,7 @@ def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: Wh
     assert_same(late, whole)
 
 
+@sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
@@ -393,7 +395,7 @@ def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("can_split", [True, False])
-@one_in(8)
+@sampled
 def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can_split: bool) -> None:
     """torch requires this. Groups that were made for one plan are reused by another."""
     devices, model, data = Devices(when, can_split=can_split), small(), batches(4)
@@ -423,6 +425,7 @@ def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can
     assert all(made == devices.made[0] for made in devices.made.values())
 
 
+@sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
 def test_what_a_unit_gathers_at_one_moment_is_launched_as_one(case: tuple[str, int, Any], when: When) -> None:
@@ -782,7 +785,7 @@ def test_the_sums_of_an_all_reduce_are_gathered_while_the_next_one_is_under_way(
     assert devices.run(2, rank) == [[3.0, 6.0]] * 2
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("when", WHENS)
 def test_messages_between_stages_wait_for_what_they_bring(when: When, schedule: str) -> None:

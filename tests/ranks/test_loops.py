@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 SOME = [*PRESETS_2, PRESETS_2X2[0], PRESETS_2X2[1]]
 IDS = [f"{name}-{n}" for name, n, _ in SOME]

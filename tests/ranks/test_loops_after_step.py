@@ -18,9 +18,9 @@ from test_plain_loops import NAMES, marked, wrong
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(36)
+pytestmark = sampled
 
 
 def on_devices(num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:

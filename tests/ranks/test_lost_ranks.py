@@ -22,7 +22,7 @@ from shardwise.monitor.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded_model import ShardedModel
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, sampled
 
 Tensor = torch.Tensor
 ROWS, NUM_STEPS, NUM_RANKS = 12, 6, 4
@@ -98,14 +98,14 @@ class DiesAt:
 
             world.journal.enter = counted  # type: ignore[method-assign]
 
-        take_over = engine.take_over
+        take_over = engine._host.take_over
 
         def and_watch(world: World, sharded: Any) -> None:
             take_over(world, sharded)
             watch(world)
 
         watch(engine.world)
-        engine.take_over = and_watch  # type: ignore[method-assign]
+        engine._host.take_over = and_watch  # type: ignore[method-assign]
 
 
 def trained_alone(
@@ -229,7 +229,7 @@ CASES = [
 ]
 
 
-@one_in(32)
+@sampled
 @pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
 def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
     for seed in range(drawn(1, 2)):
@@ -240,7 +240,7 @@ def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
         race(PLANS[name], DiesAt(deaths), tmp_path, loop=loop, shares_memory=shares_memory)
 
 
-@one_in(9)
+@sampled
 @pytest.mark.parametrize(
     ("name", "loop", "shares_memory"),
     [(name, loop, shares) for name in TIERS for loop in ("engine", "plain", "train_step") for shares in (True, False)],
@@ -291,7 +291,7 @@ def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
     race(plan, DiesAt({0: 30, 3: 45}), tmp_path, loop="train_step")
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("death", [20, 23, 26, 29, 32, 35, 38, 41])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_micro_batches_of_a_loop_end_with_their_step(name: str, death: int, tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_micro_batches_of_a_loop_end_with_their_step(name: str, death: int, tmp_
     race({**PLANS[name], "accumulate": 2}, DiesAt({1: death}), tmp_path, loop="micro-batches")
 
 
-@one_in(8)
+@sampled
 @pytest.mark.parametrize("name", [*PLANS, "zero3-offload"])
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank dies after its update, before others know of it. They repeat the step unless they have the same update."""
@@ -319,7 +319,7 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
     assert set(void.values()) == {0 if is_taken else 1}
 
 
-@one_in(5)
+@sampled
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("name", ["zero3", "zero1", "ddp"])
 def test_a_rank_dies_while_the_others_get_their_parameters_back(
@@ -341,7 +341,7 @@ def test_a_rank_dies_while_the_others_get_their_parameters_back(
     assert lost
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_was_not_copied_yet_is_found_elsewhere(

@@ -16,7 +16,7 @@ from shardwise.errors import StateError
 from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, one_in
+from tests.thorough import drawn, sampled
 
 Tensor = torch.Tensor
 NUM_RANKS, NUM_STEPS = 3, 4
@@ -130,7 +130,7 @@ def check(
 
 
 @pytest.mark.timeout(600)
-@one_in(7)
+@sampled
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
     """At that time some of the other ranks have the result, and some do not."""
@@ -138,7 +138,7 @@ def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@one_in(7)
+@sampled
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: Path) -> None:
     """At that time some of the other ranks have finished, and some still need data from those."""
@@ -146,7 +146,7 @@ def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: 
 
 
 @pytest.mark.timeout(600)
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "ddp"])
 def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:
     """Nothing was read before, so no commit has waited for what is read."""

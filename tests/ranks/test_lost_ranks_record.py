@@ -11,12 +11,13 @@ import pytest
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import TurnedAwayError
 from shardwise.monitor import read_record
 from shardwise.monitor.record import RunRecord
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, one_in, varies
+from tests.thorough import drawn, sampled, varies
 
 Befall = Callable[[World, int, int], None]
 
@@ -73,7 +74,7 @@ def trained(
     return run / "record.jsonl"
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("lost", [0, 2])
 def test_what_is_logged_in_a_void_iteration_is_not_written(lost: int, early: bool, tmp_path: Path) -> None:
@@ -122,9 +123,9 @@ def test_a_rank_that_is_turned_away_leaves_the_record_to_the_others(tmp_path: Pa
         engine = sw.shard(own, {"preset": "zero2", "run": str(run)}, optimizer=adamw(own), world=world)
         for step in (0, 1):
             if member == 0 and step == 1:
-                assert engine._session is not None
+                assert isinstance(engine._session, ElasticSession)
                 with pytest.raises(TurnedAwayError):
-                    engine._session._recover(TurnedAwayError("The others go on."))
+                    engine._session.recovery.recover(TurnedAwayError("The others go on."))
                 engine.close()
                 raise Killed
             x, y = batches()[step]

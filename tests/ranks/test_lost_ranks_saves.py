@@ -16,7 +16,7 @@ from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer
 from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.test_lost_ranks_reads import num_ranks_of
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """The writing thread ends with `SystemExit`, as if its rank had ended."""
@@ -65,7 +65,7 @@ def trained(world: World, name: str, folder: Path, *, dies: bool, then: str, mon
     return ""
 
 
-@one_in(7)
+@sampled
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_what_a_lost_rank_has_not_finished_is_written_again(
@@ -93,7 +93,7 @@ def test_what_a_lost_rank_has_not_finished_is_written_again(
                 assert (value.double() == params[name]).all(), name
 
 
-@one_in(7)
+@sampled
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("then", ["close", "step"])

@@ -18,7 +18,7 @@ from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.errors import ConfigError
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
 from tests.ranks.threads_as_members import run_members
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 
@@ -117,14 +117,14 @@ def compare(found: Sequence[Found], whole: Found, bound: float) -> None:
             assert (one_of_them.state[name] - value).abs().max() <= bound * max(1.0, value.abs().max()), name
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
 def test_muon(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
     race(PLANS[name], DiesAt(deaths), tmp_path, make=lambda model: muon(model)[0], bound=2e-5)
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
 def test_adafactor(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_adafactor(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
     race(PLANS[name], DiesAt(deaths), tmp_path, make=adafactor, bound=2e-5)
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("deaths", [{3: 12}, {1: 25}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 def test_fp16_while_its_scale_is_found(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_fp16_while_its_scale_is_found(name: str, deaths: dict[int, int], tmp_pa
     compare(trained(plan, one, deaths, tmp_path), whole, 2e-2)
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 55}, {3: 34}], ids=str)
 @pytest.mark.parametrize("loop", ["engine", "plain"])
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
@@ -157,7 +157,7 @@ def test_two_optimizers(name: str, loop: str, deaths: dict[int, int], tmp_path: 
     compare(trained(PLANS[name], two, deaths, tmp_path, loop=loop), whole, 2e-6)
 
 
-@one_in(28)
+@sampled
 @pytest.mark.parametrize("deaths", [{1: 30}, {0: 41, 2: 62}, {3: 50}, {0: 25}], ids=str)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_save_is_under_way(name: str, deaths: dict[int, int], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The table of docs/elastic.md: under every preset, a rank dies at a given place, and the others continue."""
+"""The table of docs/elastic-protocol.md: under every preset, a rank dies at a given place, and the others continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.elastic.images import TORN
 from shardwise.elastic.survival import Survival
 from tests.ranks.test_lost_ranks import NUM_RANKS, PLANS, TIERS, race
 from tests.ranks.threads_as_members import Killed
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 VICTIM, AT = 1, 2
 """The rank that dies, and after how many steps."""
@@ -119,7 +119,7 @@ class DiesCopying:
         engine.world.journal.enter = or_die  # type: ignore[method-assign]
 
 
-@one_in(10)
+@sampled
 @pytest.mark.parametrize("name", [*PLANS, "offload", "zero3-offload", "a share"])
 def test_a_rank_dies_while_its_state_is_copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dies = DiesCopying(monkeypatch)
@@ -128,7 +128,7 @@ def test_a_rank_dies_while_its_state_is_copied(name: str, tmp_path: Path, monkey
     assert set(void) == set(range(NUM_RANKS)) - {VICTIM}
 
 
-@one_in(16)
+@sampled
 @pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", PLANS)
@@ -141,7 +141,7 @@ def test_a_rank_dies_in(name: str, place: str, loop: str, tmp_path: Path) -> Non
     assert sorted(void) == [rank for rank in range(NUM_RANKS) if rank != VICTIM]
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path)
 
 def test_every_test_that_the_table_names_exists() -> None:
     tests = Path(__file__).parents[1]
-    named = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "elastic.md").read_text()))
+    named = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "elastic-protocol.md").read_text()))
     defined = {
         name for path in tests.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }

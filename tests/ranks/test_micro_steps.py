@@ -15,7 +15,7 @@ from twins import PRESETS_2X2, plan_of
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Batch = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ def by_autograd(engine: sw.Engine, x: Tensor, y: Tensor) -> None:
     torch.autograd.backward(loss / 2)
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("backward", [by_engine, by_loss, by_scale, by_halves, by_autograd])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), PLANS)
 def test_any_backward_is_averaged_and_only_step_counts(
@@ -109,6 +109,7 @@ def test_any_backward_is_averaged_and_only_step_counts(
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("divides_all", [False, True])
 def test_a_loss_that_runs_through_two_engines(preset: str, divides_all: bool) -> None:
@@ -229,6 +230,7 @@ def test_what_was_begun_is_not_mixed_with_whole_steps() -> None:
 COUNTS = [(1, 5), (0, 4), (3, 3)]
 
 
+@sampled
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
@@ -357,6 +359,7 @@ def test_a_loop_that_zeroes_gradients_before_each_micro_batch_is_told_that_it_ta
 # -- gradients that are written -------------------------------------------------------------------------
 
 
+@sampled
 @pytest.mark.parametrize("by_plan", [True, False])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "offload"])
 def test_a_gradient_that_was_set_is_clipped_by_its_own_norm(preset: str, by_plan: bool) -> None:

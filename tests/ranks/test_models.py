@@ -15,11 +15,11 @@ from twins import Batch, Transformer, adamw, assert_same, batches, full_params, 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
-pytestmark = [one_in(15), pytest.mark.parametrize("preset", PRESETS)]
+pytestmark = [sampled, pytest.mark.parametrize("preset", PRESETS)]
 
 
 @dataclass

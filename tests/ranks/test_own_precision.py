@@ -10,6 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-offload"]
 SETTINGS = [{"preset": preset} for preset in PRESETS] + [{"preset": "hsdp", "mesh": {"node": 1, "local": 2}}]
@@ -71,6 +72,7 @@ def largest_error(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((state[name].double() - value.double()).abs().max()) for name, value in wanted.items())
 
 
+@sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one["preset"])
 def test_a_float64_model_computes_in_float64(settings: dict[str, object]) -> None:
     torch.manual_seed(0)
@@ -82,6 +84,7 @@ def test_a_float64_model_computes_in_float64(settings: dict[str, object]) -> Non
     assert largest_error(state, plain(model, batches)) < 1e-14
 
 
+@sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one["preset"])
 def test_one_layer_in_float64_stays_there(settings: dict[str, object]) -> None:
     torch.manual_seed(0)

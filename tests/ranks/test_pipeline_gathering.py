@@ -19,14 +19,14 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import DataError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Mesh = dict[str, int]
 KEEP = {"none": 0, "some": 20_000}
 PAIRS: Mesh = {"pp": 2, "dp": 2}
 
 
-@one_in(10)
+@sampled
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize(
     ("kind", "preset", "mesh", "changes"),
@@ -51,7 +51,7 @@ def test_pipelines_generate_different_numbers_of_tokens(
     race(build(kind), plan_of(mesh, preset, **changes), generate, KEEP[keep])
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(
     ("kind", "preset", "mesh"),
     [
@@ -66,7 +66,7 @@ def test_pipelines_generate_equally_many_tokens(kind: str, preset: str, mesh: Me
     race(build(kind), plan_of(mesh, preset), lambda model, _: generate(model), 0)
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("use", [decode, lambda model, place: None if place else decode(model)], ids=["all", "one"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_logits_of_a_loop_of_ones_own(kind: str, use: Callable[[nn.Module, int], Any]) -> None:
@@ -79,7 +79,7 @@ def test_a_module_that_has_all_stages_is_called() -> None:
     race(Wrapped(Wrapped(Decoder())), plan_of(PAIRS, "zero3"), lambda model, _: from_inside(model), 0)
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("mesh", [PAIRS, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -98,7 +98,7 @@ def test_fewer_bytes_are_held() -> None:
     def rank(world: sw.World, keep_bytes: int | None, trained: nn.Module) -> tuple[int, int, int, float]:
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         with sw.shard(trained, plan_of(PAIRS, "zero3"), optimizer=optimizer, world=world) as engine:
-            sharding = engine._sharded.sharding
+            sharding = engine._sharded.parts.sharding
             two = sum(sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in sharding.units)[-2:])
             with engine.inference(keep_bytes):
                 for x, _ in data:

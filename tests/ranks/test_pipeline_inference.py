@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import DataError, ModelError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 Plan = dict[str, Any]
@@ -66,7 +66,7 @@ def generate(model: Any, place: int = 0, cache: str = "", **changes: Any) -> Ten
     return found
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_generation(kind: str) -> None:
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def decode(model: Any, place: int = 0) -> list[Tensor]:
     return [first.logits, second.logits, third.logits, fourth.logits, fourth.loss, last]
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_logits_of_a_loop_of_ones_own(kind: str) -> None:
     torch.manual_seed(0)

@@ -18,9 +18,9 @@ from shardwise.errors import ModelError
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 MICRO_BATCHES, ROWS, LENGTH = 8, 8, 64
@@ -68,7 +68,7 @@ def promised_and_made(
             for _ in range(2):
                 engine.train_step((x, y))
             world.barrier()
-            there = [*tensors_there(), *(flat.full for flat in engine._sharded.flats if flat.full is not None)]
+            there = [*tensors_there(), *(flat.full for flat in engine._sharded.parts.flats if flat.full is not None)]
             world.barrier()
             living = LivingBytes(there)
             with living:

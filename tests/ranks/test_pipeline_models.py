@@ -16,9 +16,9 @@ from twins import Block, adamw
 import shardwise as sw
 from shardwise.pipeline.weight_grads import WeightGrads, backward_of_weights
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(5)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_STEPS = 3

@@ -18,9 +18,9 @@ import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
 from shardwise.pipeline.staged import Absent
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import one_in, soak
+from tests.thorough import sampled, soak
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 WIDTH = 6
@@ -140,7 +140,7 @@ def plain(model: nn.Module) -> list[float]:
         (ReadsNumber, "reads a number from what first returned"),
     ],
 )
-@one_in(5)
+@sampled
 def test_values_of_earlier_stages_without_gradients_are_noticed(kind: type[Blocks], words: str, schedule: str) -> None:
     torch.manual_seed(0)
     with pytest.raises((ModelError, FaultError), match=words):
@@ -149,7 +149,7 @@ def test_values_of_earlier_stages_without_gradients_are_noticed(kind: type[Block
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [Blocks, OnlyLooks])
-@one_in(3)
+@sampled
 def test_shapes_of_earlier_outputs_may_be_used(kind: type[Blocks], schedule: str) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -232,14 +232,14 @@ class StatisticOfLast(Blocks):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [CountsAtTheEnd, StatisticOfLast])
-@one_in(3)
+@sampled
 def test_buffers_that_some_stages_change_otherwise_are_refused(kind: type[Blocks], schedule: str) -> None:
     with pytest.raises((ModelError, FaultError), match="changes the buffer seen, which is in no pipeline stage"):
         trained(kind(), pipeline={"schedule": schedule})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@one_in(3)
+@sampled
 def test_modules_in_the_row_with_buffers_alone_are_in_a_stage(schedule: str) -> None:
     """Their running statistics come from what they really receive, wherever the cut is."""
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ class SumsLosses(nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("keeps", ["attribute", "list"])
-@one_in(3)
+@sampled
 def test_losses_that_modules_keep_are_refused(keeps: str, schedule: str) -> None:
     with pytest.raises((ModelError, FaultError), match=r"blocks.0 keeps loss(es)?, a loss with gradients"):
         trained(SumsLosses(keeps), pipeline={"schedule": schedule})
@@ -294,7 +294,7 @@ def test_losses_that_modules_keep_are_refused(keeps: str, schedule: str) -> None
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("keeps", ["recorded", "used"])
-@one_in(3)
+@sampled
 def test_numbers_that_modules_record_are_no_losses(keeps: str, schedule: str) -> None:
     torch.manual_seed(0)
     assert_trained_alike(SumsLosses(keeps), pipeline={"schedule": schedule})

@@ -17,9 +17,9 @@ from twins import Block, Transformer
 import shardwise as sw
 from shardwise.pipeline.messages import Channel
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 

@@ -14,9 +14,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(8)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 SIZES = {
@@ -186,7 +186,6 @@ def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "opt", "falcon", "bert"])
-@one_in(14)
 def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) -> None:
     """A stage receives a part of each sequence; masks and positions are those of whole sequences."""
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, ShardwiseError, StateError, TierEr
 from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import TierFolder
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Losses = Callable[[sw.World], list[float]]
 
@@ -47,7 +47,7 @@ def refused(told: dict[int, str], world: sw.World, kind: type[ShardwiseError], w
     assert told[0] == told[1]
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("before", ["zero3", "infinity", "infinity elsewhere"])
 @pytest.mark.parametrize("left", [0, 2])
 def test_a_file_that_cannot_be_made_leaves_the_old_plan(
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_made_leaves_the_old_plan(
                     former_disk = engine._sharded.disk
                     files = former_disk.folder._files if former_disk is not None else []
                     num_open = sum(file._close.alive for file in files)
-                    assert num_open == sum(flat.rows is not None for flat in engine._sharded.flats)
+                    assert num_open == sum(flat.rows is not None for flat in engine._sharded.parts.flats)
                     assert former_disk is not None or not any((tmp_path / "one").iterdir())
                 losses += train(engine, data[1:2])
                 engine.reshard(new)
@@ -97,7 +97,7 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
 }
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("case", MOVES)
 def test_a_disk_that_fails_while_values_move_loses_nothing_that_a_checkpoint_has(
     case: str, tmp_path: Path, disk: BreakingOfOne

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from twins import (
     PRESETS_2,
     PRESETS_2X2,
@@ -20,9 +22,10 @@ from twins import (
 )
 
 import shardwise as sw
-from tests.thorough import one_in
+from shardwise.testing import run_ranks
+from tests.thorough import each_value, sampled
 
-pytestmark = one_in(18)
+pytestmark = sampled
 
 ALL = [*PRESETS_2, *PRESETS_4, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None), ("hsdp", 4, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in ALL]
@@ -49,6 +52,7 @@ def test_bf16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any,
     assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, dtype=torch.bfloat16)
 
 
+@each_value
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), ALL, ids=IDS)
 def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
@@ -57,13 +61,13 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
     """What is counted is one more step after training."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = engine._sharded.ledger
+        ledger = engine._sharded.parts.ledger
         x, y = batches(1, rows=4 * engine.world.size)[0]
         engine.world.barrier()
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = engine._sharded.runner.programs.program
+        planned = engine._sharded.parts.runner.programs.program
         calls = [
             action.verb.replace("agree", "all_reduce")
             for block in (*planned.micro_batch, *planned.step)
@@ -74,7 +78,7 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
         return {
             "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()),
             "calls": (sum(ledger.calls.values()), len(calls)),
-            "recordings": engine._sharded.runner.programs.num_recordings,
+            "recordings": engine._sharded.parts.runner.programs.num_recordings,
             "report": report,
         }
 
@@ -134,7 +138,7 @@ def test_gradient_memory_is_kept_between_steps_as_far_as_messages_would_fill_it(
     """All of it where gradients have one dtype, none where the update reads a wider one."""
 
     def held(engine: sw.Engine) -> dict[str, Any]:
-        return {"between": engine._sharded.sharding.meter.now["grad"], "report": engine.memory()}
+        return {"between": engine._sharded.parts.sharding.meter.now["grad"], "report": engine.memory()}
 
     run = sharded_run(model, batches(3), preset, 2, None, after=held, **plan)
     measured, promised = run.extra["report"].measured, run.extra["report"].promised
@@ -159,3 +163,36 @@ def test_rows_can_be_edited(model: Transformer) -> None:
     for rows in ({"grad": both, "optim": both}, {"grad": late}):
         run = sharded_run(model, data, "hsdp", 4, mesh, rows=rows)
         assert_same(run, plain_run(model, data))
+
+
+class WithOdd(nn.Module):
+    """A parameter whose gradient is no number, beside others whose gradients are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.odd = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean() + 0 * self.odd.sqrt().sum()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+def test_clipping_by_a_norm_that_is_no_number_leaves_no_gradient_as_it_was(preset: str) -> None:
+    """As in plain PyTorch: a step with part of the gradients would go unnoticed."""
+    torch.manual_seed(0)
+    plain, x = WithOdd(), torch.ones(2, 4)
+    replicas = [copy.deepcopy(plain) for _ in range(2)]
+    plain(x).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+    assert all(param.grad is not None and param.grad.isnan().all() for param in plain.parameters())
+
+    def rank(world: sw.World) -> list[bool]:
+        mine = replicas[world.rank]
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        with sw.shard(mine, {"preset": preset, "clip_grad_norm": CLIP}, optimizer=optimizer, world=world) as engine:
+            engine.backward(engine(x))
+            engine.step()
+            return [bool(value.isnan().all()) for value in engine.state_dict().values()]
+
+    assert run_ranks(2, rank) == [[True] * 3] * 2

@@ -23,7 +23,7 @@ from twins import Transformer, assert_same, batches, plain_run, sharded_run
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.ranks.test_lost_ranks import PLANS, TIERS, DiesAt, Net, race
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 BLOCK = 16
@@ -80,7 +80,7 @@ RUNS: list[tuple[str, int, dict[str, int] | None]] = [
 
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), RUNS)
 @pytest.mark.parametrize("shares_memory", [True, False])
-@one_in(4)
+@sampled
 def test_adapters_over_a_base_in_four_bits_train_like_the_plain_model(
     preset: str,
     num_ranks: int,
@@ -154,7 +154,7 @@ def test_each_rank_keeps_its_part_of_the_codes() -> None:
         def rank(world: sw.World) -> int:
             mine = models[world.rank]
             with sw.shard(mine, preset, optimizer=adamw_of_trainable(mine), world=world) as engine:
-                return engine._sharded.sharding.meter.now["param"]
+                return engine._sharded.parts.sharding.meter.now["param"]
 
         return run_ranks(2, rank)
 
@@ -247,7 +247,7 @@ class Packed(FourBit):
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("preset", ["ddp", "zero3", "zero3-offload"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@one_in(3)
+@sampled
 def test_codes_packed_into_a_floating_point_dtype_are_never_converted(
     precision: str, preset: str, storage: torch.dtype, tmp_path: Path
 ) -> None:
@@ -312,7 +312,7 @@ class QuantizedNet(Net):
 
 
 @pytest.mark.parametrize("plan", [PLANS["zero3"], PLANS["zero1"], PLANS["hsdp"], TIERS["zero3-offload"]])
-@one_in(2)
+@sampled
 def test_codes_of_a_lost_rank_are_found_elsewhere(plan: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = QuantizedNet()
@@ -337,7 +337,7 @@ class QuantizedDecoder(Decoder):
         ("zero3-offload", {"pp": 2, "dp": 2}),
     ],
 )
-@one_in(3)
+@sampled
 def test_stages_of_a_base_in_four_bits_train_like_the_plain_model(preset: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, data = QuantizedDecoder(), token_batches(3, 8)

@@ -36,7 +36,7 @@ from tests.ranks.test_lost_ranks import (
     trained_alone,
 )
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, one_in, varies
+from tests.thorough import drawn, sampled, varies
 
 Point = Callable[[sw.Engine, int, int, str], None]
 
@@ -115,7 +115,7 @@ def trained(
     return [sizes for _, _, sizes in results.values()]
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("point", ["begin", "forward", "backward", "step", "log", "save"])
 def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tmp_path: Path) -> None:
     def at(engine: sw.Engine, member: int, step: int, now: str) -> None:

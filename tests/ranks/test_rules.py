@@ -11,9 +11,9 @@ from twins import Transformer, assert_rounds_like_the_plain_model, assert_same, 
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(12)
+pytestmark = sampled
 
 WHOLE = {"param": {"shard": []}, "held": {"shard": []}}
 COPIED = {kind: {"shard": []} for kind in ("param", "held", "grad", "optim")}

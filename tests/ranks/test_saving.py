@@ -20,6 +20,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 
 def start() -> Transformer:
@@ -107,6 +108,7 @@ def edit_a_weight(engine: sw.Engine) -> None:
         engine.module.get_parameter("head.weight").zero_()
 
 
+@sampled
 @pytest.mark.parametrize("change", [step_of, set_a_weight, edit_a_weight, lambda engine: engine.load_state_dict(ZEROS)])
 @pytest.mark.parametrize("plan", ["zero3", "ddp", {"preset": "zero3", "precision": "bf16"}])
 def test_whatever_changes_values_waits_for_the_copy(

@@ -15,7 +15,7 @@ from twins import Transformer, batches
 import shardwise as sw
 from shardwise.optim import Muon, hidden_matrices
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 NUM_STEPS = 6
 
@@ -71,7 +71,7 @@ def plain(model: torch.nn.Module, make: Any, schedule: Any) -> tuple[list[float]
     return losses, rates
 
 
-@one_in(2)
+@sampled
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_rates_and_losses_are_the_twins(name: str, when: str) -> None:

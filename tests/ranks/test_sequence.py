@@ -17,9 +17,9 @@ import shardwise as sw
 from shardwise.optim import Muon
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(15)
+pytestmark = sampled
 
 ONE_AXIS = sorted(name for name, one in PRESETS.items() if len(one.axes) == 1 and one.optim.tier != "disk")
 SPLIT = {"sp": 2}

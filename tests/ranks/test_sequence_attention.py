@@ -18,9 +18,9 @@ from shardwise.errors import ModelError
 from shardwise.mesh import Mesh
 from shardwise.sequence import Layout, Visibility, Weighing, blocks, fused, ring_attention, ulysses, ulysses_attention
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 BATCH, TOKENS, DIM = 2, 16, 8

@@ -18,9 +18,9 @@ from shardwise.data import Loader
 from shardwise.errors import ConfigError, DataError, ModelError, ShardwiseError, StateError
 from shardwise.sequence.parallel import _random_numbers_of
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 PLAN: dict[str, Any] = {"preset": "zero3", "mesh": {"sp": 2}}

@@ -18,9 +18,9 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(9)
+pytestmark = sampled
 
 
 def staged_run(model: nn.Module, data: list[Batch], mesh: dict[str, int], train: Any, **plan: Any) -> list[Run]:

@@ -15,10 +15,10 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 transformers = pytest.importorskip("transformers")
-pytestmark = one_in(3)
+pytestmark = sampled
 
 VOCAB, TOKENS, NEW_TOKENS = 53, 7, 5
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

@@ -17,9 +17,9 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(18)
+pytestmark = sampled
 
 IGNORED = -100
 

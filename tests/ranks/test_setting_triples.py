@@ -4,8 +4,6 @@ refused before the first step."""
 from __future__ import annotations
 
 import copy
-import itertools
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ from pipelined import Decoder, batches, rows_of, unsplit
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
+from tests.covering import covering
 from tests.thorough import soak
 
-NUM_RANKS, NUM_STEPS, ROWS, SEED, CLIP = 2, 3, 8, 0, 0.5
+NUM_RANKS, NUM_STEPS, ROWS, CLIP = 2, 3, 8, 0.5
 SPLIT = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary", "head": "vocabulary"}}
 NORMS = {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}, "held": {"shard": []}}}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -51,33 +50,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def covering(sizes: Mapping[str, int], strength: int, seed: int) -> list[dict[str, int]]:
-    """Choices of a value for each name, so that every combination of values of `strength` names is in one of them."""
-    numbers = random.Random(seed)
-    missing = {
-        tuple(zip(names, values, strict=True))
-        for names in itertools.combinations(sizes, strength)
-        for values in itertools.product(*(range(sizes[name]) for name in names))
-    }
-    rows = []
-    while missing:
-        first = dict(min(missing))
-        drawn = [_row(sizes, numbers, first) for _ in range(20)]
-        best = max(drawn, key=lambda row: len(_covered(row, strength) & missing))
-        missing -= _covered(best, strength)
-        rows.append(best)
-    return rows
-
-
-def _row(sizes: Mapping[str, int], numbers: random.Random, fixed: Mapping[str, int]) -> dict[str, int]:
-    return {name: fixed.get(name, numbers.randrange(size)) for name, size in sizes.items()}
-
-
-def _covered(row: Mapping[str, int], strength: int) -> set[tuple[tuple[str, int], ...]]:
-    return set(itertools.combinations(row.items(), strength))
-
-
-ROWS_OF_TABLE = covering({name: len(values) for name, values in SETTINGS.items()}, 3, SEED)
+ROWS_OF_TABLE = covering({name: range(len(values)) for name, values in SETTINGS.items()}, 3)
 
 
 def plan_of(row: Mapping[str, int], folder: Path) -> dict[str, Any]:
@@ -114,14 +87,8 @@ def outcome(plan: Mapping[str, Any]) -> Sequence[Any]:
     return run_ranks(NUM_RANKS, rank)
 
 
-@soak("some 200 plans")
-@pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=name_of)
-def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, int], tmp_path: Path) -> None:
-    plan = plan_of(row, tmp_path)
-    told = outcome(plan)
-    if isinstance(told[0], str):
-        assert told == [told[0]] * NUM_RANKS
-        return
+def assert_as_unsplit(told: Sequence[Any], plan: Mapping[str, Any]) -> None:
+    """What every rank says is what the plain model does."""
     torch.manual_seed(0)
     twin = unsplit(
         Decoder(tied=True),
@@ -136,9 +103,30 @@ def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, i
             torch.testing.assert_close(params[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("whole", [{"resident_below": 100}, {"rules": {"norms": NORMS}}])
+@soak("some 200 plans")
+@pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=name_of)
+def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, int], tmp_path: Path) -> None:
+    plan = plan_of(row, tmp_path)
+    told = outcome(plan)
+    if isinstance(told[0], str):
+        assert told == [told[0]] * NUM_RANKS
+        return
+    assert_as_unsplit(told, plan)
+
+
+ON_DISK = {"optim": 1.0, "optim_disk": 1.0, "param": 1.0, "param_disk": 1.0}
+WHOLE = pytest.mark.parametrize("whole", [{"resident_below": 100}, {"rules": {"norms": NORMS}}])
+
+
+@WHOLE
 def test_whole_parameters_do_not_lie_on_a_disk_with_their_states(whole: dict[str, Any], tmp_path: Path) -> None:
     """They were not updated on the device."""
-    shares = {"optim": 1.0, "optim_disk": 1.0, "param": 1.0, "param_disk": 1.0}
-    told = outcome({"preset": "zero3", "mesh": {"dp": 2}, "offload": shares, "disk": str(tmp_path), **whole})
+    told = outcome({"preset": "zero3", "mesh": {"dp": 2}, "offload": ON_DISK, "disk": str(tmp_path), **whole})
     assert all("on a disk both lie in one file" in one for one in told)
+
+
+@WHOLE
+def test_they_do_where_nothing_is_sharded(whole: dict[str, Any], tmp_path: Path) -> None:
+    """It was refused, as if the single rank along `dp` had a part of the states."""
+    plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 1}, "offload": ON_DISK, "disk": str(tmp_path), **whole}
+    assert_as_unsplit(outcome(plan), plan)

@@ -14,7 +14,7 @@ from twins import Transformer, batches, share_of
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 DATA = batches(4)
@@ -52,7 +52,7 @@ def trained(model: Any, optimizers: list[torch.optim.Optimizer], halves: Any) ->
 
 
 @pytest.mark.parametrize("place", PLACES, ids=[f"{preset}-{shares}" for preset, shares in PLACES])
-@one_in(6)
+@sampled
 def test_each_steps_and_zeroes_its_own(place: tuple[str, bool], tmp_path: Path) -> None:
     torch.manual_seed(0)
     start = Transformer()

@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 
 class Tied(nn.Module):
@@ -117,6 +118,7 @@ def frozen(model: Tied) -> None:
     model.head.weight.requires_grad_(False)
 
 
+@sampled
 @pytest.mark.parametrize("share", [side_by_side, columns, one_object, frozen], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_what_is_independent_trains_as_the_plain_loop(share: Callable[[Tied], None], preset: str) -> None:

@@ -15,9 +15,9 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(17)
+pytestmark = sampled
 
 NUM_STEPS = 3
 CUT = {**TENSOR, "plan": {**TENSOR["plan"], "tokens": "vocabulary"}}

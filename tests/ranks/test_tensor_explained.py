@@ -14,9 +14,9 @@ from test_split_products import CUT, net
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 MODEL = f"""
 import sys
@@ -56,7 +56,7 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
             for _ in range(3):
                 engine.backward(engine(tokens(0)))
                 engine.step()
-            ledger = engine._sharded.ledger
+            ledger = engine._sharded.parts.ledger
             ledger.clear()
             engine.backward(engine(tokens(0)))
             engine.step()

@@ -20,9 +20,9 @@ from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.tensor import draws
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
-pytestmark = one_in(14)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]
@@ -166,7 +166,7 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
             narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
                 loss = engine(tokens(0))
-            ledger = engine._sharded.ledger
+            ledger = engine._sharded.parts.ledger
             ledger.clear()
             engine.backward(loss)
             return saved, ledger.sent_bytes["gather", "tp"]

@@ -23,7 +23,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.testing import run_ranks
 from shardwise.tiers import TierFolder
-from tests.thorough import drawn, one_in, varies
+from tests.thorough import drawn, sampled, varies
 
 CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2
 Train = Callable[[sw.Engine, Batch], Tensor]
@@ -142,7 +142,7 @@ def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory
     return run_ranks(split.num_ranks, rank, shares_memory=shares_memory)
 
 
-@one_in(len(CASES))
+@sampled
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms, clipping, all gradients of each step, and parameters are equal. The folder is empty at the end."""

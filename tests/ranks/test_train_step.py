@@ -15,9 +15,9 @@ from twins import LENGTH, VOCAB, Transformer
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
-pytestmark = one_in(6)
+pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES = 3, 2

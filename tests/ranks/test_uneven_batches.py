@@ -18,7 +18,7 @@ from twins import LENGTH, VOCAB, Run, Transformer, adamw, assert_same, full_para
 import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 STEPS, CLIP = 4, 0.5
@@ -113,7 +113,7 @@ def transformer() -> nn.Module:
 
 
 class TestOnDataRanks:
-    pytestmark = one_in(35)
+    pytestmark = sampled
 
     @pytest.mark.parametrize(("batch_rows", "accumulate"), [(8, 1), (8, 2), (8, 4), (2, 1), (7, 2)])
     @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])

@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, FaultError, ModelError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in, thorough_only
+from tests.thorough import sampled, thorough_only
 
 STEPS = 8
 Build = Callable[[nn.Module], torch.optim.Optimizer]
@@ -139,7 +139,7 @@ def values(model: nn.Module) -> list[float]:
     return torch.cat([param.detach().reshape(-1) for param in model.parameters()]).tolist()
 
 
-@one_in(6)
+@sampled
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_unfrozen_later_is_trained_as_in_a_plain_loop(case: str, plan: str) -> None:
@@ -280,6 +280,7 @@ def resharded_by_the_loop(
     return found
 
 
+@sampled
 @pytest.mark.parametrize(
     ("build", "loop"),
     [
@@ -457,7 +458,7 @@ def stepped(engine: sw.Engine, steps: range, act: Act, optimizer: torch.optim.Op
         engine.step()
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("how", ["resume", "load_optimizer_state_dict", "optimizer.load_state_dict"])
 @pytest.mark.parametrize(("build", "act"), [(momentum, unfreeze), (adam_of_trained, unfreeze_and_add)])
 def test_states_are_loaded_after_unfreezing_and_before_a_forward(

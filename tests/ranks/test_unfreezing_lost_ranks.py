@@ -16,12 +16,12 @@ from torch import nn
 import shardwise as sw
 from shardwise import state as state_module
 from shardwise.elastic.loop_state import LoopState
-from shardwise.elastic.session import Session
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import FaultError
 from shardwise.unfreezing import Unfreezing
 from tests.ranks.test_unfreezing import adam_of_trained, frozen
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 NUM_RANKS, NUM_STEPS, ROWS = 3, 7, 12
 FIRST = frozen()
@@ -57,7 +57,7 @@ def trained_plain(*, adds: bool, rests: bool) -> tuple[nn.Module, torch.optim.Op
     return plain, optimizer
 
 
-@one_in(8)
+@sampled
 @pytest.mark.parametrize("num_newcomers", [0, 1])
 @pytest.mark.parametrize(
     ("step", "point"), [(1, "forward"), (1, "step"), (2, "begin"), (2, "forward"), (2, "step"), (4, "forward")]
@@ -119,9 +119,9 @@ class Dying:
             "check": (Unfreezing, "check", False),
             "down": (state_module, "move", False),
             "moved": (state_module, "move", True),
-            "images": (Session, "renew", False),
+            "images": (ElasticSession, "renew", False),
             "follow": (LoopState, "follow", False),
-            "done": (Session, "renew", True),
+            "done": (ElasticSession, "renew", True),
         }
         owner, name, is_after = functions[point]
         original = getattr(owner, name)
@@ -143,7 +143,7 @@ class Dying:
         self._here.member = None
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("whole_steps", [False, True])
 @pytest.mark.parametrize("preset", ["zero3", "zero1"])
 @pytest.mark.parametrize("point", Dying.POINTS)

@@ -11,7 +11,7 @@ from twins import Batch, Transformer, assert_rounds_like_the_plain_model, assert
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 CHOICES: dict[str, tuple[Any, list[str]]] = {
     "two blocks together": (
@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 2), ("zero3", 3), ("zero2", 2), ("zero3-kept", 2)])
 @pytest.mark.parametrize("name", CHOICES)
 def test_units_of_ones_choice_train_like_the_plain_model(name: str, preset: str, num_ranks: int) -> None:
@@ -39,7 +39,7 @@ def test_units_of_ones_choice_train_like_the_plain_model(name: str, preset: str,
     model, data = Transformer(), batches(5, rows=12)
 
     def names(engine: sw.Engine) -> dict[str, Any]:
-        return {"units": [unit.name for unit in engine._sharded.sharding.units]}
+        return {"units": [unit.name for unit in engine._sharded.parts.sharding.units]}
 
     run = sharded_run(model, data, preset, num_ranks, None, units=units, after=names)
     assert set(expected) <= set(run.extra["units"])

@@ -14,6 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 
@@ -80,6 +81,7 @@ def trained(model: nn.Module, data: Tensor, engine: sw.Engine | None = None, **o
     return losses
 
 
+@sampled
 @pytest.mark.parametrize(("name", "ranks", "plans"), CASES)
 def test_the_plain_model_is_left(name: str, ranks: int, plans: list[dict[str, Any]]) -> None:
     """Two engines after another and, on each rank by itself, plain training; all equal the unsharded model's."""

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 
@@ -37,7 +37,7 @@ def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(state[name], value), name
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize(
     ("preset", "shares_memory"), [("ddp", True), ("zero2", False), ("zero3", True), ("zero3", False)]
 )
@@ -68,7 +68,7 @@ def test_a_state_is_that_of_the_unsplit_model(preset: str, shares_memory: bool) 
         assert_same(state, states[0])
 
 
-@one_in(3)
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_a_state_of_the_unsplit_model_is_loaded(preset: str) -> None:
     models = [build() for _ in range(4)]

@@ -15,7 +15,7 @@ from twins import Transformer, adamw, batches
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import one_in
+from tests.thorough import sampled
 
 PLANS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in ("ddp", "zero1", "zero3", "zero3-kept", "zero3-offload")},
@@ -46,7 +46,7 @@ def gather(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
             param.data.copy_(values[name])
 
 
-@one_in(12)
+@sampled
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("write", [load, put, edit, gather])
 @pytest.mark.parametrize("name", PLANS)
@@ -115,7 +115,7 @@ def transformer() -> tuple[torch.nn.Module, list[Any]]:
     return Transformer(), list(batches(4, rows=12))
 
 
-@one_in(4)
+@sampled
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("build", [transformer, boxes])
 @pytest.mark.parametrize("name", PLANS)

@@ -312,7 +312,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "table": {kind: asdict(table.place(kind)) for kind in KINDS},
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
-        "wire": table.wire,
+        "wire": {"param": str(table.param_wire or table.param.dtype), "grad": str(table.grad_wire)},
         "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_EXAMPLES} x {EXAMPLE_NUMEL} (no model given)",
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,

@@ -201,7 +201,10 @@ def _place(place: Place) -> Text:
 def _below_rows(explained: Explanation) -> Text:
     """Facts that the rows do not show."""
     table, mesh = explained.table, explained.mesh
-    text = f"computes in {table.compute}; sends gradients in {table.wire}"
+    sent = f"gradients in {table.grad_wire}"
+    if table.param_wire is not None:
+        sent = f"parameters in {table.param_wire}, {sent}"
+    text = f"computes in {table.compute}; sends {sent}"
     alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
     if alone:
         text += f"; nothing is split over {' and '.join(alone)}, which has one rank"

@@ -24,6 +24,7 @@ from shardwise.placement.presets import (
 )
 from shardwise.placement.span import Span
 from shardwise.placement.table import Table
+from shardwise.placement.wire import Wire
 
 __all__ = [
     "ALIGN",
@@ -46,6 +47,7 @@ __all__ = [
     "Table",
     "Tier",
     "UnitNumel",
+    "Wire",
     "check_budget",
     "check_offload",
     "common_runs",

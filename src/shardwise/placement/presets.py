@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError, PlacementError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
+from shardwise.placement.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ PRESETS = {
     "hpz": Preset(TWO, BOTH, LOCAL, BOTH, BOTH, "ZeRO++ secondary shard (arXiv:2306.10209)"),
     "offload": Preset(DP, COPY, COPY, HOST, HOST, "ZeRO-Offload (arXiv:2101.06840): ZeRO stage 2, updated on the host"),
     "zero3-offload": Preset(DP, SHARD, SHARD, HOST, HOST, "ZeRO stage 3 with offload_optimizer, updated on the host"),
+    # Parameters stay off the disk unless a row or a budget says so. With Adam in bf16 a step moves 24 bytes for each
+    # parameter's states and master weight; parameters there would add 4, and 4 more for each micro-batch.
     "infinity": Preset(DP, SHARD, SHARD, HOST, DISK, "ZeRO-Infinity (arXiv:2104.07857): zero3-offload, states on disk"),
 }
 
@@ -136,6 +139,11 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         held = replace(held, tier=param.tier)
     grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
     _check_tiers(param, held, grad, optim, what)
+    if rule is None and plan.wire.param is not None and not (param.shard or optim.shard):
+        raise PlacementError(
+            f"wire.param is {plan.wire.param}, but with {plan.preset} every rank has and updates all parameters, so "
+            f"none are sent. Leave it out, or choose a preset that shards parameters or states, such as zero1 or zero3."
+        )
     return Table(
         axes=mesh.replica_axes,
         param=param,
@@ -143,7 +151,8 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         grad=grad,
         optim=optim,
         compute=compute,
-        wire=plan.wire.grad or compute,
+        grad_wire=Wire(plan.wire.grad or compute),
+        param_wire=None if plan.wire.param is None else Wire(plan.wire.param),
         step="device" if optim.tier == "device" else "host",
     )
 

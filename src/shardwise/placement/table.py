@@ -10,6 +10,7 @@ from functools import cached_property
 from shardwise.errors import PlacementError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
+from shardwise.placement.wire import FP32, Wire
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class Table:
     """Where the four kinds of tensor of one model (or of some of its parameters) live.
 
     `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
-    which forward and backward run, `wire` the dtype in which gradients are sent, `step` the tier of the update. Raises
-    `PlacementError` for rows that no step could follow.
+    which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
+    sent; `param_wire` that of parameters, or `None` if they are sent as they are. Raises `PlacementError` for rows that
+    no step could follow.
     """
 
     axes: Axes
@@ -27,7 +29,8 @@ class Table:
     grad: Place
     optim: Place
     compute: Dtype = "fp32"
-    wire: Dtype = "fp32"
+    grad_wire: Wire = FP32
+    param_wire: Wire | None = None
     step: Tier = "device"
 
     def __post_init__(self) -> None:
@@ -37,6 +40,11 @@ class Table:
             self._check_no_repeated_update(kind)
         self._check_nesting()
         self._check_states_are_wide()
+        if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
+            raise PlacementError(
+                f"wire.param is {self.param_wire}, which is not narrower than parameters in {self.param.dtype}, so "
+                f"sending would gain nothing. Leave it out: parameters are then sent as they are."
+            )
 
     def place(self, kind: Kind) -> Place:
         place: Place = getattr(self, kind)
@@ -50,7 +58,7 @@ class Table:
     @property
     def fresh(self) -> Place:
         """What a backward produces: a summand of everything, in the dtype that is sent."""
-        return Place(partial=self.axes, dtype=self.wire)
+        return Place(partial=self.axes, dtype=self.grad_wire.dtype)
 
     @property
     def due(self) -> Place:
@@ -84,8 +92,13 @@ class Table:
 
     def stored_as(self, dtype: Dtype) -> Table:
         """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
+        wire = self.param_wire if self.param_wire is not None and narrows(self.param_wire, dtype) else None
         return replace(
-            self, param=replace(self.param, dtype=dtype), held=replace(self.held, dtype=dtype), compute=dtype
+            self,
+            param=replace(self.param, dtype=dtype),
+            held=replace(self.held, dtype=dtype),
+            compute=dtype,
+            param_wire=wire,
         )
 
     def without(self, axis: str) -> Table:
@@ -169,3 +182,8 @@ class Table:
                 f"optim is {self.optim.dtype} and param {self.param.dtype}: neither can hold all values of the other. "
                 f"Make optim fp32, or {self.param.dtype}."
             )
+
+
+def narrows(wire: Wire, dtype: Dtype) -> bool:
+    """Whether elements in `dtype` take fewer bytes as `wire`. What is no floating-point number is never converted."""
+    return dtype not in ("uint8", "int8") and WIDTH[wire.dtype] < WIDTH[dtype]

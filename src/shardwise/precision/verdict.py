@@ -20,6 +20,9 @@ whether some are left to reduce, whether buffers changed) is known to the hosts,
 one byte if nothing has changed since the last one. The norm stays on the device until its value is needed
 (`LateFloat`), and gradients are clipped there. Only what the device alone knows is read at once, in one read: whether
 fp16 has overflowed, and whether a buffer on the device has changed.
+
+One read of the sum in each step would be simpler, but the device idles then from the last kernel of the backward until
+the host has queued the update. `tests/ranks/test_host_waits.py` counts waits by call site.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class Agreeing:
 class Verdict:
     """The verdict of one step at a time, over the trainable flat buffers of one model.
 
-    `must_know_norm` is for fp16, where the norm decides whether the step is taken. `complete` is called before the norm
+    With `must_know_norm` the norm decides whether the step is taken. `complete` is called before the norm
     is computed, when all gradients are due.
     """
 

@@ -95,10 +95,10 @@ def update_moment(unit: str) -> Moment:
 class Action:
     """One operation of a rank on one flat buffer. Verb and subject determine its meaning, wherever it stands.
 
-    `subject` is what it acts on, `over` the mesh axis, `dtype` that of the bytes afterwards, and `sent_bytes` what this
-    rank sends. Ranks send different amounts in a `collect` or `hand_back`; there it is what the busiest rank sends. For
-    a `fetch` or `evict`, `over` is the other tier and `sent_bytes` what is copied between it and the device; it is not
-    given for `states`, which are copied between a disk and the host.
+    `subject` is what it acts on, `over` the mesh axis, `dtype` that of the bytes afterwards (of a `gather`: on the
+    wire), and `sent_bytes` what this rank sends. Ranks send different amounts in a `collect` or `hand_back`; there it
+    is what the busiest rank sends. For a `fetch` or `evict`, `over` is the other tier and `sent_bytes` what is copied
+    between it and the device; it is not given for `states`, which are copied between a disk and the host.
     """
 
     verb: Verb

@@ -8,7 +8,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Dtype, Move, Place, moves
+from shardwise.placement import WIDTH, Axes, Dtype, Move, Place, Wire, moves
 from shardwise.program.action import (
     AFTER_STEP,
     ALL_FLATS,
@@ -201,12 +201,16 @@ def reduce_due(flat: FlatSpec) -> Actions:
 def fills_grad(flat: FlatSpec) -> bool:
     """Whether a backward can leave gradients in the memory where they wait for the step: nothing cuts or widens
     them."""
-    due = reduce_due(flat)
-    return not due or (all(action.verb == "all_reduce" for action in due) and flat.table.wire == flat.table.grad.dtype)
+    due, is_sent_as_is = reduce_due(flat), flat.table.grad_wire == Wire(flat.table.grad.dtype)
+    return not due or (all(action.verb == "all_reduce" for action in due) and is_sent_as_is)
 
 
 def step_gradients(flat: FlatSpec) -> Actions:
-    """From where gradients wait to what the update reads. Nothing, if that is the same."""
+    """From where gradients wait to what the update reads. Nothing, if that is the same.
+
+    In the step, also in a pipeline, whose last backwards could hide it: else `due` would exist before the step for some
+    flat buffers, and a second `forward_backward` would add to it.
+    """
     return _actions_between(flat, "due", flat.table.grad, flat.table.due)
 
 
@@ -215,7 +219,8 @@ def step_parameters(flat: FlatSpec) -> Actions:
     acted = _actions_between(flat, "param", flat.table.due, flat.table.param)
     if flat.rests_on_disk:  # `evict states` writes it to the disk
         return tuple(action for action in acted if action.verb == "cast")
-    if flat.updates_from_disk and not any(action.verb in ("cast", "fetch") for action in acted):
+    is_elsewhere = flat.updates_from_disk or flat.is_rounded_at_rest
+    if is_elsewhere and not any(action.verb in ("cast", "fetch") for action in acted):
         dtype = flat.table.param.dtype  # nothing is cast or fetched, but what was updated is not where parameters rest
         acted = (Action("cast", flat.name, "param", dtype, dtype), *acted)
     is_fetched = any(action.verb == "fetch" for action in acted)
@@ -304,9 +309,10 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
         return action
     axis = flat.mesh.size(move.over)
     if move.verb == "gather":
-        return replace(action, sent_bytes=(axis - 1) * numel * WIDTH[move.dtype])
+        wire = flat.table.param_wire or Wire(move.dtype)
+        return replace(action, dtype=wire.dtype, sent_bytes=(axis - 1) * wire.num_bytes(numel))
     rounds = 2 if move.verb == "all_reduce" else 1
-    return replace(action, sent_bytes=rounds * (axis - 1) * (numel // axis) * WIDTH[flat.table.wire])
+    return replace(action, sent_bytes=rounds * (axis - 1) * flat.table.grad_wire.num_bytes(numel // axis))
 
 
 def verdict_numel(num_params: int) -> int:

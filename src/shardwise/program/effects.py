@@ -46,7 +46,20 @@ Subject = Literal[
 """The name in the text of an action: for a transfer, its source or its result; for a wait, what is complete after
 it."""
 Buffer = Literal[
-    "param", "full", "held", "fresh", "sum", "grad", "due", "master", "outgoing", "given", "matrix", "staging", "work"
+    "param",
+    "full",
+    "held",
+    "fresh",
+    "sum",
+    "grad",
+    "due",
+    "master",
+    "outgoing",
+    "given",
+    "matrix",
+    "staging",
+    "codes",
+    "work",
 ]
 """Memory of one flat buffer on one rank.
 
@@ -54,7 +67,8 @@ Buffer = Literal[
 range kept until the backward; `fresh` is what a backward leaves, `sum` the intermediate result of a reduction, `grad`
 what waits for the step and `due` what the update reads; `outgoing` is what was updated on the host, cast to the dtype
 of the resting parameters. `matrix` stands for the whole matrices that this rank orthogonalizes, `given` for its pieces
-of matrices that other ranks do. `staging` is memory for messages, `work` scratch memory of an update.
+of matrices that other ranks do. `staging` is memory for messages, `codes` for parameters as they are sent, if that is
+not as they are (`Table.param_wire`); `work` is scratch memory of an update.
 
 The rows of the table give the tier of a buffer: see `tier_of` in `spec.py`.
 """
@@ -115,7 +129,7 @@ def _fetch(of: Buffer, to: Buffer, awaited: tuple[Subject, Subject], consumes: t
 
 def _gather(of: Buffer, to: Buffer, awaited: tuple[Subject, Subject], consumes: tuple[Buffer, ...] = ()) -> Effect:
     """One axis of an all-gather."""
-    return Effect(to, (of,), consumes, sends=True, stream="gather", awaited=awaited)
+    return Effect(to, (of,), consumes, scratch=("codes",), sends=True, stream="gather", awaited=awaited)
 
 
 EFFECTS: dict[tuple[Verb, Subject], Effect] = {
@@ -125,8 +139,8 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("gather", "held"): _gather("held", "full", ("range", "full"), consumes=("held",)),
     ("slice", "held"): Effect("held", reads=("full",)),
     ("free", "full"): Effect(frees=("full",)),
-    ("wait", "range"): Effect(waits="full"),
-    ("wait", "full"): Effect(waits="full"),
+    ("wait", "range"): Effect(waits="full", frees=("codes",)),
+    ("wait", "full"): Effect(waits="full", frees=("codes",)),
     # gradients, in a pass
     ("reduce_scatter", "grad"): _sum("fresh", "grad", cuts=True),
     ("all_reduce", "grad"): _sum("fresh", "grad"),
@@ -176,8 +190,8 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     # parameters, after the update
     ("cast", "param"): Effect(reads=("master",), changes=("param",)),
     ("gather", "updated"): _gather("param", "param", ("updated", "param")),
-    ("wait", "updated"): Effect(waits="param"),
-    ("wait", "param"): Effect(waits="param"),
+    ("wait", "updated"): Effect(waits="param", frees=("codes",)),
+    ("wait", "param"): Effect(waits="param", frees=("codes",)),
     ("broadcast", "buffers"): Effect(sends=True),
 }
 """By verb and subject. They determine the effect: an action means the same wherever it stands."""

@@ -3,6 +3,9 @@
 These are promises: the runtime counts the same bytes (`engine.memory()`), and a test compares the two. Here a backward
 takes all memory for its gradients when it begins; the runtime takes it when the first gradient comes. Activations are
 the model's own, and are counted only if a rehearsal has measured them.
+
+The runtime may hold less (a backward that is open long before its first gradient), and more in one case: where the last
+use of a frozen parameter is not seen ([Note: blind calls] in `runtime/hooks.py`), until the backward ends.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
-from shardwise.placement import WIDTH, Span, Tier
+from shardwise.placement import Span, Tier
 from shardwise.program.action import Moment, Program
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
@@ -209,7 +212,7 @@ def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
     if not all(flat.resident for flat in flats):
         return 0
     sent = [flat for flat in flats if flat.trainable and reduce_due(flat) and not fills_grad(flat)]
-    return sum(sorted(flat.numel * WIDTH[flat.table.wire] for flat in sent)[-NUM_KEPT_BLOCKS:])
+    return sum(sorted(flat.table.grad_wire.num_bytes(flat.numel) for flat in sent)[-NUM_KEPT_BLOCKS:])
 
 
 def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:

@@ -53,7 +53,11 @@ class FlatSpec:
     @cached_property
     def gathers_behind_step(self) -> bool:
         """Whether the gather of updated parameters may still be in flight when the step returns; the unit's next use
-        waits for it."""
+        waits for it.
+
+        This hides all but the first unit's, half of what a step of `zero1` or `zero2` sends. On one host of CPUs ranks
+        copy from each other's memory when they wait, so nothing would be hidden, and the step waits.
+        """
         is_gathered = self.trainable and self.resident and bool(self.table.optim.shard)
         return self.overlaps_compute and is_gathered and self.table.step == "device"
 
@@ -61,7 +65,14 @@ class FlatSpec:
     def master_is_param(self) -> bool:
         """Whether the optimizer updates the parameter's own bytes, without a second copy in another dtype."""
         param, optim = self.table.param, self.table.optim
-        return (param.dtype, param.tier) == (optim.dtype, optim.tier)
+        return (param.dtype, param.tier) == (optim.dtype, optim.tier) and not self.is_rounded_at_rest
+
+    @property
+    def is_rounded_at_rest(self) -> bool:
+        """Whether parameters rest as they were sent, because each rank has parts that another one updates. All ranks
+        keep the rounded values then, also the one that has updated them: copies must be equal."""
+        table = self.table
+        return self.trainable and table.param_wire is not None and table.param.shard != table.optim.shard
 
     @property
     def updates_below(self) -> bool:

@@ -91,7 +91,7 @@ class Walk:
         sent."""
         left = backward_makes(flat)
         if flat.trainable and (flat.name, left) not in self._live:
-            dtype = flat.table.wire if left == "fresh" else flat.table.grad.dtype
+            dtype = flat.table.grad_wire.dtype if left == "fresh" else flat.table.grad.dtype
             num_bytes = flat.numel * WIDTH[dtype]
             is_kept = fills_grad(flat) and self._takes_kept(flat, num_bytes, dtype)
             self._hold(flat.name, left, Content(num_bytes, dtype, is_kept))
@@ -111,9 +111,15 @@ class Walk:
                 self._source[name, effect.makes] = buffer
         if effect.makes != "sum":
             for buffer in effect.scratch:
-                self._hold(name, buffer, Content(self._num_bytes(flat, buffer)))
+                self._hold(name, buffer, Content(self._scratch_bytes(flat, buffer, action)))
         for buffer in effect.frees if effect.awaited or not effect.scratch else (*effect.frees, *effect.scratch):
             self._drop(name, buffer)
+
+    def _scratch_bytes(self, flat: FlatSpec, buffer: Buffer, action: Action) -> int:
+        if buffer != "codes":
+            return self._num_bytes(flat, buffer)
+        num_ranks = flat.mesh.size(action.over)  # all ranks' codes; this one sends its own to all others
+        return action.sent_bytes // (num_ranks - 1) * num_ranks if flat.table.param_wire is not None else 0
 
     def _num_bytes(self, flat: FlatSpec, buffer: Buffer) -> int:
         """The size of a buffer whose size does not depend on what makes it."""
@@ -139,7 +145,7 @@ class Walk:
 
     def _reduce(self, flat: FlatSpec, action: Action) -> None:
         """One step of a reduction: its result, and its staging memory."""
-        effect, name, wire = action.effect, flat.name, flat.table.wire
+        effect, name, wire = action.effect, flat.name, flat.table.grad_wire
         source: Buffer = "sum" if (name, "sum") in self._live else effect.reads[0]
         content = self._live.get((name, source), Content(0, flat.table.grad.dtype))
         dtype = content.dtype if action.dtype == "-" else action.dtype
@@ -150,9 +156,9 @@ class Walk:
             self._source[name, "sum"] = source
             return
         if effect.sends:
-            copies = 1 if content.dtype == wire else 2
+            copies = 1 if content.dtype == wire.dtype else 2
             staged = numel - own if effect.cuts else numel
-            self._hold(name, "staging", Content(copies * staged * WIDTH[wire], wire))
+            self._hold(name, "staging", Content(copies * wire.num_bytes(staged), wire.dtype))
         num_bytes, is_in_place = (
             own * WIDTH[dtype],
             adds_in_place(effect, is_same_dtype=content.dtype == dtype, is_kept=content.is_kept),

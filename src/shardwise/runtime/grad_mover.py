@@ -1,5 +1,9 @@
 """The moves of one flat buffer's gradients: `grad` is the result of a backward, `due` is reduced during the step from
-gradients that have waited."""
+gradients that have waited.
+
+A reduction casts: it reads the dtype that was sent and makes the row's. A widening cast after it would keep the
+rounding that the wide dtype is there to avoid.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class GradMover:
         self._collectives = collectives
         self._groups = groups
         self._name = flat.name
-        self._wire = torch_dtype(flat.spec.table.wire)
+        self._wire = torch_dtype(flat.spec.table.grad_wire.dtype)
         self._reduction: Reduction | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)

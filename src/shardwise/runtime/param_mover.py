@@ -13,6 +13,7 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, TierError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action
+from shardwise.runtime.codec import EncodedGather, codec_for
 from shardwise.storage import ABSENT, GATHERING, READY, Copy, DiskRead, Flat, torch_dtype
 
 Tensor = torch.Tensor
@@ -34,6 +35,8 @@ class ParamMover:
         self._chunks_of_full: dict[tuple[Axes, str], Sequence[Tensor]] = {}
         self._spread: Axes = ()
         self._arriving: Work | None = None
+        wire = flat.spec.table.param_wire
+        self._codec = codec_for(wire) if wire is not None else None
         self._outgoing: Tensor | None = None
         """On the host: the cast of what was updated there, while it is being fetched."""
 
@@ -143,7 +146,12 @@ class ParamMover:
         chunks = self._chunks_of_full.get((spread, axis))
         if chunks is None:
             chunks = self._chunks_of_full[spread, axis] = gathered.chunk(len(group.ranks))
-        self._arriving = self._collectives.all_gather(gathered, group, self._name, chunks)
+        self._arriving = self._all_gather(gathered, group, chunks)
+
+    def _all_gather(self, whole: Tensor, group: Group, chunks: Sequence[Tensor]) -> Work:
+        if self._codec is None:
+            return self._collectives.all_gather(whole, group, self._name, chunks)
+        return EncodedGather(self._codec, self._collectives, chunks, group, self._name, self.flat.meter)
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
         """Count what the other ranks read of this rank's part as if it had been sent, and mark it so that ranks that
@@ -206,8 +214,8 @@ class ParamMover:
             self._spread = table.optim.shard
         self._spread = tuple(other for other in self._spread if other != action.over)
         span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
-        resting = self.flat.param[span.start : span.stop]
-        self._arriving = self._collectives.all_gather(resting, self._groups[action.over], self._name)
+        resting, group = self.flat.param[span.start : span.stop], self._groups[action.over]
+        self._arriving = self._all_gather(resting, group, resting.chunk(len(group.ranks)))
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
             if self.flat.spec.gathers_behind_step:

@@ -79,6 +79,14 @@ class Step:
         self.close_params()
         self._executor.rest(keeps_some=self._keeps_memory)
 
+    def take_first_values(self) -> None:
+        """They have been written. What rests as it was sent is sent once, so that the first forward of all ranks
+        computes with the same rounded values as later ones."""
+        if any(flat.is_rounded_at_rest for unit in self._programs.specs for flat in unit.flats):
+            self.restore_params()
+        else:
+            self.close_params()
+
     def open_params(self) -> None:
         """Call before parameters are written where they rest: waits until no rank reads them any more, and none of the
         update before is still on its way."""

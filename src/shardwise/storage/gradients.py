@@ -70,7 +70,7 @@ class FlatGradients:
         waiting: tuple[Buffer, ...] = ("grad", "due")
         self._below = frozenset(buffer for buffer in waiting if spec.tier_of(buffer) != "device")
         self._waits_as_fresh = not reduce_due(spec)
-        self._wire = torch_dtype(table.wire)
+        self._wire = torch_dtype(table.grad_wire.dtype)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
         self._unweighed = 1.0
         for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`

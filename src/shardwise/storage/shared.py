@@ -25,7 +25,8 @@ def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) ->
     for flat in flats:
         flat.send_from(collectives)
         shard = flat.spec.table.param.shard
-        if shard and flat.spec.tier_of("param") == "device":
+        is_encoded = flat.spec.table.param_wire is not None  # what neighbours read in place would not be rounded
+        if shard and flat.spec.tier_of("param") == "device" and not is_encoded:
             by_axes[shard].append(flat)
     found = []
     for axes, sharded in by_axes.items():

@@ -138,7 +138,7 @@ def _unit_spec(
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)
         waits_here = table.grad.tier == "device"
-        is_widest = WIDTH[table.wire] <= WIDTH[table.grad.dtype] == WIDTH[table.optim.dtype]
+        is_widest = WIDTH[table.grad_wire.dtype] <= WIDTH[table.grad.dtype] == WIDTH[table.optim.dtype]
         may_keep = on_cpu and kind.trainable and stays_whole and waits_here and is_widest
         overlaps = all(map(overlaps_compute, table.optim.shard))
         flats.append(FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps))
@@ -154,7 +154,7 @@ def _keep_some(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         flats = []
         for flat in spec.flats:
             if flat.keeps_grad_buffer:
-                spare_bytes += flat.grad_bytes * WIDTH[flat.table.wire] // WIDTH[flat.table.grad.dtype]
+                spare_bytes += flat.table.grad_wire.num_bytes(flat.grad_bytes // WIDTH[flat.table.grad.dtype])
                 keeps = flat.grad_bytes <= spare_bytes
                 spare_bytes -= flat.grad_bytes if keeps else 0
                 flats.append(flat if keeps else replace(flat, keeps_grad_buffer=False))

@@ -38,7 +38,8 @@ class StepClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
+        """In seconds, from any beginning. All of this rank's times of a step are read from it."""
         self._waited: defaultdict[str, float] = defaultdict(float)
         self._total_waited = 0.0
         self._disk = self._idle = 0.0
@@ -59,12 +60,12 @@ class StepClock:
     @contextmanager
     def waiting_for_disk(self) -> Iterator[None]:
         """Count the time inside as waiting for a disk."""
-        started, self.is_on_disk = self._now(), True
+        started, self.is_on_disk = self.now(), True
         self.num_disk_waits += 1
         try:
             yield
         finally:
-            seconds = self._now() - started
+            seconds = self.now() - started
             self.is_on_disk = False
             self._disk += seconds
             self._total_waited += seconds
@@ -87,14 +88,14 @@ class StepClock:
     def lap(self) -> Lap:
         """The times since the last call."""
         self._count_rest()
-        now = self._now()
+        now = self.now()
         lap = Lap(now - self._lap_began, self._idle, dict(self._waited), self._disk)
         self._lap_began, self._idle, self._disk = now, 0.0, 0.0
         self._waited.clear()
         return lap
 
     def _count_rest(self) -> None:
-        now = self._now()
+        now = self.now()
         if self._rests:
             self._idle += max(0.0, now - self._resting_since - (self._total_waited - self._waited_at_rest))
         self._resting_since, self._waited_at_rest = now, self._total_waited

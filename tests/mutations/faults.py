@@ -1,0 +1,798 @@
+"""Faults that the tests have to catch, each a small edit of the source: what `python -m tests.mutations` seeds.
+
+A fault names text that is in the source exactly once, wherever that is, so it outlives a move of its file. One whose
+text is gone is reported; write it anew for what has replaced that text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` replaced by `new` in the one file of the source that has it. `tests` are names of files of tests, without
+    `test_` and `.py`, that `make test` runs and of which one has to fail."""
+
+    area: str
+    what: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.area}: {self.what}"
+
+
+def _of(area: str, *faults: tuple[str, str, str, str]) -> tuple[Fault, ...]:
+    """Faults of one area, each `(what, old, new, names of tests)`."""
+    return tuple(Fault(area, what, old, new, tuple(tests.split())) for what, old, new, tests in faults)
+
+
+EXECUTOR = _of(
+    "executor",
+    (
+        "a gather does not put this rank's part into the buffer",
+        "allocate_full()\n            if flat.shared is None:\n                self._part_of_full(shard).copy_(source)",
+        "allocate_full()",
+        "presets",
+    ),
+    (
+        "a gather over several axes begins with the wrong one",
+        "for other in reversed(flat.spec.table.order):",
+        "for other in flat.spec.table.order:",
+        "presets custom_tables",
+    ),
+    (
+        "what was held of a buffer stays when it is whole",
+        "self.flat.state = READY\n            self.flat.free_held()",
+        "self.flat.state = READY",
+        "presets custom_tables",
+    ),
+    (
+        "every rank keeps the first part of a sum",
+        "reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())",
+        "reduction.finish(reduction.current.chunk(len(group.ranks))[0].clone())",
+        "presets",
+    ),
+    (
+        "a sum is written to the first rank's part of its source",
+        "out = source[group.index * numel : (group.index + 1) * numel]",
+        "out = source[:numel]",
+        "presets custom_tables",
+    ),
+    (
+        "a rank without a gradient gives ones",
+        "source = self.flat.grads.sum_memory(numel, dtype).zero_()",
+        "source = self.flat.grads.sum_memory(numel, dtype).fill_(1)",
+        "different_ways train_step frozen_parts models",
+    ),
+    (
+        "memory of a reduction is not counted as given back",
+        'self._meter.drop("working", self._staging_bytes + self._bytes)',
+        'self._meter.drop("working", self._staging_bytes)',
+        "presets",
+    ),
+    (
+        "gradients that no_sync left are not reduced",
+        "if self._passes.owes_reductions:",
+        "if False:",
+        "recovery micro_steps train_step",
+    ),
+    (
+        "a unit whose backward cannot be seen is freed after its forward",
+        "if not (training and unit.name in current.kept):",
+        "if True:",
+        "models values_after_forward",
+    ),
+    (
+        "gradients of a backward that raised stay",
+        "        self.gathering.drop_gradients()\n",
+        "",
+        "recovery",
+    ),
+    (
+        "a block that is to keep buffers frees them",
+        "steps = self._steps if frees else self._keeping",
+        "steps = self._steps",
+        "different_ways values_after_forward micro_steps",
+    ),
+    (
+        "parameters are written while other ranks read them",
+        "for shared_buffers in self._shared_buffers:\n            shared_buffers.open()",
+        "for shared_buffers in ():\n            shared_buffers.open()",
+        "shared_memory access",
+    ),
+    (
+        "a failed gather after an update is forgotten",
+        "if self.flat.is_updating:\n                self.flat.fail_update(error)",
+        "if False:\n                self.flat.fail_update(error)",
+        "lost_ranks lost_ranks_table buddies lost_ranks_states",
+    ),
+    (
+        "gradients are not averaged over one of the axes",
+        "            self._unweighed /= spec.mesh.size(axis)",
+        "            self._unweighed = 1.0 / spec.mesh.size(axis)",
+        "presets",
+    ),
+)
+
+BUILDER = _of(
+    "program",
+    (
+        "a unit that is needed next is freed all the same",
+        'elif moment.phase == "backward" or not needs.is_next(index):',
+        "else:",
+        "golden program",
+    ),
+    (
+        "what is whole at the end of a backward stays whole",
+        "blocks.append(Block(END_OF_BACKWARD, gathered.drop_all(units)))",
+        "blocks.append(Block(END_OF_BACKWARD, ()))",
+        "golden program random_models",
+    ),
+    (
+        "an all-reduce counts one round of messages",
+        'rounds = 2 if move.verb == "all_reduce" else 1',
+        "rounds = 1",
+        "program golden presets",
+    ),
+    (
+        "a resting buffer that is held whole is freed",
+        "if flat.resident or flat.table.held == flat.table.full:",
+        "if flat.resident:",
+        "golden program presets",
+    ),
+    (
+        "states are written to the disk before the update is cast",
+        "return (fetch, update, *step_parameters(flat), evict)",
+        "return (fetch, update, evict, *step_parameters(flat))",
+        "golden program disk_params",
+    ),
+    (
+        "matrices of the last flat buffer are not waited for",
+        "    return due + ([returning] if returning else [])",
+        "    return due",
+        "golden program optimizers",
+    ),
+    (
+        "buffers are sent where there are none",
+        "if axes and buffers_bytes:",
+        "if axes:",
+        "golden program",
+    ),
+    (
+        "a buffer is gathered from where it rests though a range is held",
+        "names = {flat.name for flat in missing}",
+        "names = {flat.name for flat in missing}\n        self._held.clear()",
+        "golden program presets custom_tables",
+    ),
+    (
+        "gradients of a parameter that lies in shards are reduced once for all micro-batches",
+        "return bool(flat.table.grad.shard)",
+        "return False",
+        "whole_schedule program pipeline",
+    ),
+    (
+        "the norm of fp64 gradients is summed in fp32",
+        'if any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats)',
+        "if False",
+        "fp64 program",
+    ),
+    (
+        "a program that leaves a gradient unreduced is accepted",
+        "            state.end_computing(moment, reduces=reduces)",
+        "            state.end_computing(moment, reduces=False)",
+        "program",
+    ),
+    (
+        "a step that leaves something out is accepted",
+        "for left in wanted.values() if is_all else ():",
+        "for left in ():",
+        "program",
+    ),
+    (
+        "a backward that was closed twice counts at its first end",
+        "            elif moment.unit in closed:\n                continue",
+        "            elif False:\n                continue",
+        "merge different_ways",
+    ),
+)
+
+STREAMS = _of(
+    "streams",
+    (
+        "a gather goes beyond the budget of bytes",
+        "full = ahead.last_above(home, budget_bytes - full_bytes[flat])",
+        "full = ahead.last_above(home, budget_bytes)",
+        "program",
+    ),
+    (
+        "a gather passes the last use of its own buffer",
+        "goal = next_before[max(full, last_use.get(flat, -1)) + 1]",
+        "goal = next_before[full + 1]",
+        "program golden",
+    ),
+    (
+        "nobody waits for a gather",
+        "waits = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]",
+        "waits = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)][:0]",
+        "program golden",
+    ),
+    (
+        "reductions are not finished at the end of a backward",
+        "if flat in chains or block.moment == END_OF_BACKWARD:",
+        "if flat in chains:",
+        "program golden",
+    ),
+    (
+        "a sum over all flat buffers does not wait for the last",
+        "if waiting and action.flat in (waiting.flat, ALL_FLATS):",
+        "if waiting and action.flat == waiting.flat:",
+        "program golden",
+    ),
+    (
+        "every gather after a step is left to the next forward",
+        "return not (block.moment == AFTER_STEP and is_last_wait and action.flat in behind)",
+        "return not (block.moment == AFTER_STEP and is_last_wait)",
+        "program golden presets",
+    ),
+    (
+        "a reduction is not finished before its unit's next backward",
+        "for flat in [flat for flat in pending if opens in _possible_units(flat)]:",
+        "for flat in []:",
+        "program program_order whole_schedule",
+    ),
+    (
+        "what is updated unit by unit is not drained after the step",
+        'if block.moment.edge == "after" else []',
+        'if block.moment.edge == "never" else []',
+        "golden program",
+    ),
+    (
+        "the budget is kept by one block too few",
+        "middle, left_bytes = (low + high) // 2, limit_bytes - self._added[node]",
+        "middle, left_bytes = (low + high) // 2, limit_bytes",
+        "program",
+    ),
+)
+
+MEMORY = _of(
+    "memory",
+    (
+        "the cast of what is sent in another dtype takes nothing",
+        "copies = 1 if content.dtype == wire.dtype else 2",
+        "copies = 1",
+        "program presets own_precision",
+    ),
+    (
+        "a second micro-batch holds what the first does",
+        "for _ in range(min(2, num_micro_batches)):",
+        "for _ in range(1):",
+        "program presets train_step micro_steps",
+    ),
+    (
+        "micro-batches in flight hold nothing beside each other",
+        "beside = sum(alive.values()) + sent_bytes",
+        "beside = sent_bytes",
+        "schedules rehearsal pipeline_memory",
+    ),
+    (
+        "buffers for a disk are as many as there are units",
+        "min(NUM_DISK_BUFFERS, len(updated))",
+        "len(updated)",
+        "program disk_tier tier_files explain placement",
+    ),
+    (
+        "a frozen parameter has states",
+        'if not flat.trainable or flat.tier_of("master") != tier:',
+        'if flat.tier_of("master") != tier:',
+        "frozen_parts program frozen_offload adapters_by_hand",
+    ),
+)
+
+WIRES = _of(
+    "wire",
+    (
+        "a rank has its own part as it was before it was encoded",
+        "            self._codec.decode(codes, elements)",
+        "            if codes is not self._chunks[0]:\n                self._codec.decode(codes, elements)",
+        "parameter_wires",
+    ),
+    (
+        "messages cost what their elements take at rest",
+        "return numel * WIDTH[self.dtype]",
+        'return numel * WIDTH["fp32"]',
+        "parameter_wires",
+    ),
+    (
+        "memory of codes is not counted as given back",
+        'self._meter.drop("working", self._num_bytes)',
+        "pass",
+        "parameter_wires",
+    ),
+)
+
+SCHEDULES = _of(
+    "schedule",
+    (
+        "1F1B runs one forward too many ahead",
+        "rows.append(_in_turn(forwards, backwards, num_ranks - rank - 1))",
+        "rows.append(_in_turn(forwards, backwards, num_ranks - rank))",
+        "schedules",
+    ),
+    (
+        "the interleaved schedule warms up for too long",
+        "ahead = (num_ranks - rank - 1) * 2 + (num_chunks - 1) * size",
+        "ahead = (num_ranks - rank - 1) * 2 + num_chunks * size",
+        "schedules",
+    ),
+    (
+        "the interleaved schedule goes back from its first stage",
+        'backwards = [Op("B", batch, (num_chunks - 1 - chunk) * num_ranks + rank) for chunk, batch in inside]',
+        'backwards = [Op("B", batch, chunk * num_ranks + rank) for chunk, batch in inside]',
+        "schedules",
+    ),
+    (
+        "zero bubble holds as many micro-batches on the last rank as on the first",
+        "ahead = min(num_ranks - rank, num_micro_batches)",
+        "ahead = min(num_ranks, num_micro_batches)",
+        "schedules",
+    ),
+    (
+        "a backward does not wait for the next stage's",
+        'after = [Op("B", batch, stage + 1)] if stage + 1 < schedule.num_stages else []',
+        "after: list[Op] = []",
+        "schedules",
+    ),
+    (
+        "a schedule may run an op twice",
+        "            if op in seen:\n",
+        "            if False:\n",
+        "schedules",
+    ),
+    (
+        "the second half of a backward holds what the forward left",
+        'now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]',
+        'now += {"F": 1, "B": -1, "I": -1, "W": 0}[op.kind]',
+        "schedules",
+    ),
+    (
+        "micro-batches of different weight count alike in the mean loss",
+        "if all(weight == weights[0] for weight in weights):\n        return (sum(losses[1:]",
+        "if True:\n        return (sum(losses[1:]",
+        "uneven_batches train_step",
+    ),
+    (
+        "all micro-batches get the rows of the first",
+        "return _Cut([_share(value, span) for span in spans], counts)",
+        "return _Cut([_share(value, spans[0]) for span in spans], counts)",
+        "train_step pipeline",
+    ),
+)
+
+DIAGNOSIS = _of(
+    "diagnosis",
+    (
+        "half of the ranks are a majority",
+        "has_majority = 2 * most > len(tags)",
+        "has_majority = 2 * most >= len(tags)",
+        "diagnosis",
+    ),
+    (
+        "a rank that has begun what others wait for counts as late",
+        "elif status.count(line) < number:",
+        "elif status.count(line) <= number:",
+        "diagnosis",
+    ),
+    (
+        "any late rank may take as long as a disk",
+        "is_moving = late is not None and late.on_disk and late.seconds <= timeout_seconds",
+        "is_moving = late is not None and late.seconds <= timeout_seconds",
+        "diagnosis slow_disk host_waits ended_ranks slow_ranks",
+    ),
+    (
+        "whoever waits for a circle is counted to it",
+        "return Circle(tuple(path[ranks_before.index(following.rank) :]))",
+        "return Circle(tuple(path))",
+        "diagnosis",
+    ),
+    (
+        "a rank that raised inside of a collective is waited for",
+        'return left + [status for status in self.entered if status.state == "raised"]',
+        "return left",
+        "diagnosis comm",
+    ),
+    (
+        "the ranks' paths are compared from a moment that one has forgotten",
+        "start = max(path.start for path in paths.values())",
+        "start = min(path.start for path in paths.values())",
+        "diagnosis",
+    ),
+    (
+        "a silent rank is taken by its last report",
+        "if silence(status.rank) > SILENT_SECONDS}",
+        "if False}",
+        "diagnosis",
+    ),
+    (
+        "the last contradiction is named instead of the first",
+        "number = min(clashes)",
+        "number = max(clashes)",
+        "diagnosis",
+    ),
+    (
+        "paths of different passes are compared",
+        "if len({(path.num_passes, path.part) for path in paths.values()}) != 1:",
+        "if len({path.part for path in paths.values()}) != 1:",
+        "diagnosis",
+    ),
+    (
+        "an error at the same step on another rank is the code's",
+        "if same_step and all(end.rank == first.rank for end in same_step):",
+        "if same_step:",
+        "causes",
+    ),
+    (
+        "ranks that only report a fault are blamed for it",
+        "return primary or asked or broken or ordered",
+        "return ordered",
+        "causes",
+    ),
+    (
+        "two alike failures are the code's on any number of ranks",
+        "return count > num_ranks // 2 and count == len(ends)",
+        "return count == len(ends)",
+        "causes",
+    ),
+    (
+        "faults of long ago count",
+        "self._before = [(at, end) for at, end in self._before if at > now - self.policy.seconds]",
+        "self._before = list(self._before)",
+        "causes",
+    ),
+)
+
+CHECKPOINT = _of(
+    "checkpoint",
+    (
+        "the first checkpoints are kept instead of the last",
+        "set(steps[-self.last :])",
+        "set(steps[: self.last])",
+        "checkpoint_parts saving checkpoint",
+    ),
+    (
+        "the best checkpoint is the one with the smallest metric, whatever was asked",
+        "sign = -1 if self.largest else 1",
+        "sign = 1",
+        "checkpoint_parts saving",
+    ),
+    (
+        "a damaged head is read",
+        "if zlib.crc32(head) != file.head_crc32:",
+        "if False:",
+        "checkpoint_parts hostile_files checkpoint_faults edited_checkpoints checkpoint_promises",
+    ),
+    (
+        "damaged bytes are read",
+        "            if not is_known:\n                _compare(portion, own)",
+        "            if False:\n                _compare(portion, own)",
+        "checkpoint_transfer checkpoint_parts checkpoint_faults",
+    ),
+    (
+        "a file that has just been written counts as unchanged",
+        "is_settled = found.st_ctime + SETTLED_SECONDS < time.time()",
+        "is_settled = True",
+        "checkpoint_transfer",
+    ),
+    (
+        "a checkpoint without some of a tensor's elements is read",
+        "        if missing:\n            raise CheckpointError(",
+        "        if missing == span.numel + 1:\n            raise CheckpointError(",
+        "checkpoint_parts edited_checkpoints checkpoint_promises checkpoint",
+    ),
+    (
+        "elements behind what a rank has are not asked for",
+        "return [Span(span.start, common.start), Span(common.stop, span.stop)]",
+        "return [Span(span.start, common.start)]",
+        "reshard expert_reshard lost_ranks_states",
+    ),
+    (
+        "every copy of what is kept is written",
+        "return Span(kept.start + place * part, kept.start + (place + 1) * part)",
+        "return kept",
+        "checkpoint reshard checkpoint_parts",
+    ),
+    (
+        "the rank behind the first along tp writes copies again",
+        "if slot.box is not None and slot.box.place:",
+        "if False:",
+        "checkpoint tensor_parallel head_counts experts",
+    ),
+    (
+        "a file of another size is read",
+        "if num_bytes != file.num_bytes:",
+        "if False:",
+        "checkpoint_parts checkpoint_faults edited_checkpoints checkpoint_promises",
+    ),
+    (
+        "whole states are written by ranks without their first element",
+        "is_first = written.start == 0 and written.numel > 0 and (box is None or box.has_first)",
+        "is_first = written.numel > 0",
+        "checkpoint optimizers several_optimizers",
+    ),
+)
+
+COLLECTIVES = _of(
+    "collectives",
+    (
+        "a rounded sum is rounded on other ranks only",
+        "            if own.dtype != wire:\n                for chunk, rounded in zip(chunks, gathered, strict=True):",
+        "            if False:\n                for chunk, rounded in zip(chunks, gathered, strict=True):",
+        "comm presets",
+    ),
+    (
+        "the third rank's summand is left out",
+        "for chunk in arrived[2:]:",
+        "for chunk in arrived[3:]:",
+        "comm presets",
+    ),
+    (
+        "a message just too long for the short one is cut",
+        "if max(lengths) > _SHORT_BYTES:",
+        "if max(lengths) > SHORT_MESSAGE_BYTES:",
+        "comm",
+    ),
+    (
+        "an own summand in place is overwritten before its turn",
+        "if out.data_ptr() == own.data_ptr() and group.index > 1:\n            own = own.clone()",
+        "if False:\n            own = own.clone()",
+        "comm shared_memory",
+    ),
+    (
+        "parts of different sizes are concatenated with their padding",
+        "whole = full.flatten(0, 1) if min(sizes) == longest else torch.cat(parts)",
+        "whole = full.flatten(0, 1)",
+        "comm head_counts sequence_random tensor_parallel split_random",
+    ),
+    (
+        "every rank takes as much of a sum as the first",
+        "own = out.view(longest, *parts[0].shape[1:])[: sizes[self.index]]",
+        "own = out.view(longest, *parts[0].shape[1:])[: sizes[0]]",
+        "comm head_counts sequence_random split_random tensor_parallel",
+    ),
+    (
+        "a part of shared memory may be overwritten while others read it",
+        "            self._fetch(chunks, group, entry.tag, full.dtype)\n            if is_lent:",
+        "            self._fetch(chunks, group, entry.tag, full.dtype)\n            if False:",
+        "comm shared_memory",
+    ),
+    (
+        "a shared sum in bf16 is rounded on other ranks only",
+        "            own.copy_(offered)  # what is sent is rounded, so all ranks keep the rounded sum",
+        "            pass",
+        "comm shared_memory presets",
+    ),
+    (
+        "what is sent counts once however many receive it",
+        "self.ledger.sent(verb, group.axis, len(group.others) * num_bytes)",
+        "self.ledger.sent(verb, group.axis, num_bytes)",
+        "comm presets",
+    ),
+    (
+        "an odd vector is cut to a multiple of the ranks",
+        "padded = vector.new_zeros(-(-vector.numel() // num_ranks) * num_ranks)",
+        "padded = vector.new_zeros(max(vector.numel(), 1) // num_ranks * num_ranks)",
+        "comm presets",
+    ),
+)
+
+PRECISION = _of(
+    "precision",
+    (
+        "gradients are clipped to less than was asked",
+        "factor = max_norm / (float(norm) + 1e-6)",
+        "factor = max_norm / (float(norm) + 1.0)",
+        "presets fp16 train_step plain_loops",
+    ),
+    (
+        "a norm that is no number leaves gradients as they are",
+        "if factor < 1 or math.isnan(factor):",
+        "if factor < 1:",
+        "presets",
+    ),
+    (
+        "copies count several times in the norm",
+        "squared += own if copies == 1 else own / copies",
+        "squared += own",
+        "presets",
+    ),
+    (
+        "a parameter that no rank reached is updated",
+        "self._record(counts, [count > 0 for count in touched])",
+        "self._record(counts, [True for count in touched])",
+        "models frozen_parts different_ways optimizers",
+    ),
+    (
+        "gradients that are left on other ranks are not noticed",
+        "self.is_news, self.is_incomplete = counts >= _NEWS, counts % _NEWS > 0",
+        "self.is_news, self.is_incomplete = counts >= _NEWS, False",
+        "different_ways models unfreezing micro_steps",
+    ),
+    (
+        "the loss scale shrinks by two, not by half",
+        "self.scale = max(self.scale / FACTOR, self.settings.minimum)",
+        "self.scale = max(self.scale - FACTOR, self.settings.minimum)",
+        "fp16",
+    ),
+    (
+        "an overflow does not begin the count of good steps anew",
+        "        self._good_steps = 0\n        if self._chances > 1:",
+        "        if self._chances > 1:",
+        "fp16",
+    ),
+    (
+        "chances are not restored when the scale grows",
+        "            self.scale *= FACTOR\n            self._chances = self.settings.hysteresis",
+        "            self.scale *= FACTOR",
+        "fp16",
+    ),
+    (
+        "copies count several times in a norm of another type",
+        "float(torch.linalg.vector_norm(due, norm_type, dtype=torch.float64)) ** norm_type / copies",
+        "float(torch.linalg.vector_norm(due, norm_type, dtype=torch.float64)) ** norm_type",
+        "presets plain_loops access deepspeed_calls rules exact_sums head_counts",
+    ),
+    (
+        "whole numbers are cast with the inputs",
+        "return value.to(dtype) if value.is_floating_point() else value",
+        "return value.to(dtype)",
+        "presets own_precision",
+    ),
+    (
+        "the fastest rank decides whether bf16 is fast enough",
+        "slowest = max(range(len(ratios)), key=ratios.__getitem__)",
+        "slowest = min(range(len(ratios)), key=ratios.__getitem__)",
+        "auto_precision",
+    ),
+    (
+        "narrow gradients are squared in their own dtype",
+        "squares = [torch.linalg.vector_norm(part.to(dtype)).square() for part in torch.split(due, _SLICE_NUMEL)]",
+        "squares = [torch.linalg.vector_norm(part).square().to(dtype) for part in torch.split(due, _SLICE_NUMEL)]",
+        "exact_sums own_precision presets",
+    ),
+)
+
+ELASTIC = _of(
+    "elastic",
+    (
+        "the oldest version of the state is returned to",
+        "for step in sorted(common, reverse=True):",
+        "for step in sorted(common):",
+        "lost_ranks lost_ranks_table elastic_arrival",
+    ),
+    (
+        "an image without all of its state is taken for whole",
+        "return self.shadow_step == step or (self.live_step == step and self.is_live_whole)",
+        "return self.shadow_step == step or self.live_step == step",
+        "lost_ranks lost_ranks_table lost_ranks_states",
+    ),
+    (
+        "a state that is being updated can be returned to",
+        "        self.await_copies()\n        self.image.live_step = TORN",
+        "        self.await_copies()",
+        "lost_ranks lost_ranks_table lost_ranks_states",
+    ),
+    (
+        "states that are no tensors are not written to the image",
+        "        self._write_numbers()\n        self.image.live_step = step",
+        "        self.image.live_step = step",
+        "lost_ranks_states lost_ranks",
+    ),
+    (
+        "a host with most ranks gives its copies to itself",
+        "if 2 * len(largest) <= len(order):",
+        "if True:",
+        "buddy_hosts",
+    ),
+    (
+        "every rank needs a keeper",
+        "return len({hosts[other] for other in same}) == 1",
+        "return True",
+        "buddy_hosts buddies",
+    ),
+    (
+        "one reader reads for all lost ranks",
+        "readers[rank] = able[rank % len(able)]",
+        "readers[rank] = able[0]",
+        "lost_ranks lost_ranks_table",
+    ),
+    (
+        "a state counts as whole though a rank's part is gone",
+        "if any(spec.layout.span(shard, spec.mesh.coordinate(rank)) not in spans for rank in range(self.size)):",
+        "if False:",
+        "lost_ranks lost_ranks_table",
+    ),
+    (
+        "the elastic batch is one that fewer numbers of ranks can share",
+        "if len(ranks) > len(best.ranks) or (is_tie and is_preferred):",
+        "if len(ranks) >= len(best.ranks) or (is_tie and is_preferred):",
+        "elastic_batches",
+    ),
+    (
+        "a shuffle does not depend on the epoch",
+        'keys(NUM_ROUNDS, "permutation", self.seed, self.source, self.epoch)',
+        'keys(NUM_ROUNDS, "permutation", self.seed, self.source, 0)',
+        "data_permutation data_sampling data_loader",
+    ),
+)
+
+TENSOR = _of(
+    "tensor",
+    (
+        "what is left over of a dimension goes to no rank",
+        "starts = [rank * least + min(rank, remainder) for rank in range(num_ranks + 1)]",
+        "starts = [rank * least for rank in range(num_ranks + 1)]",
+        "head_counts split_random tensor_parallel",
+    ),
+    (
+        "copies of a head are dealt in turn instead of to neighbours",
+        "own_units = [Span(rank // copies, rank // copies + 1) for rank in range(num_ranks)]",
+        "own_units = [Span(rank % units, rank % units + 1) for rank in range(num_ranks)]",
+        "head_counts",
+    ),
+    (
+        "a gradient is not summed over the ranks of a split layer",
+        "return reduce_from(grad, ctx.line), None",
+        "return grad, None",
+        "tensor_parallel",
+    ),
+    (
+        "the gradient of a replicated sum is summed again",
+        "return copy_to(grad, ctx.line), None",
+        "return reduce_from(grad, ctx.line), None",
+        "tensor_parallel",
+    ),
+    (
+        "the gradient of what all ranks use alike is summed over them",
+        "return scatter_to(grad, *ctx.args), None, None, None",
+        "return reduce_scatter_from(grad, *ctx.args), None, None, None",
+        "tensor_parallel",
+    ),
+    (
+        "split cross-entropy does not know the largest logit of other ranks",
+        "largest = line.largest(logits.detach().amax(-1))",
+        "largest = logits.detach().amax(-1)",
+        "tensor_parallel cut_logits",
+    ),
+    (
+        "a rank has a target that is another rank's word",
+        "is_here = (targets >= own.start) & (targets < own.stop)",
+        "is_here = (targets >= own.start) & (targets <= own.stop)",
+        "tensor_parallel cut_logits",
+    ),
+    (
+        "ignored targets count in the mean",
+        "total / of_target.masked_fill(~is_counted, 0.0).sum()",
+        "total / of_target.sum()",
+        "tensor_parallel cut_logits",
+    ),
+    (
+        "the vocabulary of cut logits stays where it was when rows are selected",
+        "cut.at(cut.dim - (dim < cut.dim)))\n\n\ndef _select_backward",
+        "cut.at(cut.dim))\n\n\ndef _select_backward",
+        "cut_logits",
+    ),
+    (
+        "a constant of the vocabulary's size is used whole with a part of the logits",
+        "if isinstance(leaf, Tensor) and leaf.dim() >= -last and leaf.shape[last] == cut.size != 1:",
+        "if False:",
+        "cut_logits",
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *(*SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR),
+)
