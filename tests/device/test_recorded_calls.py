@@ -61,6 +61,7 @@ def trained(
     return recorded(math.prod(mesh.values()), work)
 
 
+@pytest.mark.timeout(300)
 def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path) -> None:
     """Presets one after the other, each with groups of its own, as one job makes them."""
     num_groups, calls = 0, []
@@ -86,7 +87,7 @@ def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
