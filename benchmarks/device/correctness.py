@@ -15,6 +15,8 @@ from benchmarks.results_file import read_result, write_result
 
 CORES_PER_PROCESS, MOST_PROCESSES = 2, 8
 PLUGINS = ("xdist", "pytest_timeout", "benchmarks.device.test_reports")
+REHEARSALS = ROOT / "tests" / "device" / "test_measurements.py"
+"""Of all parts, this one too; they need no device."""
 SECONDS_TO_END = 5
 TESTS_FAILED = 1
 """Pytest's exit status; the rows say which."""
@@ -33,7 +35,7 @@ def main() -> int:
     command = [sys.executable, "-m", "pytest", "-v", *(word for name in PLUGINS for word in ("-p", name))]
     command += ["-p", "no:cacheprovider"]
     command += ["-n", str(num), "--dist", "worksteal", "--timeout", "60", "--tb=short", "--show-capture=no"]
-    command += [f"--told={args.out}", str(args.tests)]
+    command += [f"--told={args.out}", str(args.tests), f"--ignore={REHEARSALS}"]
     env = {**os.environ, "DEVICE": args.device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     stopped: dict[str, str] = {}
     with (args.out.with_suffix(".log")).open("w") as log:

@@ -64,16 +64,33 @@ def _offload(part: Row) -> list[str]:
                 f"bare copies, GB/s: {row['fetch_gb']:.1f} to the device, {row['evict_gb']:.1f} to the host, "
                 f"{row['both_gb']:.1f} both at once"
             )
+        elif "write_gb" in row:
+            lines.append(f"{row['name']}, GB/s: {row['write_gb']:.2f} written, {row['read_gb']:.2f} read")
+        elif "ours_norm_seconds" in row:
+            ours, torch = (
+                f"{row[f'{name}_norm_seconds'] * 1e3:.0f} ms, off by {row[f'{name}_off']:.0e}"
+                for name in ("ours", "torch")
+            )
+            lines.append(f"{row['name']}, {row['numel'] / 1e6:.0f} M: {ours}; torch's {torch}")
         elif "params_per_second" in row:
             lines.append(
-                f"fused AdamW on {row['threads']} threads: {row['params_per_second'] / 1e9:.2f} G parameters/s"
+                f"{row['name']}, {row['threads']} threads: {row['params_per_second'] / 1e9:.2f} G parameters/s"
             )
         elif "seconds" in row:
             busy = row.get("busy_seconds", {})
             lines.append(
                 f"{row['name']}: {row['seconds'] * 1e3:.0f} ms, forward and backward "
-                f"{row['forward_backward_seconds'] * 1e3:.0f}; profiled, s: {busy}"
+                f"{row['forward_backward_seconds'] * 1e3:.0f}; profiled, s: {busy}, hidden {row.get('copies_hidden')}, "
+                f"GB/s {row.get('copies_gb')}"
             )
+            if "state_bytes" in row:
+                of, card = row["state_bytes"] / 1e9, row["card_bytes"] / 1e9
+                lines.append(
+                    f"    {row['num_params'] / 1e9:.2f} G parameters, whose training takes {of:.0f} GB of {card:.0f}"
+                )
+            if "disk_read_bytes" in row:
+                moved = (row["disk_read_bytes"] + row["disk_written_bytes"]) / sum(row["all_seconds"]) / 1e9
+                lines.append(f"    {moved:.2f} GB/s of the disk over all steps")
     return lines
 
 
@@ -105,5 +122,6 @@ _SECTIONS = {
     "memory": _memory,
     "speed": _speed,
     "offload": _offload,
+    "larger": _offload,
     "gaps": _gaps,
 }

@@ -17,6 +17,7 @@ from one_device import OneDevice
 from recorded_calls import Call, as_told, asked_of, environment_of, recorded
 from test_training import muon
 from torch import nn
+from torch.torch_version import TorchVersion
 from twins import MakeOptimizer, Transformer, adamw, batches, share_of
 
 import shardwise as sw
@@ -61,6 +62,7 @@ def trained(
     return recorded(math.prod(mesh.values()), work)
 
 
+@pytest.mark.timeout(300)
 def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path) -> None:
     """Presets one after the other, each with groups of its own, as one job makes them."""
     num_groups, calls = 0, []
@@ -77,6 +79,8 @@ def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path
     assert any(call.in_place for call in calls if call.verb == "gather")
 
     backend = "nccl" if device.is_real else "gloo"
+    if backend == "gloo" and TorchVersion(torch.__version__) < "2.13":  # it has none of lists there
+        calls = [call for call in calls if call.verb != "all_to_all"]
     file = tmp_path / "calls.json"
     file.write_text(asked_of(num_groups, calls))
     with listen(None) as listener:
@@ -86,7 +90,7 @@ def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -56,6 +56,8 @@ def _members(kind: type) -> Iterator[str]:
     for name in sorted({name for one in own for name in vars(one)}):
         member = inspect.getattr_static(kind, name)
         plain = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+        if name == "model_post_init":  # pydantic's hook, whose parameter has another name in each of its releases
+            continue
         if inspect.isfunction(plain) and (name == "__init__" or not name.startswith("_")):
             yield name + _parameters(plain)
         elif isinstance(member, property) and not name.startswith("_"):
