@@ -412,13 +412,13 @@ def test_a_rehearsal_and_an_evaluation() -> None:
         with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
             held = engine.rehearse(tokens(0)).by_kind["activations"]
             with engine.inference():
-                inside = float(model(tokens(0)))
+                in_inference = float(model(tokens(0)))
             with torch.no_grad():
-                return held, inside, float(model(tokens(0)))
+                return held, in_inference, float(model(tokens(0)))
 
-    for held, inside, outside in run_ranks(4, rank):
+    for held, in_inference, outside in run_ranks(4, rank):
         assert held > 0
-        assert (inside, outside) == pytest.approx((expected, expected), rel=1e-5)
+        assert (in_inference, outside) == pytest.approx((expected, expected), rel=1e-5)
 
 
 def test_recomputed_blocks() -> None:
