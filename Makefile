@@ -24,7 +24,7 @@ CLUSTER_TOOLS := /usr/sbin/sshd ssh /usr/sbin/slurmctld /usr/sbin/slurmd /usr/sb
 # AGAIN=1 runs what failed the last time, one after the other, until one fails again: `make thorough AGAIN=1`.
 # TESTS="tests/ranks/test_comm.py ..." runs these files alone of a target's.
 ifeq ($(AGAIN),)
-SHARED_OUT = -n $$($(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
+SHARED_OUT = -n $$($(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 BY_FILE = -n 2 --dist loadfile
 else
 SHARED_OUT = --last-failed --last-failed-no-failures none --exitfirst
@@ -35,13 +35,14 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough exhaustive soak extras zoo test-cluster cluster-tools docs lint types imports train bench device clean
+.PHONY: help test check thorough exhaustive oldest soak extras zoo test-cluster cluster-tools docs lint types imports train bench pictures device clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+CORE = tests/processes tests/faults tests/device tests/golden tests/face tests/pure tests/ranks
 test: lint types imports ## all that has to pass before anything lands
-	$(BIN)/pytest $(SHARED_OUT) tests/processes tests/faults tests/device tests/golden tests/face tests/pure tests/ranks
+	$(BIN)/pytest $(SHARED_OUT) $(CORE)
 
 check: lint types imports ## what takes about a minute: style, types, imports, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
@@ -52,6 +53,9 @@ thorough: .venv/.test ## what `make test` leaves out: more cases of tests that h
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(sampled|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done
+
+oldest: .venv-oldest/.made ## those of `make test` with the oldest torch that is supported: PYTHON=python3.12 TESTS=tests/pure
+	.venv-oldest/bin/python -m pytest $(SHARED_OUT) $(or $(TESTS),$(CORE))
 
 soak: .venv/.test cluster-tools ## what races time, which no other target runs: kills, timeouts, slow links; and drawn cases
 	THOROUGH=soak $(BIN)/pytest -v $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(soak|varies)' tests)
@@ -100,6 +104,9 @@ train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/s
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
 
+pictures: .venv/.train ## the pictures of the docs anew, from real runs of two and four ranks: ARGS="memory mesh"
+	@exec $(BIN)/python -m benchmarks.pictures $(ARGS)
+
 # A Python that has torch with a GPU and what the tests need is used as it is: such machines often reach no package
 # index. What it lacks may lie as wheels in the folder wheels/, which git ignores.
 HAS_GPU = $(PYTHON) -c 'import torch, pydantic, pytest, xdist, transformers; assert torch.cuda.is_available()' 2> /dev/null
@@ -113,7 +120,7 @@ device: ## what only a GPU can show, in seven minutes: SECONDS=400, NPROC=8 for 
 	  $(if $(filter $(GIVEN),$(origin NPROC)),--nproc $(NPROC)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean: ## remove every .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .venv-extras .venv-vision .venv-openmpi .venv-mpich .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-bench .venv-extras .venv-vision .venv-openmpi .venv-mpich .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- what the targets stand on ----------------------------------------------------------------
@@ -136,6 +143,14 @@ clean: ## remove every .venv and caches; runs/ stays
 .venv/.train: .venv/.made $(SETTLED)
 	@echo "Installing shardwise with what the example needs into .venv (once; torch takes a while)."
 	@$(PIP) install -c constraints.txt -e '.[plot]'
+	@touch $@
+
+# Linux has CUDA builds of torch on PyPI, several GB; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is pip's
+# own setting for small ones. Another PYTHON makes it anew after `rm -r .venv-oldest`.
+.venv-oldest/.made: pyproject.toml tests/oldest.txt
+	@echo "Installing shardwise with the oldest that it supports into .venv-oldest with $$($(PYTHON) --version) (once)."
+	@$(PYTHON) -m venv --clear .venv-oldest
+	@.venv-oldest/bin/python -m pip --disable-pip-version-check --quiet install -c tests/oldest.txt -e '.[test]'
 	@touch $@
 
 # What stands on .venv has its torch and shardwise, which are found through it: one torch for all, and nothing that

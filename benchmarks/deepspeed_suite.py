@@ -2,7 +2,11 @@
 
 CHECKOUT is a clone of DeepSpeed's repository on this disk, in which nothing is written; nothing is fetched. Each file
 runs in a process of its own (`deepspeed_suite_plugin.py`), on CPUs. Prints versions, and counts of tests by what became
-of them and why. `--results FILE` keeps one JSON object for each test, and `--read FILE` counts those of an earlier run.
+of them and why. `--results FOLDER` keeps one JSON object for each test, in a file for each of DeepSpeed's, written as
+tests end; a later run with the same folder goes on with what is not there, and `--read FOLDER` counts what is. With
+`--write FILE` writes them with the versions as `benchmarks/results/deepspeed-suite-*.json` has them. With
+`--each-test N` at most N parametrisations of each test run, drawn by a hash of their names; the
+others count as not drawn.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import header
+from benchmarks.results_file import write_result
 from shardwise.integrations.deepspeed.facade import VERSION
 
 LEFT_OUT = {
@@ -57,32 +63,48 @@ _COMMAND_LINE = """#!/bin/sh
 exec {python} -c 'import sys; from shardwise.cli.main import main; sys.exit(main(["deepspeed", *sys.argv[1:]]))' "$@"
 """
 PASSED, SKIPPED, REFUSED, INTERNALS = "passed", "skipped", "refused", "reads internals"
-ACCEPTED, OURS = "accepts more", "fails"
-VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS)
+ACCEPTED, OURS, NOT_DRAWN = "accepts more", "fails", "not drawn"
+VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 """What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
+_INTERNAL_WORDS = re.compile(
+    r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b|"
+    r"\bdeepspeed_experts\b|accelerator\.__path__"
+)
+"""What DeepSpeed leaves on parameters, modules and optimizers, and what tests count and log of its own functions."""
+_STAND_IN = re.compile(
+    r"<class 'benchmarks\.deepspeed_suite_plugin\.(deepspeed\.[\w.]+)'>|"
+    r"Expected a BaseException type, but got '(deepspeed\.[\w.]+)'|_StandIn"
+)
 _REFUSALS = ("ConfigError", "StateError", "ModelError", "CheckpointError", "DataError")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deepspeed_suite", description=__doc__)
-    parser.add_argument("checkout", type=Path, nargs="?", help="a clone of DeepSpeed's repository")
+    parser.add_argument("checkout", type=Path, help="a clone of DeepSpeed's repository")
     parser.add_argument("--only", default="", help="a regular expression for the paths of test files")
     parser.add_argument("--all", action="store_true", help="also what tests parts that shardwise does not have")
     parser.add_argument("--files-at-once", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=60, help="after which a test on several ranks counts as hanging")
-    parser.add_argument("--results", type=Path, help="where to keep one JSON object for each test")
-    parser.add_argument("--read", type=Path, help="the results of an earlier run, instead of a checkout")
+    parser.add_argument("--each-test", type=int, default=0, help="parametrisations to draw of each test; 0 for all")
+    parser.add_argument("--results", type=Path, help="a folder for the results")
+    parser.add_argument("--again", nargs="*", default=[], choices=VERDICTS, help="of --results, what to run again")
+    parser.add_argument("--read", type=Path, help="count the results of an earlier run")
+    parser.add_argument("--write", type=Path, help="a file for the counts")
+    parser.add_argument("--note", default="", help="a note for --write")
     parser.add_argument("--each", action="store_true", help="list the tests of each cause")
     options = parser.parse_args()
-    if (options.checkout is None) == (options.read is None):
-        parser.error("give a checkout, or --read FILE")
-    if options.read is not None:
-        print(summary(_lines(options.read), each=options.each))
-        return
-    checkout = options.checkout.resolve()
+    checkout, begun = options.checkout.resolve(), header(options.note)
     print(versions(checkout))
-    print(summary(_run_all(checkout, options), each=options.each))
+    if options.read is not None:
+        results = [one for path in sorted(options.read.rglob("*.jsonl")) for one in _lines(path)]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) if options.results is None else options.results.resolve()
+            results = _run_all(checkout, kept, options)
+    print(summary(results, each=options.each))
+    if options.write is not None:
+        write_result(options.write, {**begun, "tested": versions(checkout), **counted(results)})
 
 
 def versions(checkout: Path) -> str:
@@ -104,25 +126,33 @@ def _is_within(path: Path, part: str) -> bool:
     return path.as_posix().startswith(part if "test_" in part else f"{part}/")
 
 
-def _run_all(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _run_all(checkout: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     files = files_to_run(checkout, only=options.only, everything=options.all)
     results: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.files_at_once) as pool:
-        running = {pool.submit(_run, checkout, path, options.seconds): path for path in files}
+        running = {}
+        for path in files:
+            record = folder / path.with_suffix(".jsonl")
+            record.parent.mkdir(parents=True, exist_ok=True)
+            _forget(record, {NOT_DRAWN, *options.again})
+            running[pool.submit(_run, checkout, path, record, options)] = path
         for done in as_completed(running):
             counts = Counter(verdict(one)[0] for one in done.result())
             print(f"{running[done]}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
             results += done.result()
-            if options.results is not None:
-                options.results.write_text("".join(json.dumps(one) + "\n" for one in results))
     return results
 
 
-def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
+def _forget(record: Path, verdicts: set[str]) -> None:
+    """Leave in a file of results what has other `verdicts`: what is there is not run again."""
+    kept = [one for one in _lines(record) if verdict(one)[0] not in verdicts] if record.exists() else []
+    record.write_text("".join(json.dumps(one) + "\n" for one in kept))
+
+
+def _run(checkout: Path, path: Path, record: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The results of one file, in a process of its own."""
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "results.jsonl"
         command_line = Path(folder) / "deepspeed"
         command_line.write_text(_COMMAND_LINE.format(python=sys.executable))
         command_line.chmod(0o755)
@@ -136,11 +166,13 @@ def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
             "LOCAL_SIZE": "4",  # the devices that DeepSpeed counts on a CPU
             "HF_HUB_OFFLINE": "1",
             "DEEPSPEED_SUITE_RESULTS": str(record),
-            "DEEPSPEED_SUITE_SECONDS": str(seconds),
+            "DEEPSPEED_SUITE_SECONDS": str(options.seconds),
+            "DEEPSPEED_SUITE_EACH_TEST": str(options.each_test),
         }
         plugin = ["-p", "benchmarks.deepspeed_suite_plugin", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        limits = [f"--timeout={2 * seconds}", f"--basetemp={folder}/tmp"]
-        command = [sys.executable, "-m", "pytest", *plugin, *limits, "-q", str(path)]
+        limits = [f"--timeout={2 * options.seconds}", f"--basetemp={folder}/tmp"]
+        kinds = ["-o", "addopts=", "-m", "not nightly"]  # those that DeepSpeed runs one by one, too
+        command = [sys.executable, "-m", "pytest", *plugin, *limits, *kinds, "-q", str(path)]
         place = checkout / "tests"
         try:
             ended = subprocess.run(
@@ -149,10 +181,11 @@ def _run(checkout: Path, path: Path, seconds: int) -> list[dict[str, Any]]:
             is_done, words = ended.returncode in (0, 1, 2, 5), (ended.stdout + ended.stderr)[-1500:]
         except subprocess.TimeoutExpired:
             is_done, words = False, f"It took more than {_FILE_SECONDS} s."
-        found = _lines(record) if record.exists() else []
         if not is_done:
-            found.append({"test": str(path), "outcome": "failed", "type": "Crash", "message": words, "trace": words})
-        return found
+            crash = {"test": str(path), "outcome": "failed", "type": "Crash", "message": words, "trace": words}
+            with record.open("a") as file:
+                file.write(json.dumps(crash) + "\n")
+        return _lines(record)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -161,27 +194,41 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def verdict(result: dict[str, Any]) -> tuple[str, str]:
     """What became of a test, and its cause in a few words."""
+    if result["outcome"] == NOT_DRAWN:
+        return NOT_DRAWN, result["test"].partition("[")[0]
     if result["outcome"] != "failed":
         return (PASSED, "") if result["outcome"] == "passed" else (SKIPPED, result.get("message", "")[:110])
     kind, message = result["type"].rpartition(".")[2], " ".join(result["message"].split())
     if kind == "InternalsError":
         return INTERNALS, message
-    if stand_in := re.search(r"<class 'benchmarks\.deepspeed_suite_plugin\.(deepspeed\.[\w.]+)'>", message):
-        return INTERNALS, stand_in[1]
+    if stand_in := _STAND_IN.search(message):
+        return INTERNALS, next(filter(None, stand_in.groups()), "a number of DeepSpeed's own parts")
+    if package := re.search(r"No package metadata was found for The '(\w+)", message):
+        return SKIPPED, f"needs the package {package[1]}"
     if kind == "ModuleNotFoundError" and (package := re.search(r"No module named '(?!deepspeed)([\w.]+)'", message)):
         return SKIPPED, f"needs the package {package[1]}"
-    if kind == "Failed" and message.startswith("DID NOT RAISE"):
+    if (kind, message[:13]) == ("Failed", "DID NOT RAISE") or (kind, message[:9]) == ("AssertionError", "Expected "):
         return ACCEPTED, result["test"].partition("[")[0]
-    if "module 'torch.cpu' has no attribute" in message:
+    if "module 'torch.cpu' has no attribute" in message or "need torch >=" in message:
         return SKIPPED, "needs another device than a CPU"
     if kind == "FixtureLookupError":
         return SKIPPED, "its fixtures need an older pytest"
     if kind in ("ImportError", "ModuleNotFoundError", "AttributeError") and (name := _name_in(message)):
         return INTERNALS, name
-    if kind == "AssertionError" and "isinstance(" in result["trace"].strip().splitlines()[-2:][0]:
+    line = _failing_line(result["trace"]) or result["trace"]
+    if kind == "AssertionError" and "isinstance(" in line:
         return INTERNALS, "the class of an object"
+    if word := _INTERNAL_WORDS.search(line + message if kind == "KeyError" else line):
+        return INTERNALS, word[0]
     words = re.sub(r"\d+", "N", message)[:110]
     return (REFUSED if kind in _REFUSALS else OURS), f"{kind}: {words}"
+
+
+def _failing_line(trace: str) -> str:
+    """The last line of one of DeepSpeed's test files in a traceback."""
+    lines = trace.splitlines()
+    places = [index for index, line in enumerate(lines[:-1]) if "/tests/unit/" in line and "unit/common.py" not in line]
+    return lines[places[-1] + 1] if places else ""
 
 
 def _name_in(message: str) -> str | None:
@@ -191,13 +238,32 @@ def _name_in(message: str) -> str | None:
         r"cannot import name '(\w+)' from '([\w.]+)'",
         r"module '(deepspeed[\w.]*)' has no attribute '(\w+)'",
         r"No module named '(deepspeed[\w.]*)'",
-        r"'(\w+)' object has no attribute '(\w+)'",
+        r"'([\w.]+)' object has no attribute '(\w+)'",
+        r"type object '(\w+)' has no attribute '(\w+)'",
         r"^(\w+) \(.*\) has no attribute '(\w+)'",
     )
     for pattern in patterns:
         if found := re.search(pattern, message):
             return ".".join(found.groups())
     return None
+
+
+def counted(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts by verdict, by file, and by cause."""
+    totals = Counter(dict.fromkeys(VERDICTS, 0))
+    files: dict[str, Counter[str]] = {}
+    causes: dict[str, Counter[str]] = {}
+    for one in results:
+        name, cause = verdict(one)
+        totals[name] += 1
+        files.setdefault(one["test"].partition("::")[0], Counter())[name] += 1
+        if name in (OURS, ACCEPTED, REFUSED, INTERNALS, SKIPPED):
+            causes.setdefault(name, Counter())[cause] += 1
+    return {
+        "tests": totals,
+        "files": files,
+        "causes": {name: dict(ones.most_common()) for name, ones in causes.items()},
+    }
 
 
 def summary(results: Iterable[dict[str, Any]], *, each: bool = False) -> str:

@@ -6,6 +6,7 @@ hangs. Here ranks are forks of the process that has imported everything, and end
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection, wait
@@ -22,6 +24,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.integrations.deepspeed.distribution import register_distribution
 from shardwise.integrations.deepspeed.facade import VERSION, install
@@ -29,6 +33,10 @@ from shardwise.integrations.deepspeed.names import RefusedImports
 
 _GRACE_SECONDS = 5
 """For which ranks may go on after one has failed."""
+
+
+_SIZES = {"deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20}}
+"""Numbers of DeepSpeed's own parts by which tests choose the sizes of models."""
 
 
 class RankError(Exception):
@@ -75,6 +83,7 @@ class _AbsentModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname.startswith("deepspeed.") else None
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(_SIZES.get(module.__name__, {}))
         _let_stand_in(module)
 
 
@@ -98,13 +107,59 @@ def _install() -> None:
             _let_stand_in(module)
 
 
+def _let_ddp_run_on_cpus() -> None:
+    """Tests compare with DDP, which they give the number of a GPU."""
+    plain = DistributedDataParallel.__init__
+
+    def made(self: DistributedDataParallel, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+        if all(param.device.type == "cpu" for param in module.parameters()):
+            options |= {"device_ids": None, "output_device": None}
+        plain(self, module, *args, **options)
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
+def _let_bf16_run_on_cpus() -> None:
+    """Tests skip bf16 unless `torch_info` names versions of CUDA and NCCL that have it."""
+    vars(sys.modules["deepspeed.git_version_info"])["torch_info"] |= {"cuda_version": "11.0", "nccl_version": "2.10"}
+
+
 _install()
+_let_bf16_run_on_cpus()
+_let_ddp_run_on_cpus()
 
 
-def pytest_collection_modifyitems() -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    record = Path(os.environ["DEEPSPEED_SUITE_RESULTS"])
+    known = {json.loads(line)["test"] for line in record.read_text().splitlines()}
+    drawn = _drawn([item.nodeid for item in items], int(os.environ["DEEPSPEED_SUITE_EACH_TEST"]))
+    with record.open("a") as file:
+        for item in items:
+            if item.nodeid not in drawn | known:
+                file.write(json.dumps({"test": item.nodeid, "outcome": "not drawn"}) + "\n")
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn - known])
+    items[:] = [item for item in items if item.nodeid in drawn - known]
     common = sys.modules.get("unit.common")
     if common is not None:
         common.DistributedExec._launch_procs = _launch
+        setattr(common, "reduce_boolean_flags", _on_all_ranks)  # noqa: B010  # a module without types
+
+
+def _on_all_ranks(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    """In the place of a helper of DeepSpeed's tests that asks for the first GPU."""
+    if not dist.is_initialized():
+        return flag
+    flags: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return op(flags)
+
+
+def _drawn(tests: list[str], count: int) -> set[str]:
+    """`count` parametrisations of each test, or all if `count` is 0: for a larger count the same ones, and more."""
+    shuffled: dict[str, list[str]] = {}
+    for test in sorted(tests, key=lambda test: hashlib.sha256(test.encode()).digest()):
+        shuffled.setdefault(test.partition("[")[0], []).append(test)
+    return {test for ones in shuffled.values() for test in (ones[:count] if count else ones)}
 
 
 def _launch(test: Any, num_procs: int, init_method: str) -> None:

@@ -130,7 +130,7 @@ def _ours(model: GPT, preset: str, world: sw.World) -> Engine:
         return loss.detach()
 
     ledger = world.collectives(torch.device("cpu")).ledger
-    programs, mesh = engine._sharded.runner.programs, engine._sharded.mesh
+    programs, mesh = engine._sharded.parts.runner.programs, engine._sharded.mesh
     return Engine(
         step,
         lambda: sum(ledger.crossed_bytes.values()),

@@ -258,7 +258,7 @@ def _disk_of_a_step(engine: Engine, batch: Tensor) -> dict[str, Any]:
     which this rank did not wait for the disk. Of their updates alone: bytes that this rank read and wrote, seconds from
     the first read to the last write, the share of the disk's time in which something was updated, and the picture of
     the last."""
-    timeline = engine._sharded.timeline
+    timeline = engine._sharded.parts.timeline
     found: dict[str, list[float]] = {
         name: [] for name in ("hidden_in_step", "not_waited_for", "seconds", "hidden", "update_seconds")
     }

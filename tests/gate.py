@@ -49,7 +49,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/comm/mpi": ("*/test_*mpi*",),
     "src/shardwise/data": ("*/test_data*", "ranks/test_uneven*", "ranks/test_loops*.py"),
     "src/shardwise/elastic": ELASTIC,
-    "src/shardwise/engine_in_job": ELASTIC,
+    "src/shardwise/engine.py": (*EVERY_PLAN, *ELASTIC),
     "src/shardwise/experts": ("ranks/test_expert*", "ranks/test_deepspeed_moe.py", "extras/test_expert_models.py"),
     "src/shardwise/formats": (
         "*/test_format*",

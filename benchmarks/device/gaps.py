@@ -76,6 +76,17 @@ def gaps_of(events: Sequence[Event]) -> tuple[list[Gap], dict[str, float]]:
     return found[:NUM_GAPS], {name: round(value / 1e6, 6) for name, value in busy.items()}
 
 
+def rates_of(events: Sequence[Event]) -> dict[str, float]:
+    """GB/s of the copies in each direction while one was under way, by the bytes that the trace says. Pure."""
+    rates = {}
+    for name, way in (("to_device", "HtoD"), ("to_host", "DtoH")):
+        copies = [event for event in events if event.get("cat") == "gpu_memcpy" and way in event["name"]]
+        num_bytes = sum(event["args"].get("bytes", 0) for event in copies)
+        if num_bytes:
+            rates[name] = round(num_bytes / _length(_spans(copies)) / 1e3, 2)
+    return rates
+
+
 def _innermost(spans: Iterable[Event], launch: Event | None) -> str:
     if launch is None:
         return ""
@@ -110,13 +121,17 @@ def traced(step: Callable[[], object], keep: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = keep or Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        found, busy = gaps_of(json.loads(path.read_text())["traceEvents"])
+        events = json.loads(path.read_text())["traceEvents"]
+    found, busy = gaps_of(events)
+    copying = busy.get("to_device", 0.0) + busy.get("to_host", 0.0)
     copied = dict.fromkeys(("HtoD", "DtoH"), 0)
     for event in profile.events():
         for way in copied:
             copied[way] += int(way in event.name)
     return {
         "busy_seconds": busy,
+        "copies_hidden": round(1 - busy["copies_not_hidden"] / copying, 4) if copying else None,
+        "copies_gb": rates_of(events),
         "num_copies": copied,
         "gaps": [{"us": round(gap.length), "before": gap.before, "in": gap.during} for gap in found],
     }

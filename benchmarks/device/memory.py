@@ -3,19 +3,26 @@
 The promise is what `engine.rehearse(batch)` says before the first step. Measured is, in the steps after the first two,
 what torch's allocator was asked for at most, what it handed out, and what it had reserved of the device. It hands out
 more than it is asked for where it does not split a large block: one of its segments unless they are expandable.
+
+Before that: what each of torch's attention kernels takes in its backward beside its results, which a rehearsal knows of
+one of them alone (`shardwise.rehearsal.kernel_memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import shardwise as sw
 from benchmarks.device.allocations import live_at_peak
 from benchmarks.device.models import FAMILIES, Family
 from benchmarks.device.rows import Rows
+from shardwise.rehearsal.kernel_memory import flash_backward_bytes
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "offload", "zero3-offload")
 NUM_STEPS = 4
@@ -90,8 +97,43 @@ def measured(rows: Rows, family: Family, preset: str, precision: str) -> dict[st
         return result
 
 
+KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+ATTENDED = ((16, 64, 197, 16), (4, 16, 1024, 64), (4, 16, 4096, 128), (1, 32, 8192, 128), (8, 12, 500, 80))
+"""Rows, heads, tokens and widths: of the ViT and the Llamas here, of a long sequence, and of odd sizes."""
+
+
+def of_attention(rows: Rows, kernel: str) -> dict[str, Any]:
+    """Bytes by which the allocator's peak is above the gradients that a backward returns, and FlashAttention's by its
+    shapes."""
+    backend, chosen = SDPBackend.__members__[kernel], {}
+    beyond: dict[str, dict[str, Any]] = {}
+    for shape in ATTENDED if rows.is_real else ((2, 4, 16, 8),):
+        q, k, v = (torch.randn(shape, device=rows.device).bfloat16().requires_grad_() for _ in range(3))
+        try:
+            with sdpa_kernel(backend) if rows.is_real else nullcontext():
+                out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        except RuntimeError as error:  # some take no such shape
+            beyond[str(shape)] = {"refused": str(error).splitlines()[0]}
+            continue
+        chosen[str(shape)] = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name
+        grad = torch.ones_like(out)
+        rows.synchronize()
+        before = torch.cuda.memory_allocated() if rows.is_real else 0
+        if rows.is_real:
+            torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+        peak = torch.cuda.max_memory_allocated() if rows.is_real else 0
+        beyond[str(shape)] = {
+            "beyond_results_bytes": peak - before - sum(one.nbytes for one in grads),
+            "flash_bytes_by_shape": flash_backward_bytes(shape, shape, q.element_size()),
+        }
+    return {"chosen_by_torch": chosen, "beyond": beyond}
+
+
 def run(rows: Rows) -> None:
     settle(rows)
+    for kernel in KERNELS:
+        rows.measure(f"attention's backward by {kernel}", lambda kernel=kernel: of_attention(rows, kernel))  # type: ignore[misc]
     for family, preset, precision in cases() if rows.is_real else [*cases()][:7]:
         rows.measure(
             f"{family} {preset} {precision}",

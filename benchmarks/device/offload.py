@@ -1,12 +1,11 @@
 """States and gradients on the host: what a step takes, what of it is hidden, and each copy beside a bare one.
 
-First the card's own limits: copies of pinned memory in each direction and both together, and torch's fused AdamW on the
-host's cores. Then Llamas whose states lie on the host, up to the largest that the time left bears.
+First the machine's own limits: copies of pinned memory in each direction and both together, torch's fused AdamW on the
+host's cores, and a norm of gradients there. Then a Llama whose states lie on the host. `larger` has the larger ones.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from statistics import median
@@ -17,14 +16,18 @@ import torch
 
 import shardwise as sw
 from benchmarks.device.gaps import traced
-from benchmarks.device.models import FIFTH, ONE_BILLION, TINY, TWO_BILLION, Shape, llama, tokens_of
+from benchmarks.device.models import ONE_BILLION, TINY, Shape, llama, tokens_of
 from benchmarks.device.rows import Rows
 from benchmarks.device.speed import shape_params
 from benchmarks.engines import adamw
 from shardwise.optim.host_adam import AdamTensors, HostAdam
+from shardwise.precision.verdict import sum_of_squares
 
 COPIED_BYTES = 1 << 30
-NUM_STEPS = 7
+NUM_STEPS, LEAST_STEPS = 7, 3
+"""Less if there is no time for them. The first two touch memory for the first time."""
+SECONDS_TO_SPARE = 4
+"""Steps for which there has to be time before another is begun: it, the profiled one, and what it takes to close."""
 
 
 def copies(rows: Rows) -> dict[str, Any]:
@@ -75,8 +78,9 @@ def host_adam(rows: Rows) -> dict[str, Any]:
     return {"params_per_second": numel / min(seconds), "threads": torch.get_num_threads()}
 
 
-def our_adam(rows: Rows, slice_numel: int) -> dict[str, Any]:
-    """The same for ours, with gradients and parameters in bf16 as in training, by the elements of a slice."""
+def our_adam(rows: Rows, slice_numel: int | None) -> dict[str, Any]:
+    """The same for ours, with gradients and parameters in bf16 as in training, by the elements of a slice: `None` for
+    those that training takes."""
     numel = 64 << 20 if rows.is_real else 1 << 16
     param, exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(3))
     grad = torch.full((numel,), 1e-3, dtype=torch.bfloat16)
@@ -90,6 +94,29 @@ def our_adam(rows: Rows, slice_numel: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     adam.close()
     return {"params_per_second": numel / median(seconds[1:]), "threads": torch.get_num_threads()}
+
+
+def norm_of_gradients(rows: Rows) -> dict[str, Any]:
+    """Seconds for the sum of squares of bf16 gradients on the host, ours and torch's, and how far off they are."""
+    numel = 64 << 20 if rows.is_real else 1 << 16
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    exact = sum(float(part.double().square().sum()) for part in torch.split(grad, 1 << 20))
+
+    def whole() -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        return norm.square()
+
+    row: dict[str, Any] = {"numel": numel}
+    works: dict[str, Callable[[], torch.Tensor]] = {
+        "ours": lambda: sum_of_squares(grad, torch.float32),
+        "torch": whole,
+    }
+    for name, work in works.items():
+        work()
+        start = time.perf_counter()
+        squares = float(work())
+        row |= {f"{name}_norm_seconds": time.perf_counter() - start, f"{name}_off": abs(squares - exact) / exact}
+    return row
 
 
 def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +134,12 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
             engine.backward(loss)
             return loss.detach()
 
-        losses, forward_backward, whole = [], [], []
+        losses: list[torch.Tensor] = []
+        forward_backward: list[float] = []
+        whole: list[float] = []
         for _ in range(NUM_STEPS):
+            if len(whole) >= LEAST_STEPS and rows.seconds_left < SECONDS_TO_SPARE * whole[-1]:
+                break
             rows.synchronize()
             start = time.perf_counter()
             losses.append(passes())
@@ -122,9 +153,9 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
             "num_params": shape_params(shape),
             "tokens": shape.tokens,
             "made_seconds": made_seconds,
-            "seconds": median(whole[2:]),
+            "seconds": median(whole[LEAST_STEPS - 1 :]),
             "all_seconds": [round(one, 4) for one in whole],
-            "forward_backward_seconds": median(forward_backward[2:]),
+            "forward_backward_seconds": median(forward_backward[LEAST_STEPS - 1 :]),
             "losses": [round(loss.item(), 4) for loss in losses],
             "host_process_bytes": psutil.Process().memory_info().rss,
             "promised": engine.memory().promised,
@@ -141,27 +172,24 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(rows: Rows) -> None:
-    with tempfile.TemporaryDirectory(prefix="shardwise-device-") as folder:
-        rows.measure("bare copies", lambda: copies(rows))
-        rows.measure("torch's fused AdamW on the host", lambda: host_adam(rows))
-        for power in (17, 18, 19, 20, 21):
-            rows.measure(
-                f"our AdamW on the host, slices of 2^{power}",
-                lambda power=power: our_adam(rows, 1 << power),  # type: ignore[misc]
-            )
-        few, small, large = (FIFTH, ONE_BILLION, TWO_BILLION) if rows.is_real else (TINY, TINY, TINY)
-        recompute = {"activations": "recompute"}
-        cases: list[tuple[str, Shape, dict[str, Any], float]] = [
-            ("1 B offload", small, {"preset": "offload"}, 15),
-            ("1 B zero3-offload, parameters on the host too", small,
-             {"preset": "zero3-offload", "rows": {"param": {"tier": "host"}}}, 15),
-            ("1 B zero3, activations on the host", small, {"preset": "zero3", "activations": "offload"}, 10),
-            ("2 B offload, recomputed", large, {"preset": "offload", **recompute}, 30),
-            ("0.2 B infinity", few, {"preset": "infinity", "disk": folder}, 15),
-        ]  # fmt: skip
-        for name, shape, plan, needed in cases:
-            rows.measure(
-                name,
-                lambda shape=shape, plan=plan: offloaded(rows, shape, plan),  # type: ignore[misc]
-                needs_seconds=needed if rows.is_real else 0,
-            )
+    rows.measure("our AdamW on the host, as it trains", lambda: our_adam(rows, None))
+    rows.measure("norm of bf16 gradients on the host", lambda: norm_of_gradients(rows))
+    rows.measure("bare copies", lambda: copies(rows))
+    rows.measure("torch's fused AdamW on the host", lambda: host_adam(rows))
+    shape = ONE_BILLION if rows.is_real else TINY
+    for name, plan, needed in (
+        ("1 B offload", {"preset": "offload"}, 15),
+        ("1 B zero3-offload, parameters on the host too",
+         {"preset": "zero3-offload", "rows": {"param": {"tier": "host"}}}, 15),
+        ("1 B zero3, activations on the host", {"preset": "zero3", "activations": "offload"}, 10),
+    ):  # fmt: skip
+        rows.measure(
+            name,
+            lambda plan=plan: offloaded(rows, shape, plan),  # type: ignore[misc]
+            needs_seconds=needed if rows.is_real else 0,
+        )
+    for power in (18, 19, 20, 21):
+        rows.measure(
+            f"our AdamW on the host, slices of 2^{power}",
+            lambda power=power: our_adam(rows, 1 << power),  # type: ignore[misc]
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.device import gaps, memory, offload, several_gpus, speed
+from benchmarks.device import gaps, larger, memory, offload, several_gpus, speed
 from benchmarks.device.rows import Rows
 from shardwise import World
 
@@ -17,6 +17,7 @@ PARTS: dict[str, Callable[[Rows], None]] = {
     "memory": memory.run,
     "speed": speed.run,
     "offload": offload.run,
+    "larger": larger.run,
     "gaps": gaps.run,
 }
 

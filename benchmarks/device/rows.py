@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -53,6 +54,12 @@ class Rows:
         row["took_seconds"] = round(time.monotonic() - start, 1)
         self.forget()
         return self._add(row)
+
+    def compare_if_installed(self, name: str, module: str, work: Callable[[], Mapping[str, Any]]) -> Row:
+        """`measure`, if there is such a module; a row that says so if not."""
+        if importlib.util.find_spec(module) is None:
+            return self._add({"name": name, "left_out": f"there is no {module} here, nor a wheel of it in wheels/"})
+        return self.measure(name, work)
 
     def forget(self) -> None:
         """Free what the last row left behind."""

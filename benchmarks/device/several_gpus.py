@@ -80,6 +80,7 @@ def trained(rows: Rows, preset: str, mesh: dict[str, int] | None, precision: str
         for batch in batches(num_shares, rows.device):
             own = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
             losses.append(engine.mean(engine.train_step(own).item()))
+        outside = outside_of_torch(rows)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     twin, other = (plain(model, num_shares, rows.device, dtype, order) for order in (1, -1))
     rounding = max(abs(a - b) / abs(b) for a, b in zip(other, twin, strict=True))
@@ -87,7 +88,16 @@ def trained(rows: Rows, preset: str, mesh: dict[str, int] | None, precision: str
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, twin, strict=True))
     if apart > allowed:
         raise AssertionError(f"losses {losses}, the plain loop's {twin}: {apart:.2e} apart, {allowed:.2e} allowed")
-    return {"apart": apart, "allowed": allowed}
+    return {"apart": apart, "allowed": allowed, "outside_of_torch_bytes": outside}
+
+
+def outside_of_torch(rows: Rows) -> int | None:
+    """Device memory that torch's allocator knows nothing of: contexts, libraries, NCCL's buffers for each communicator
+    so far."""
+    if not rows.is_real:
+        return None
+    free, total = torch.cuda.mem_get_info(rows.device)
+    return total - free - torch.cuda.memory_reserved(rows.device)
 
 
 def run(rows: Rows) -> None:

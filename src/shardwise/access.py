@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ Tensor = torch.Tensor
 PARAM, GRAD = "param", "grad"
 
 
-def arriving_error(what: str) -> StateError:
-    """What a rank cannot do between joining others and its first forward of a step."""
-    return StateError(
+def refuse_to_arriving(what: str) -> NoReturn:
+    """Raise `StateError`: a rank cannot do that between joining others and its first forward of a step."""
+    raise StateError(
         f"This rank has just joined others that are training, and {what} is out of its reach before its first step, in "
         f"which they take part. Do that after the first step, or only `if not engine.world.is_newcomer`."
     )
@@ -92,7 +92,7 @@ class Access:
         flat, index = self._home(name)
         param = flat.params[index]
         if what != PARAM or self._dtype(flat, PARAM) != param.dtype:
-            raise arriving_error(f"the {what} of {name}" if what != PARAM else f"{name} in the optimizer's precision")
+            refuse_to_arriving(f"the {what} of {name}" if what != PARAM else f"{name} in the optimizer's precision")
         return param.detach().clone()
 
     def state_dict(self, *, on_rank: bool = True, is_alone: bool = False) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def count_activations(
     @contextmanager
     def around(twin: nn.Module) -> Iterator[None]:
         with loaded(twin, expert_load), within or nullcontext(), ExitStack() as stack:
-            if sharded.sequence is not None:
-                stack.enter_context(sharded.sequence.rehearsed(twin))
+            if sharded.parts.sequence is not None:
+                stack.enter_context(sharded.parts.sequence.rehearsed(twin))
             yield
 
-    sharding, compute = sharded.sharding, sharded.table.compute
+    sharding, compute = sharded.parts.sharding, sharded.table.compute
     with sharded.world.journal.unobserved():
-        if sharded.pipeline is not None:
-            staged = sharded.pipeline.staged
+        if sharded.parts.pipeline is not None:
+            staged = sharded.parts.pipeline.staged
             stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
-            return stages.activations(sharded.pipeline.exchange), stages.moved
+            return stages.activations(sharded.parts.pipeline.exchange), stages.moved
         activations = rehearse(
             sharded.model,
             sharding.units,
@@ -83,7 +83,7 @@ def check_room(sharded: ShardedModel, activations: Activations) -> None:
 
 def ask_before_first_forward(sharded: ShardedModel) -> None:
     """Let the first forward that trains ask for room, if any activations go to a disk and there is no pipeline."""
-    if not sharded.plan.has_activations_on_disk or sharded.pipeline is not None:
+    if not sharded.plan.has_activations_on_disk or sharded.parts.pipeline is not None:
         return
 
     def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def ask_before_first_forward(sharded: ShardedModel) -> None:
             hook.remove()
 
     hook = sharded.model.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
-    sharded.hooks.callback(hook.remove)
+    sharded.parts.hooks.callback(hook.remove)
 
 
 def ask_before_first_step(sharded: ShardedModel, micro_batch: MicroBatch, loss_fn: LossFunction | None) -> None:
@@ -117,7 +117,7 @@ def _ask(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> N
 
 def _counted(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> tuple[Activations, ...]:
     try:
-        return (count_activations(sharded, micro_batch, loss, EXPERT_LOAD, sharded.sharding.treatments)[0],)
+        return (count_activations(sharded, micro_batch, loss, EXPERT_LOAD, sharded.parts.sharding.treatments)[0],)
     except (ConfigError, ModelError) as error:
         _log.info("It is not known in advance how much disk space activations take: %s", error)
         return ()
@@ -125,7 +125,7 @@ def _counted(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) 
 
 def _missing(sharded: ShardedModel, num_bytes: int) -> int:
     """Bytes that this rank's files of activations do not have yet."""
-    return max(0, num_bytes - sharded.sharding.meter.on("disk").now[SAVED])
+    return max(0, num_bytes - sharded.parts.sharding.meter.on("disk").now[SAVED])
 
 
 def _without_room(error: TierError) -> TierError:

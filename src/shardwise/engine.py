@@ -1,44 +1,58 @@
 """`shard` a model by a plan, and train it as before.
 
-`sharded_model.py` takes the steps. The parts of `Engine` are in `engine_training.py` (whole steps with their
-micro-batches), `engine_sequences.py`, `engine_reports.py` (reports for people, from `report.py`), `engine_state.py`
-(reading, writing and saving the state of a live engine, through `access.py` and `state.py`) and `engine_in_job.py`
-(ranks that are lost or join).
+`Engine` is what a user holds. It checks its calls, and leaves the work to what knows how: steps to `sharded_model.py`
+and `training.py`, checkpoints and changes of plan to `state.py`, whole tensors to `access.py`, reports for people to
+`report.py`, the log of a run to `run_log.py`, and lost ranks to `elastic/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Begun, Saver
+from shardwise import formats
+from shardwise.access import refuse_to_arriving
+from shardwise.checkpoint import Begun, Keep, Saver, encode
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
-from shardwise.config import Plan, load_plan
-from shardwise.data_ranks import DataRanks
-from shardwise.engine_state import PlanLike
-from shardwise.engine_training import EngineTraining, arrive, open_log, open_session
-from shardwise.errors import CommError, ModelError, StateError
-from shardwise.init import Init, Wishes
+from shardwise.config import Plan, Profile, load_plan
+from shardwise.data_ranks import DataRanks, Reader
+from shardwise.errors import ConfigError, ModelError, StateError
+from shardwise.experts import EXPERT_LOAD
+from shardwise.fitting import Limits, fit_activations
+from shardwise.init import Init, Wishes, end_recording
 from shardwise.mesh import Mesh
+from shardwise.micro_batches import LossFunction
 from shardwise.pipeline import PLAIN_LOOP
 from shardwise.placement import Table
 from shardwise.precision import LossScaler, Norm
-from shardwise.report import MemoryReport
+from shardwise.program import Footprint, render
+from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
-from shardwise.state import State, unshard
-from shardwise.training import inference
+from shardwise.state import State, reshard, trained_as_before, unshard
+from shardwise.training import Session, evaluate, inference
 from shardwise.units import bytes_of
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Loaded, Stateful
+    from shardwise.elastic.arrival import Arrival
+    from shardwise.rehearsal import Loss
+    from shardwise.run_log import RunLog
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 
+PlanLike = Plan | str | Path | Mapping[str, Any]
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+PROFILE_VARIABLE = "SHARDWISE_PROFILE"
 
 
 def shard(
@@ -70,6 +84,7 @@ def shard(
     cannot be sharded, or for weights of another model; nothing has been changed then. Raises `CheckpointError` for
     files that cannot be read.
     """
+    end_recording()
     loaded = load_plan(plan)
     own_world = world is None
     world = World.join() if world is None else world
@@ -99,8 +114,30 @@ def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...
     return tuple(given)
 
 
-class Engine(EngineTraining):
-    """A sharded model. Create one with `shard`, and close it, or use it in a `with`."""
+class Engine:
+    """A sharded model. Create one with `shard`, and close it, or use it in a `with`.
+
+    What it is: `plan`, `mesh`, `table`, `data_ranks`, `num_steps`, `program()`, `print(engine)`.
+
+    A loop of one's own: call the engine or the model, then `backward` and `step`; `no_sync`, `scale`,
+    `clip_grad_norm_`, `zero_grad` and `weigh` where plain PyTorch has them or sums differ. `loss.backward()` and
+    `optimizer.step()` do as well.
+
+    Whole steps, pipelines included: `train_step`, `forward_backward`, `eval_step`.
+
+    Between steps: `any_rank`, `mean`, `log`; `inference()` to generate.
+
+    Checkpoints: `save`, `resume`, `remember`; `save_pretrained` for other libraries.
+
+    Whole tensors of a model in pieces: `get`, `set`, `gathered`, `state_dict`, `load_state_dict` and those of the
+    optimizer.
+
+    Sequences over several ranks: `split_sequence`, `join_sequence`, `mean_over_tokens`.
+
+    Memory and time: `memory`, `rehearse`, `fit_activations`, `timeline`.
+
+    Another plan, while it trains: `reshard`. The end: `unshard`, `close`.
+    """
 
     def __init__(
         self,
@@ -116,35 +153,44 @@ class Engine(EngineTraining):
         self.world = world
         self._owns_world = owns_world
         self._is_open = True
-        self._readers = []
+        self._host = EngineHost(self)
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
-        self._run_log = open_log(plan, world)
+        self._run_log = _open_log(plan, world)
         if world.is_newcomer and world.membership is not None:
             self._arrive(plan, optimizers, world)
             return
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(sharding.plan), replan=self._replan)
-        self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
-        self._sharded.runner.step.take_first_values()
-        self._ask_for_room_first()
+        sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
+        sharded.parts.runner.step.take_first_values()
+        _ask_for_room_first(sharded)
         if self._run_log is not None:
-            self._run_log.follow(self._sharded)
-        self._session = open_session(self, self._sharded, world.membership)
+            self._run_log.follow(sharded)
+        self._session = _session_for(self._host, sharded)
 
     def _arrive(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World) -> None:
         """Join ranks that are training already."""
+        from shardwise.elastic.arrival import arrive  # only these jobs load it
+
         self._state = State(Saver(world))
-        self._sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
-        self._sharded.progress.replan = self._replan
+        sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
+        sharded.progress.replan = self._replan
         if self._run_log is not None:
-            self._run_log.follow(self._sharded)
+            self._run_log.follow(sharded)
         self._state.coming = dict(arrival.loop["objects"])
         self._state.begun = None if arrival.loop["begun"] is None else Begun.of(arrival.loop["begun"])
         theirs = arrival.loop["state"]
         self._state.user_state = None if theirs is None else decode(theirs, "state")
-        self._session = open_session(self, self._sharded, world.membership, arrival)
+        self._session = _session_for(self._host, sharded, arrival)
+
+    @property
+    def _sharded(self) -> ShardedModel:
+        """The model under the present plan, in the present world."""
+        return self._session.sharded
+
+    # -- what it is ---------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -157,6 +203,11 @@ class Engine(EngineTraining):
         return self._sharded.mesh
 
     @property
+    def table(self) -> Table:
+        """Where the four kinds of tensor live; rules of the plan may place some parameters differently."""
+        return self._sharded.table
+
+    @property
     def data_ranks(self) -> tuple[int, int]:
         """(place, number): which share of every batch this rank reads. Use `sw.data.Loader(...,
         world=engine.data_ranks)`.
@@ -164,31 +215,12 @@ class Engine(EngineTraining):
         Ranks along a model axis of the mesh share a batch, and read the same one. A loader that is given this pair
         follows the engine: it asks again before each batch, and reports how many samples each rank has (`weigh`).
         """
-        return DataRanks.of(self.mesh.data_place(self.world.rank), self)
-
-    def weigh(self, samples: int, of: float) -> None:
-        """Declare that this rank has `samples` of the `of` samples that all data ranks have in the next micro-batch.
-
-        If ranks have different numbers of samples, gradients, `mean` and `log` are then means over all samples, with
-        equal weights. A rank without samples still has to run some batch; its gradients count nothing. A loader made
-        with `world=engine.data_ranks` calls this before each batch; the values hold until the next call. If the
-        micro-batches of one step differ in size too, `of` is their mean: the samples of the whole step over all ranks,
-        divided by the number of micro-batches. Sends nothing.
-
-        Raises `ConfigError` for impossible numbers.
-        """
-        self._sharded.progress.weighing.say(samples, of, self.mesh.data_place(self.world.rank)[1])
-        self._sharded.weigh()
-
-    @property
-    def table(self) -> Table:
-        """Where the four kinds of tensor live; rules of the plan may place some parameters differently."""
-        return self._sharded.table
+        return DataRanks.of(self.mesh.data_place(self.world.rank), self._host)
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps taken, including those before a resume."""
-        return self._sharded.progress.num_steps if self._session is None else self._session.num_steps
+        return self._session.num_steps
 
     @num_steps.setter
     def num_steps(self, number: int) -> None:
@@ -214,7 +246,20 @@ class Engine(EngineTraining):
         """The loss scale of fp16; `None` in other precisions."""
         return self._sharded.progress.scaler
 
-    # -- training ---------------------------------------------------------------------------------------
+    def program(self) -> str:
+        """The program of one step as text: as planned before the first step, as recorded after it."""
+        program = self._sharded.parts.runner.programs.program
+        return render(program.micro_batch) + render(program.step)
+
+    def __str__(self) -> str:
+        """The table, the units, and the bytes of this rank."""
+        return describe(self._sharded)
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        return f"<Engine: {type(self.module).__name__}, {self.plan.preset} on {self.mesh}, {state}>"
+
+    # -- a training loop ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, like `model(...)`."""
@@ -226,16 +271,9 @@ class Engine(EngineTraining):
         (`loss.backward()` averages over ranks; a loop that accumulates with it divides the loss, as in plain PyTorch.)
         All ranks call. Raises `StateError` for a model in pipeline stages, which takes `train_step`."""
         self._require_open()
-        if self._sharded.pipeline is not None:
+        if self._sharded.parts.pipeline is not None:
             raise StateError(PLAIN_LOOP)
-        (self._sharded if self._session is None else self._session).backward(loss)
-
-    def divide_every_backward(self) -> None:
-        """From now on divide the gradients of every backward by the plan's `accumulate`, also those of
-        `loss.backward()`, which otherwise a loop divides. For loops written for DeepSpeed, which does so. All ranks
-        call, before the first backward."""
-        self._require_open()
-        self._sharded.divide_arriving()
+        self._session.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the current loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
@@ -254,15 +292,15 @@ class Engine(EngineTraining):
         is called in a micro-batch, it is this call that ends it.
 
         Returns the global gradient norm before clipping, or `None` if more micro-batches are to come, so that nothing
-        was updated. In fp16 the norm is not finite (inf or nan) if a gradient overflowed
-        on some rank: no rank has updated anything then, and the loss scale may have been halved. On a GPU the norm
-        waits for the device only when it is read (`float(norm)`, `f"{norm:.2f}"`, a comparison); in fp16, and on a CPU,
-        it is a float.
+        was updated. In fp16, and with `skip_nonfinite` in the plan, the norm is not finite (inf or nan) if a gradient
+        was not on some rank: no rank has updated anything then, and in fp16 the loss scale may have been halved. On a
+        GPU the norm waits for the device only when it is read (`float(norm)`, `f"{norm:.2f}"`, a comparison); where it
+        decides on the step, and on a CPU, it is a float.
 
         Raises `StateError` without an optimizer, or after a backward that raised.
         """
         self._require_open()
-        return (self._sharded if self._session is None else self._session).step(is_last)
+        return self._session.step(is_last)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
@@ -271,15 +309,11 @@ class Engine(EngineTraining):
         automatically, with the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
-        if self._session is not None:
-            return self._session.clip(max_norm, norm_type)
-        return self._sharded.gradients.clip(max_norm, norm_type)
+        return self._session.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
         """Drop all gradients. A step drops them too; this is for gradients that are not to be used. All ranks call."""
         self._sharded.zero_grad()
-
-    # -- gradients that wait -----------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -290,30 +324,117 @@ class Engine(EngineTraining):
         the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
         """
         self._require_open()
-        passes = self._sharded.runner.passes
+        passes = self._sharded.parts.runner.passes
         before, passes.reduces = passes.reduces, False
         try:
             yield
         finally:
             passes.reduces = before
 
-    # -- agreement between ranks ------------------------------------------------------------------------
+    def divide_every_backward(self) -> None:
+        """From now on divide the gradients of every backward by the plan's `accumulate`, also those of
+        `loss.backward()`, which otherwise a loop divides. For loops written for DeepSpeed, which does so. All ranks
+        call, before the first backward."""
+        self._require_open()
+        self._sharded.divide_arriving()
+
+    def weigh(self, samples: int, of: float) -> None:
+        """Declare that this rank has `samples` of the `of` samples that all data ranks have in the next micro-batch.
+
+        If ranks have different numbers of samples, gradients, `mean` and `log` are then means over all samples, with
+        equal weights. A rank without samples still has to run some batch; its gradients count nothing. A loader made
+        with `world=engine.data_ranks` calls this before each batch; the values hold until the next call. If the
+        micro-batches of one step differ in size too, `of` is their mean: the samples of the whole step over all ranks,
+        divided by the number of micro-batches. Sends nothing.
+
+        Raises `ConfigError` for impossible numbers.
+        """
+        self._sharded.progress.weighing.say(samples, of, self.mesh.data_place(self.world.rank)[1])
+        self._sharded.weigh()
+
+    # -- whole steps --------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
+
+        `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Its
+        tensors are split along their first dimension into even micro-batches. It may also be a list or iterator of
+        micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
+        `loss_fn(output, target)` if `target` is given, which is split like the batch, computes the loss of a
+        micro-batch; without it the loss is the model's output, or the output's `loss`.
+
+        Returns the mean loss over the micro-batches, a detached scalar, on every rank: that of this rank's own data,
+        and under a pipeline the same on all its stages (`engine.mean(loss.item())` is the mean over all data). All
+        ranks call; those of one pipeline pass the same batch. Clipping, loss scale and schedule are the plan's; the
+        norm is `engine.gradient_norm`.
+
+        Raises `ConfigError` for a batch that cannot be split, and `StateError` between the micro-batches of a loop.
+        """
+        self._require_open()
+        return self._session.train(batch, target, loss_fn)
+
+    def forward_backward(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
+        step."""
+        self._require_open()
+        return self._session.forward_backward(batch, target, loss_fn)
+
+    def eval_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """The mean loss of `batch` without gradients, a scalar on every rank; arguments and result as in `train_step`.
+
+        The model is called in its current mode: for dropout and batch norms call `model.eval()` before. All ranks call.
+        """
+        self._require_open()
+        return evaluate(self._sharded, batch, target, loss_fn)
+
+    # -- what ranks say to each other between steps -------------------------------------------------------
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank, the same on all: how ranks decide to stop together. All ranks call."""
-        if self._session is not None and self._session.is_arriving:
-            return False  # the others have asked already, and gone on
-        return self._asking(lambda: self.world.any_rank(flag))
+        return self._session.asking(lambda: self.world.any_rank(flag), alone=lambda: False)
 
     def mean(self, value: float) -> float:
         """The mean of every rank's `value`, such as a loss to print, the same on all ranks. All ranks call.
 
         If ranks have different numbers of samples (`weigh`), it is the mean over all samples of the last batch.
         """
-        if self._session is not None and self._session.is_arriving:
-            return value
         weighing = self._sharded.progress.weighing
-        return self._asking(lambda: self.world.mean(value, weighing.reported if weighing.is_used else None))
+        return self._session.asking(
+            lambda: self.world.mean(value, weighing.reported if weighing.is_used else None), alone=lambda: value
+        )
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        *,
+        kind: str = "step",
+        tokens: int = 0,
+        samples: int = 0,
+        mean: bool = True,
+    ) -> dict[str, float]:
+        """Log `values` of the step that was just taken: numbers, or tensors of one element, such as a loss.
+
+        All ranks call, with the same names, after each step or now and then; returns the means over all ranks. With
+        `run` in the plan rank 0 writes them into the record of the run, with the learning rate, the gradient norm, the
+        seconds of a step and how each rank spent them, and passes them to the plan's `trackers`. `tokens` and `samples`
+        count what this rank's batches had since the last call; throughput is computed from them. Another `kind`, such
+        as `"validation"`, gets lines of its own. Values of a void iteration (`num_void`) are not written. A rank that
+        has joined others, and not yet begun an iteration, sends nothing and gets its own numbers back.
+
+        With `mean=False` the values of rank 0 are written as they are, for a loop that has combined them itself: other
+        ranks may pass different ones, or none, and each gets its own back. A line of another kind then sends nothing,
+        and rank 0 may call alone.
+
+        Raises `ConfigError` for a value that is not a number, or for names that differ from rank to rank.
+        """
+        self._require_open()
+        if self._run_log is None:
+            self._run_log = _open_log(self._sharded.plan, self.world, always=True)
+            assert self._run_log is not None
+            self._run_log.follow(self._sharded)
+        return self._run_log.log(values, kind, tokens, samples, self._session, mean=mean)
+
+    # -- generation and evaluation ------------------------------------------------------------------------
 
     def inference(self, keep_bytes: int | str | None = None) -> AbstractContextManager[None]:
         """Inside `with`, each rank runs the model at its own pace, without gradients: `module.generate()`, any method.
@@ -332,22 +453,436 @@ class Engine(EngineTraining):
         num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
         return inference(self._sharded, num_bytes)
 
-    # -- as an object -----------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        state = "open" if self._is_open else "closed"
-        return f"<Engine: {type(self.module).__name__}, {self.plan.preset} on {self.mesh}, {state}>"
+    def claim(self, folder: str | Path) -> None:
+        """Take the right to write into `folder` now, as the first `save` would. All ranks call.
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StateError(
-            "An engine cannot be copied: it owns its model's memory and its place among the ranks. "
-            "Copy the values with engine.state_dict(), or the model before it is sharded."
+        For a job that writes files of its own beside its checkpoints: raises `CheckpointError` on all ranks if another
+        living job writes there. The right ends with the engine.
+        """
+        self._require_open()
+        self._session.asking(lambda: self._state.saver.claim(Path(folder)), alone=lambda: None)
+
+    def remember(self, **objects: Stateful) -> None:
+        """Save these objects' `state_dict()` in every checkpoint, each rank its own; `resume` restores them.
+
+        `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`.
+        """
+        self._state.remembered.update(objects)
+        for name, thing in objects.items():
+            if name in self._state.coming:
+                thing.load_state_dict(decode(self._state.coming.pop(name), name))
+
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        keep: Keep | None = None,
+        metrics: Mapping[str, float] | None = None,
+        without_gradients: bool = False,
+    ) -> Path:
+        """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
+
+        `state` is the caller's own, and rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
+        number of optimizer steps taken. With `wait=False` it returns once the model's visible values are copied to host
+        memory, and goes on in the background; what only the optimizer holds is copied there, and the next step waits
+        for that. A failure is then raised by the next call that saves, resumes or closes. `keep` says which checkpoints
+        of the folder are kept, and `metrics` determine which is the best.
+
+        Returns the checkpoint's path. Raises `CheckpointError` on all ranks if it could not be written; earlier
+        checkpoints are then still there. Raises `StateError` while gradients wait for a step, unless
+        `without_gradients`: a checkpoint has none, and a run that resumes from it begins this step without them.
+        """
+        self._require_open()
+        return Path(
+            self._session.asking(
+                lambda: str(
+                    self._state.save(
+                        self._sharded,
+                        Path(folder),
+                        step,
+                        state or {},
+                        wait=wait,
+                        keep=keep or Keep(),
+                        metrics=metrics or {},
+                        without_gradients=without_gradients,
+                    )
+                )
+            )
         )
 
-    def __reduce__(self) -> NoReturn:
-        raise StateError("An engine cannot be pickled. Write a checkpoint with engine.save(folder).")
+    def wait_for_save(self) -> None:
+        """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call.
 
-    # -- the end ----------------------------------------------------------------------------------------
+        In an elastic job, what a lost rank has not finished is written again, if no step was taken since.
+        """
+        self._session.asking(lambda: self._state.wait_for_save(self._sharded))
+
+    def resume(self, folder: str | Path) -> Loaded | None:
+        """Continue from the latest checkpoint in `folder`; `None`, and no change, if there is none.
+
+        `folder` may also be one checkpoint. It may have been written with any world size, plan and precision. All ranks
+        call; if it is damaged or another model's, all raise the same `CheckpointError` and nothing is changed.
+
+        A rank that has joined ranks in training has their values already and reads nothing: it gets the number of steps
+        they have taken, and their `state` as saved or resumed last (empty if it never was), or `None` if they have
+        taken no step yet.
+        """
+        self._require_open()
+
+        def read() -> Loaded | None:
+            self._state.saver.wait_for_copy()
+            self._sharded.parts.unfreezing.replan_now()
+            return self._state.resume(self._sharded, Path(folder))
+
+        return self._session.resume(Path(folder), read)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        max_file_bytes: int = 5 * 2**30,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the model as a Hugging Face folder, for `from_pretrained`. All ranks call.
+
+        Works unit by unit: no rank ever has the whole model; rank 0 writes. Parameters have the precision in which the
+        optimizer keeps them, unless `dtype` asks for another. A model of the transformers library gets its
+        configuration too; for any other module the folder has its state dict, as `model.safetensors`, split at
+        `max_file_bytes`. Raises `CheckpointError` on all ranks if `folder` is not empty and `overwrite` is not given.
+        """
+        self._require_open()
+        self._sharded.refuse_stages("save_pretrained()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
+        formats.save_pretrained(
+            self.module,
+            self._sharded.parts.access.kept_params(),
+            self._sharded.parts.access.whole_params(),
+            self.world,
+            Path(folder),
+            dtype=None if dtype is None else formats.DTYPES[dtype],
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+        )
+
+    # -- whole tensors ------------------------------------------------------------------------------------
+
+    def gathered(self, *names: str, write: bool = False) -> AbstractContextManager[None]:
+        """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
+
+        With `write`, all ranks take over rank 0's edits on leaving. All ranks enter and leave. Raises `ModelError` for
+        an unknown name, and for parameters that `tp` or `ep` split.
+        """
+        self._require_open()
+        self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
+        if write:
+            self._before_change()
+        return self._sharded.parts.access.gathered(names, write=write)
+
+    def get(self, name: str, what: str = "param") -> torch.Tensor | None:
+        """A whole tensor by the parameter's name, on every rank. All ranks call.
+
+        `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the optimizer such as
+        `exp_avg`. The result is in the dtype in which it is kept; `None` if there is none. Raises `ModelError` for an
+        unknown name.
+        """
+        self._require_open()
+
+        def read() -> torch.Tensor | None:
+            sharded = self._sharded
+            if sharded.parts.pipeline is not None:
+                return sharded.parts.pipeline.across.read(name, what, sharded.parts.access)
+            return sharded.parts.access.read(name, what)
+
+        if what == "grad" and not self._session.is_arriving:
+            self._sharded.parts.gradients.prepare()
+        return self._session.asking(
+            read, alone=lambda: self._sharded.parts.access.read_here(name, what), is_small=False
+        )
+
+    def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
+        """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape."""
+        self._require_open()
+        if what == "grad":
+            self._sharded.parts.gradients.prepare()
+        self._before_change()
+        if self._sharded.parts.pipeline is None or self._sharded.parts.pipeline.across.takes(name, value, what):
+            self._sharded.parts.access.write(name, value, what)
+        if what == "grad":
+            self._sharded.parts.gradients.changed()  # on all ranks and stages: the norm is one of all
+
+    def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
+        """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
+
+        Works unit by unit, so that no device holds more than one. With `rank_0_only` all other ranks get `{}`.
+        """
+        self._require_open()
+        on_rank = not rank_0_only or self.world.rank == 0
+
+        def read() -> dict[str, torch.Tensor]:
+            sharded = self._sharded
+            if sharded.parts.pipeline is None:
+                return sharded.parts.access.state_dict(on_rank=on_rank)
+            whole = sharded.parts.pipeline.across.merged(sharded.parts.access.state_dict())
+            return whole if on_rank else {}
+
+        def alone() -> dict[str, torch.Tensor]:
+            return self._sharded.parts.access.state_dict(on_rank=on_rank, is_alone=True)
+
+        return self._session.asking(read, alone=alone, is_small=False)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Load a plain model's `state_dict`, the same on every rank. All ranks call.
+
+        With `strict=False`, as in torch, what the state lacks keeps its value, and what only the state has is ignored.
+        Raises `ModelError` if shapes or, with `strict`, names differ.
+        """
+        self._require_open()
+        self._before_change()
+        if self._sharded.parts.pipeline is not None:
+            state = self._sharded.parts.pipeline.across.own_part(state, strict=strict)
+        self._sharded.parts.access.load_state_dict(state, strict=strict)
+
+    def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
+        """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
+        self._require_open()
+        self._sharded.refuse_stages("optimizer_state_dict()", "Checkpoints have the states: engine.save(folder).")
+        return self._session.asking(
+            lambda: self._sharded.parts.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0),
+            alone=lambda: refuse_to_arriving("optimizer_state_dict()"),
+            is_small=False,
+        )
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
+
+        `optimizer.load_state_dict` does the same.
+        """
+        self._require_open()
+        self._sharded.refuse_stages("load_optimizer_state_dict()", "Checkpoints have them: engine.resume(folder).")
+        self._sharded.parts.unfreezing.replan_now()
+        self._sharded.require_optimizer().load_state_dict(state)
+
+    # -- sequences over several ranks ---------------------------------------------------------------------
+
+    def split_sequence(self, batch: Any, *, documents: torch.Tensor | None = None) -> Any:
+        """The tokens of `batch` that this rank computes. All ranks along the mesh's `sp` call, with the same batch.
+
+        `batch` is a dict with `input_ids` or `inputs_embeds`, a tensor, or a list or tuple of tensors; every tensor
+        whose dimension 1 has as many entries as there are tokens is split there. `documents`, int `[batch, tokens]`:
+        tokens attend only to tokens of the same number.
+
+        In a dict `attention_mask`, `[batch, tokens]`, marks what is not padding, and is removed. For models of
+        transformers `position_ids` are added (without a mask, a document begins wherever given ones start over), and
+        `labels` are shifted as a causal language model does: `shift_labels`, with `num_items_in_batch` so that the mean
+        of the ranks' losses is the loss of the whole sample. If the number of tokens does not divide, a dict is padded
+        at the end.
+
+        A model of transformers that is called with a whole batch splits it in this way by itself.
+
+        Without an axis `sp` in the mesh the batch is returned unchanged. Raises `ConfigError` for a batch that is not
+        the same on all ranks that share it, or that cannot be split.
+        """
+        self._require_open()
+        if self._sharded.parts.sequence is None:
+            if documents is not None:
+                raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
+            return batch
+        return self._sharded.parts.sequence.split(batch, documents)
+
+    def join_sequence(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The whole sequences of which this rank has `part`: the inverse of `split_sequence`, for results.
+
+        Dimension `dim` of `part` has this rank's tokens of the batch that was split last, by `split_sequence` or by the
+        model; in the result it has as many as that batch had, without the padding at the end. All ranks along the
+        mesh's `sp` call, and all get the same tensor. Each of them may run backward on a loss computed from it: the
+        gradients count once. Without an axis `sp`, and inside `inference()`, `part` is returned unchanged.
+
+        Raises `ConfigError` for a tensor with another number of tokens, and `StateError` before any batch was split.
+        """
+        self._require_open()
+        return part if self._sharded.parts.sequence is None else self._sharded.parts.sequence.join(part, dim)
+
+    def give_whole_outputs(self, *, tokens: bool = True) -> None:
+        """From now on, a model of transformers that is given a whole batch and splits it along `sp` returns whole
+        outputs.
+
+        A loss is that of the whole batch, on every rank along `sp`, and outputs with one entry per token in dimension 1
+        are joined. Exception: in training, next to a loss of the model's own, logits and hidden states stay in parts
+        because they would take too much memory (see `join_sequence`); with `tokens=False` they stay in parts
+        everywhere. All ranks call. Without an axis `sp` nothing changes.
+        """
+        self._require_open()
+        self._sharded.progress.whole_outputs.ask(tokens=tokens)
+
+    def mean_over_tokens(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+        """From one value per token of this rank, a scalar whose mean over ranks, as `backward` and `mean` take it, is
+        the mean over all tokens that count of this micro-batch, however many are on each rank.
+
+        `values` may be losses with `reduction="none"`; `counted` is a bool tensor of the same shape (default: all
+        count). All ranks call that train the same part of the model: all ranks, or under a pipeline those of its last
+        stage. If no token counts on any rank, the result is nan, as a plain mean of nothing is.
+        """
+        self._require_open()
+        here = torch.tensor(values.numel(), device=values.device)
+        if counted is not None:
+            values, here = values.masked_fill(~counted, 0.0), counted.sum()
+        weight = self._sharded.progress.weighing.current
+        if not weight:  # the rows stand in for none, and so do their tokens
+            here = torch.zeros_like(here)
+        group = self._sharded.data_group
+        share = group.size / self._session.asking(lambda: self._sharded.data_group.sum(here))
+        if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
+            share = share / weight
+        return values.sum() * share.to(values.dtype)
+
+    # -- memory and time ----------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryReport:
+        """Promised and measured bytes of this rank; see `MemoryReport`."""
+        image_bytes, kept_bytes = self._session.bytes_for_survival
+        return replace(memory_of(self._sharded), image_bytes=image_bytes, kept_bytes=kept_bytes)
+
+    @property
+    def copies(self) -> dict[str, float]:
+        """What copies of this rank's state on another host have cost so far, in an elastic job with `survive: buddy`.
+
+        `num_copies`; `sent_bytes` and `received_bytes`, of other ranks; `seconds` that they took, behind forwards and
+        backwards, and `waited_seconds` that updates waited for them. Empty where there are none. Asks nobody.
+        """
+        return self._session.cost_of_copies
+
+    def rehearse(self, batch: object, loss: Loss | None = None, *, expert_load: float = EXPERT_LOAD) -> Footprint:
+        """What a step on `batch` will hold on this rank at its peak, activations included: see `Footprint`.
+
+        Runs a copy of the model on fake tensors, without memory or arithmetic. Nothing is changed and nothing is sent;
+        but under a pipeline all its ranks call, with a micro-batch, and those in flight are counted. If sequences are
+        split, pass this rank's part of a batch, from `split_sequence`. `batch` is a tensor, a tuple of arguments, or a
+        dict of keyword arguments, of which only shapes and dtypes matter. `loss` maps the model's output to the loss,
+        and must be given if a loop computes the loss itself; by default it is the output, or its `loss`.
+
+        How many tokens the experts of this rank will get is not known in advance. If experts have a capacity, the count
+        is as many as all ranks along `ep` may send; otherwise `expert_load` times an even share, at least 1.
+
+        Raises `ModelError` for a model that asks for the values of tensors; `ConfigError` for an `expert_load` below 1,
+        or a plan with zb-h1 and sharded gradients; and `TierError` if activations go to a disk with too little room for
+        those of this host's ranks.
+        """
+        self._require_open()
+        if not expert_load >= 1:
+            raise ConfigError(f"expert_load is {expert_load}; give how many times an even share, at least 1.")
+        return rehearsed(self._sharded, batch, loss, expert_load)
+
+    def fit_activations(
+        self,
+        batch: object,
+        device: int | str | None = None,
+        host: int | str | None = None,
+        *,
+        loss: Loss | None = None,
+        expert_load: float = EXPERT_LOAD,
+    ) -> str:
+        """Choose a treatment of activations with which a step on `batch` fits, and continue with that plan. All ranks
+        call.
+
+        `device` (bytes, or such as "10GiB") is how much each rank may hold there, everything of a step included, and
+        `host` how much the ranks of a host may hold in its memory besides. They default to the plan's `budget`.
+
+        If activations fit, they are kept. Otherwise each choice is rehearsed: recomputed selectively or completely, on
+        the host, and on a disk if the plan names a folder. Of those that fit the cheapest is taken, by the operations
+        that are recomputed and by what `shardwise bench` has measured on this machine; without measurements, the first.
+        Returns a sentence that says what was chosen and why. `batch`, `loss` and `expert_load` are those of `rehearse`.
+
+        Under a pipeline `batch` is a micro-batch, those in flight are counted, and all stages take the same choice; it
+        is for an engine that has not computed yet, and for plans whose rules say nothing of activations.
+
+        Raises `ConfigError`, with figures, if nothing fits; nothing has been changed then.
+        """
+        self._require_open()
+        pipeline = self._sharded.parts.pipeline
+        is_staged = pipeline is not None
+        if pipeline is not None and pipeline.has_computed:
+            raise StateError(
+                "fit_activations() in a pipeline is for an engine that has not computed yet; call it before the first "
+                "step."
+            )
+        allowed = self._sharded.parts.sharding.budget
+        limit = allowed.device if device is None else bytes_of("device of fit_activations()", device)
+        limit_of_host = allowed.host if host is None else bytes_of("host of fit_activations()", host)
+        if limit is None:
+            raise ConfigError("Say how much each device may hold: fit_activations(batch, '10GiB'), or budget.device.")
+        limits = Limits(limit, limit_of_host)
+        fitted = fit_activations(self._sharded, batch, loss, limits, expert_load)
+        if fitted.plan.activations != self._sharded.plan.activations:
+            if is_staged:
+                self._sharded.treat(fitted.plan, fitted.treatments)
+            else:
+                self.reshard(fitted.plan)
+        return fitted.summary
+
+    def timeline(self, path: str | Path) -> AbstractContextManager[None]:
+        """Inside `with`, record what every rank does, unit by unit and action by action, and write it to `path`. All
+        ranks enter and leave.
+
+        The file is a Chrome trace, for ui.perfetto.dev. Times are those of the host. For GPU kernels run
+        `torch.profiler` as well; actions have the same names there.
+        """
+        self._require_open()
+        return write_timeline(self._sharded, Path(path))
+
+    # -- another plan -------------------------------------------------------------------------------------
+
+    def reshard(self, plan: PlanLike) -> None:
+        """Continue with another plan: another table, mesh, units or precision over the same ranks. All ranks call.
+
+        Parameters, optimizer states and counters are kept, and moved between the ranks unit by unit; model, optimizer
+        and schedulers stay the same objects. Call it between steps: raises `StateError` while gradients wait for a
+        step, `ConfigError` for a plan that is impossible here, and `TierError` for a disk without room; nothing has
+        been changed then. If the disk of any rank fails while values move, all raise a `TierError` that names it: the
+        new plan is in effect then, and `resume` on all ranks fills it from the last checkpoint.
+        """
+        self._require_open()
+        self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
+        renewed, lost = reshard(self._sharded, load_plan(plan))
+        self._session.renew(renewed)
+        if self._run_log is not None:
+            self._run_log.follow(self._sharded)
+        if lost is not None:
+            raise lost
+        _ask_for_room_first(self._sharded)
+
+    def _replan(self) -> None:
+        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
+        sharded = self._sharded
+        if self._is_open and sharded.parts.unfreezing.can_plan:
+            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.parts.unfreezing.check(sharded.peers)
+            dropped = sharded.parts.unfreezing.used_gradients()
+            sharded.zero_grad()
+            with trained_as_before(sharded.parts.flats):
+                self.reshard(sharded.parts.sharding.plan_to_fit)
+            self._sharded.parts.unfreezing.note_dropped(dropped)
+
+    # -- before a call ------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise StateError("This engine was closed; call shard() again to train the model.")
+        if self._sharded.is_taken_down:
+            raise StateError(
+                "A change of plan failed half-way, and this engine's values are gone with it. Close it, make another "
+                "with shard(), and resume from the last checkpoint."
+            )
+
+    def _before_change(self) -> None:
+        self._session.before_change()
+        self._state.saver.wait_for_copy()
+
+    # -- the end ------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Close the engine, and leave a plain model: parameters whole on every rank, modules as before `shard`.
@@ -373,14 +908,11 @@ class Engine(EngineTraining):
         try:
             self._state.close(self.world.rank)
             if error is None and not self._sharded.is_taken_down:
-                # in a job that can lose ranks, one that is lost here has the others end: this rank needs nothing more
-                with suppress(*(() if self._session is None else (CommError,))):
-                    self._sharded.runner.gathering.finish_updates()
+                self._session.finish_updates()
         finally:
             if self._run_log is not None:
                 self._run_log.close(error)
-            if self._session is not None:
-                self._session.close(error)
+            self._session.close(error)
             self._sharded.unhook()
             if self._sharded.disk is not None:
                 self._sharded.disk.close()
@@ -392,3 +924,131 @@ class Engine(EngineTraining):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(error)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError(
+            "An engine cannot be copied: it owns its model's memory and its place among the ranks. "
+            "Copy the values with engine.state_dict(), or the model before it is sharded."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("An engine cannot be pickled. Write a checkpoint with engine.save(folder).")
+
+
+class EngineHost:
+    """An engine as those see it that train with it, beside the loop: loaders that follow it (`data_ranks.Follows`), and
+    the recovery that gives it another world (`elastic.recovery.Host`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._readers: list[weakref.ref[Reader]] = []
+
+    # -- for loaders, before each batch -------------------------------------------------------------------
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        return self._engine.data_ranks
+
+    @property
+    def num_steps(self) -> int:
+        return self._engine.num_steps
+
+    @property
+    def num_void(self) -> int:
+        return self._engine.num_void
+
+    def weigh(self, samples: int, of: float) -> None:
+        self._engine.weigh(samples, of)
+
+    def follow(self, reader: Reader) -> None:
+        """Register a loader, which from now on asks this engine which share of each batch it hands out."""
+        self._readers.append(weakref.ref(reader))
+
+    def begin_to_read(self) -> None:
+        """A loader is about to hand out a batch. On a rank that has joined, its loaders first move to the others'
+        positions."""
+        theirs = self._engine._session.loaders_of_others()
+        for known, state in zip(self._readers, theirs, strict=False):
+            reader = known()
+            if reader is not None and state is not None:
+                reader.go_where(decode(state, "loader"))
+
+    # -- for recovery -------------------------------------------------------------------------------------
+
+    def can_leave_out(self) -> bool:
+        """Whether every loader that follows the engine can skip a batch; if only some could, they would get out of
+        step."""
+        readers = [reader for known in self._readers if (reader := known()) is not None]
+        return bool(readers) and all(reader.can_leave_out for reader in readers)
+
+    def leave_out(self, num_steps: int) -> None:
+        """Make loaders skip the batch of the step after `num_steps`."""
+        for known in self._readers:
+            if (reader := known()) is not None:
+                reader.leave_out(num_steps)
+
+    def state_for_newcomers(self, num_steps: int) -> dict[str, Any]:
+        """What a rank needs that joins when `num_steps` steps count: the state of objects given to `remember`, the
+        positions of loaders, and the caller's own state as it was saved or resumed last."""
+        state = self._engine._state
+        objects = {name: encode(thing.state_dict(), name) for name, thing in state.remembered.items()}
+        readers = [known() for known in self._readers]
+        loaders = [None if one is None else encode(one.state_after(num_steps), "loader") for one in readers]
+        return {
+            "objects": objects,
+            "loaders": loaders,
+            "state": None if state.user_state is None else encode(dict(state.user_state), "state"),
+            "begun": None if state.begun is None else state.begun.facts(),
+        }
+
+    def wait_for_copy(self) -> None:
+        """Return once none of this rank's memory is being copied for a checkpoint. One rank may call alone."""
+        self._engine._state.saver.wait_for_copy()
+
+    def take_over(self, world: World, sharded: ShardedModel) -> None:
+        """Continue with `sharded`, the same model on the remaining ranks, in `world`."""
+        engine = self._engine
+        engine.world, engine._owns_world = world, True
+        engine._state.renew(world)
+        if engine._run_log is not None:
+            engine._run_log.go_on(world, sharded)
+
+    def turned_away(self) -> None:
+        """The others go on without this rank."""
+        if self._engine._run_log is not None:
+            self._engine._run_log.leave()
+
+
+def _open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | None:
+    """The run log that `plan` asks for, or `None`; its modules are imported only if it does.
+
+    Raises `ConfigError` for a log that cannot be opened.
+    """
+    asks = plan.run is not None or plan.trackers is not None or plan.profile != Profile()
+    if not (asks or always or os.environ.get(PROFILE_VARIABLE)):
+        return None
+    from shardwise.run_log import RunLog
+
+    return RunLog(plan, world)
+
+
+def _session_for(host: EngineHost, sharded: ShardedModel, arrival: Arrival | None = None) -> Session:
+    """A session that survives lost ranks, in a job that can; its modules are imported only then."""
+    plan, membership = sharded.plan, sharded.world.membership
+    if membership is None and plan.survive not in ("host", "buddy") and plan.bad_batch == "stop":
+        return Session(sharded)
+    from shardwise.elastic.losing import survives
+
+    if not survives(sharded, membership) or membership is None:
+        return Session(sharded)
+    from shardwise.elastic.session import ElasticSession
+
+    return ElasticSession(host, sharded, membership, arrival)
+
+
+def _ask_for_room_first(sharded: ShardedModel) -> None:
+    """Let the first forward that trains ask for disk space, if activations need any."""
+    if sharded.plan.has_activations_on_disk:
+        from shardwise.activation_room import ask_before_first_forward  # only these jobs load it
+
+        ask_before_first_forward(sharded)

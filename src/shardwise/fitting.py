@@ -4,6 +4,8 @@ The cost of recomputing is counted: the additional operations of matrix products
 divided by this rank's measured rate. The cost of moving is the bytes moved divided by the rates in the calibration file
 of this machine; copies overlap with the computation, so it is an upper bound. Without these rates the order of
 `POLICIES` decides, which is the usual order of their costs.
+
+An engine chooses, not the plan's `budget`: the choice needs a batch to rehearse, which `shard` does not have.
 """
 
 from __future__ import annotations
@@ -101,12 +103,12 @@ def fit_activations(
 def _meant(sharded: ShardedModel) -> tuple[dict[PolicyName, Treatments], dict[PolicyName, str]]:
     """What each policy means for this rank's units; and why others are not meant for the model, the same on all
     ranks."""
-    plan, staged = sharded.plan, sharded.sharding.staged
+    plan, staged = sharded.plan, sharded.parts.sharding.staged
     if staged is None:
         choices = choose_units(sharded.model, plan)
     else:
         _require_no_rules(plan)
-        choices = [UnitChoice(unit.name, {}, tuple(unit.sites)) for unit in sharded.sharding.units]
+        choices = [UnitChoice(unit.name, {}, tuple(unit.sites)) for unit in sharded.parts.sharding.units]
     meant: dict[PolicyName, Treatments] = {}
     left_out: dict[PolicyName, str] = {}
     for policy in POLICIES:
@@ -165,7 +167,7 @@ def _rehearsed(
 @contextmanager
 def _failing_alike(sharded: ShardedModel) -> Iterator[None]:
     """Raise `ModelError` on all ranks if the stage of one cannot be rehearsed: the others would wait for it."""
-    if sharded.pipeline is None:
+    if sharded.parts.pipeline is None:
         yield
         return
     error: ModelError | None = None
@@ -200,7 +202,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 def _operations_per_second(sharded: ShardedModel) -> float:
     """The rate of the rank's device, in the dtype in which the model computes."""
-    device, dtype = sharded.sharding.device, torch_dtype(sharded.table.compute)
+    device, dtype = sharded.parts.sharding.device, torch_dtype(sharded.table.compute)
     matrix = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(4):

@@ -28,7 +28,8 @@ class Gradients:
     """Prepares gradients, and lets them be read, changed, clipped and zeroed. All ranks call every method.
 
     `exchanges` are among all ranks, among those that list the same parameters, and among those with the same parts.
-    `scaler` is called each time, because a checkpoint may bring another scale.
+    `scaler` is called each time, because a checkpoint may bring another scale. With `only_finite` no step is taken with
+    gradients whose norm is not finite.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Gradients:
         verdict: Verdict,
         exchanges: tuple[Exchange, Exchange, Exchange],
         scaler: Callable[[], LossScaler | None],
+        *,
+        only_finite: bool,
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
         self._agreement = agreement
@@ -48,6 +51,7 @@ class Gradients:
         self._checks_copies = any(slot.is_copied for flat in self._flats for slot in flat.slots)
         """Whether the first gradients have still to be compared between ranks that have copies of a parameter."""
         self._scaler = scaler
+        self._only_finite = only_finite
         self._zeroed_at = runner.passes.num_backwards
         """How many backwards had ended when gradients were last zeroed."""
         self._prepared_at: tuple[int, int] | None = None
@@ -71,7 +75,7 @@ class Gradients:
         self.is_of_stage = False
         """Whether they are those of some pipeline stages, and others are elsewhere."""
         self.is_taken = True
-        """Whether the step may be taken: no gradient has overflowed."""
+        """Whether the step may be taken: gradients are finite, or need not be."""
         self.epoch = 0
         """Incremented whenever gradients are dropped, so that the owner of one can tell that it is gone."""
 
@@ -141,7 +145,7 @@ class Gradients:
             runner.step.before()
             norm = self._verdict.decide()
         self._forget_figures()
-        self.is_taken = True
+        self.is_taken = not (self._only_finite and self.exist()) or math.isfinite(float(norm))
         if scaler is not None and self.exist():
             norm = self._unscaled(scaler.scale, float(norm))
         if self._checks_copies and self.exist() and math.isfinite(float(norm)):
@@ -158,7 +162,6 @@ class Gradients:
                 "engine.backward(loss), or engine.scale(loss).backward(), in the place of loss.backward(), for every "
                 "micro-batch; zero_grad() forgets what has come so far."
             )
-        self.is_taken = math.isfinite(norm)
         if not self.is_taken:
             return norm
         scale_gradients(self._flats, 1 / scale)

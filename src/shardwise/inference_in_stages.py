@@ -41,7 +41,7 @@ def inference_in_stages(sharded: ShardedModel, pipeline: Pipeline, keep_bytes: i
     if agreed.gathers:
         pipelines = sorted({mesh.group(rank, AXIS) for rank in range(world.size)})
         meetings = Meetings(pipeline.line, staged.wholes, pipelines, partial(world.exchange, subject="calls"))
-    device = sharded.sharding.device
+    device = sharded.parts.sharding.device
     with sharded.inference(keep_bytes, world.line("stages", same_stages)) as inference, numbers:
         calls = Calls(pipeline, world.collectives(device), device, inference, meetings)
         with whole, staged.receiving_whole_sequences(), calls.answered():
@@ -58,7 +58,7 @@ def _ranks_by_place(sharded: ShardedModel) -> dict[int, list[int]]:
 
 def _agree(sharded: ShardedModel, keep_bytes: int | None) -> _Agreed:
     """Raise `StateError` on all ranks unless those with the same stages keep the same of them."""
-    gathers = not keeps_all(sharded.runner.units, keep_bytes)
+    gathers = not keeps_all(sharded.parts.runner.units, keep_bytes)
     mine = json.dumps([gathers, keep_bytes, draws(sharded.model)]).encode()
     told = [json.loads(one) for one in sharded.world.exchange(mine, "inference")]
     agreed = _Agreed(draws=any(one[2] for one in told), gathers=any(one[0] for one in told))

@@ -1,11 +1,11 @@
-"""The parts of a sharded model, and their assembly: hooks to programs, programs to collectives, optimizers to their
-pieces."""
+"""What trains a model under one plan, and how it is put together: hooks to programs, programs to collectives,
+optimizers to their pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,8 +21,10 @@ from shardwise.activations import (
     PagedMemory,
     Store,
     TreatedSites,
+    Treatments,
 )
 from shardwise.comm import Collectives, DataGroup, World
+from shardwise.config import Plan
 from shardwise.gradients import Gradients
 from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
@@ -55,12 +57,21 @@ class Parts:
     unfreezing: Unfreezing
     ledger: Ledger
     timeline: Timeline
+    pipeline: Pipeline | None
+    """If the model is split into stages."""
+    sequence: SequenceParallel | None
+    """Of the model's attention, if the mesh has that axis."""
+    treatment: ExitStack
+    """Undoes the treatment of activations, and is undone with `hooks`."""
+    hooks: ExitStack
+    """Leaves the model and the optimizers alone again, when closed."""
 
 
 class Training(Protocol):
     """What outlives one plan, as far as parts need it."""
 
     unread: set[str]
+    whole_outputs: WholeOutputs
 
     @property
     def replan(self) -> Callable[[], object]: ...
@@ -93,13 +104,35 @@ class Steps(Protocol):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
 
 
-class Assembly:
-    """Puts the parts of one sharded model together. All ranks call its methods, in this order: `parts`, `pipeline`,
-    `sequence`.
+def assemble(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    sharding: Sharding,
+    world: World,
+    data_group: DataGroup,
+    peers: DataGroup,
+    steps: Steps,
+) -> Parts:
+    """Put together what trains `model`, which is laid out as `sharding`. All ranks call.
 
-    `hooks` collects what undoes it. `data_group` are the ranks that hold the same part of the model, `peers` those that
-    list the same parameters.
+    `data_group` are the ranks that hold the same part of the model, `peers` those that list the same parameters;
+    `steps` takes the steps. If this raises, model and optimizers are left alone.
     """
+    with ExitStack() as hooks:
+        return _Assembly(model, sharding, world, data_group, peers, hooks, steps).parts(optimizers)
+
+
+def treated(parts: Parts, model: nn.Module, world: World, plan: Plan, treatments: Treatments) -> Parts:
+    """`parts` with other treatments of activations, which is all in which `plan` differs. Before the first pass; all
+    ranks call."""
+    sharding = parts.sharding.treated(plan, treatments, world)
+    parts.treatment.close()
+    parts.treatment.callback(_treat_activations(model, sharding, world, parts.sequence))
+    return replace(parts, sharding=sharding)
+
+
+class _Assembly:
+    """Puts the parts of one sharded model together; see `assemble`. `hooks` collects what undoes it."""
 
     def __init__(
         self,
@@ -124,7 +157,6 @@ class Assembly:
         self._optimizer: AdoptedOptimizer | None = None
 
     def parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> Parts:
-        """Everything except what only some meshes and plans need."""
         sharding, flats = self._sharding, self._flats
         collectives = self._world.collectives(sharding.device)
         collectives.prepare(self._mesh)
@@ -155,6 +187,11 @@ class Assembly:
             lambda: progress.replan(),  # noqa: PLW0108  # the engine sets it later
         )
         self._hooks.callback(unfreezing.close)
+        pipeline = self._pipeline(runner, gradients)
+        sequence = self._sequence(progress.whole_outputs)
+        treatment = ExitStack()
+        self._hooks.callback(treatment.close)
+        treatment.callback(_treat_activations(self._model, sharding, self._world, sequence))
         return Parts(
             sharding,
             flats,
@@ -168,6 +205,10 @@ class Assembly:
             unfreezing,
             collectives.ledger,
             executor.timeline,
+            pipeline,
+            sequence,
+            treatment,
+            self._hooks.pop_all(),
         )
 
     def _verdict(self, collectives: Collectives, buffers: BufferSync) -> Verdict:
@@ -181,7 +222,7 @@ class Assembly:
             self._groups,
             buffers if self._plan.sync_buffers and self._data_group.size > 1 else NoNews(),
             Agreeing(frozenset(self._peers.group.ranks), frozenset(stages), exchange),
-            must_know_norm=self._plan.precision == "fp16",
+            must_know_norm=self._plan.takes_only_finite,
             complete=self._shared_gradients(),
         )
 
@@ -232,24 +273,30 @@ class Assembly:
             for exchange in (self._world.exchange, self._peers.exchange, self._data_group.exchange)
         )
         exchanges = (among_all, among_peers, among_data)
-        return Gradients(self._flats, executor.agreement, runner, verdict, exchanges, self._steps.scaler)
+        return Gradients(
+            self._flats,
+            executor.agreement,
+            runner,
+            verdict,
+            exchanges,
+            self._steps.scaler,
+            only_finite=self._plan.takes_only_finite,
+        )
 
-    def pipeline(self, parts: Parts) -> Pipeline | None:
-        """The pipeline, if the model is split into stages."""
+    def _pipeline(self, runner: Runner, gradients: Gradients) -> Pipeline | None:
         sharding = self._sharding
         if sharding.staged is None:
             return None
         pipeline = Pipeline(sharding.staged, self._world, self._mesh, sharding.device)
         pipeline.attach()
         units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
-        parts.runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)
-        parts.gradients.is_of_stage = True
+        runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)
+        gradients.is_of_stage = True
         self._world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
         self._hooks.callback(pipeline.release)
         return pipeline
 
-    def sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
-        """The sequence parallelism of the model's attention, if the mesh has that axis."""
+    def _sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
@@ -261,7 +308,7 @@ class Assembly:
         return sequence
 
 
-def treat_activations(
+def _treat_activations(
     model: nn.Module, sharding: Sharding, world: World, sequence: SequenceParallel | None
 ) -> Callable[[], None]:
     """Let units recompute their activations, or keep them elsewhere, as the plan says. Returns what undoes it."""

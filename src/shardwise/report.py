@@ -87,13 +87,13 @@ def _below(tier: str, promised: dict[str, int], measured: dict[str, int]) -> Ite
 
 def memory_of(sharded: ShardedModel) -> MemoryReport:
     """Promise and measurement for this rank."""
-    specs = tuple(unit.spec for unit in sharded.sharding.units)
+    specs = tuple(unit.spec for unit in sharded.parts.sharding.units)
     ddp = table_for(Plan(preset="ddp", precision=sharded.plan.precision), sharded.mesh)
     replicas = tuple(_with_table(spec, ddp.on(sharded.mesh)) for spec in specs)
     promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
     on_host = dict(promised.host.by_kind) if promised.host is not None else {}
     on_disk = dict(promised.disk.by_kind) if promised.disk is not None else {}
-    treatments, rehearsed = sharded.sharding.treatments, sharded.rehearsed
+    treatments, rehearsed = sharded.parts.sharding.treatments, sharded.rehearsed
     if treatments.have("offload") and rehearsed:
         on_host[SAVED] = sum(one.host_bytes for one in rehearsed)
     if treatments.have("disk") and rehearsed:
@@ -105,7 +105,7 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
 
 def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
     """`report`, which is slow to compute, with new measurements."""
-    meter, treatments = sharded.sharding.meter, sharded.sharding.treatments
+    meter, treatments = sharded.parts.sharding.meter, sharded.parts.sharding.treatments
     on_host = _measured_on_host(sharded) if report.promised_on_host.keys() - {SAVED, STAGING} else {}
     on_disk = {kind: meter.on("disk").now[kind] for kind in report.promised_on_disk if kind != SAVED}
     if treatments.have("offload"):
@@ -120,7 +120,7 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_lo
     """What a step on `batch` will hold on this rank, including activations."""
     from shardwise.activation_room import check_room  # only jobs that ask for it load it
 
-    promise, activations, _ = promise_of(sharded, batch, loss, expert_load, sharded.sharding.treatments)
+    promise, activations, _ = promise_of(sharded, batch, loss, expert_load, sharded.parts.sharding.treatments)
     check_room(sharded, activations)
     sharded.rehearsed = (activations,)
     return promise
@@ -139,12 +139,12 @@ def promise_of(
     from shardwise.activation_room import count_activations  # likewise
 
     activations, moved = count_activations(sharded, batch, loss, expert_load, treatments, within)
-    specs = tuple(unit.spec for unit in sharded.sharding.units)
+    specs = tuple(unit.spec for unit in sharded.parts.sharding.units)
     return _footprint(sharded, specs, activations), activations, moved
 
 
 def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
-    programs = sharded.runner.programs
+    programs = sharded.parts.runner.programs
     is_known = specs == programs.specs or programs.program.is_over_schedule
     trace = programs.trace if is_known else straight_trace(specs)
     prefetch_bytes = None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes
@@ -162,8 +162,8 @@ def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
 
 
 def _measured(sharded: ShardedModel) -> dict[str, int]:
-    meter = sharded.sharding.meter
-    states = sharded.optimizer.state_bytes() if sharded.optimizer is not None else 0
+    meter = sharded.parts.sharding.meter
+    states = sharded.parts.optimizer.state_bytes() if sharded.parts.optimizer is not None else 0
     resting = meter.now["param"] + meter.now["optim"]
     return {
         "param": meter.now["param"],
@@ -174,23 +174,23 @@ def _measured(sharded: ShardedModel) -> dict[str, int]:
 
 
 def _measured_on_host(sharded: ShardedModel) -> dict[str, int]:
-    held = sharded.sharding.meter.on("host").now
-    states = sharded.optimizer.state_bytes("host") if sharded.optimizer is not None else 0
+    held = sharded.parts.sharding.meter.on("host").now
+    states = sharded.parts.optimizer.state_bytes("host") if sharded.parts.optimizer is not None else 0
     return {"param": held["param"], "optim": held["optim"] + states, "buffers": held["buffers"]}
 
 
 def describe(sharded: ShardedModel) -> str:
     """The table, the units, and the bytes of this rank."""
-    plan, world, table, units = sharded.plan, sharded.world, sharded.table, sharded.sharding.units
+    plan, world, table, units = sharded.plan, sharded.world, sharded.table, sharded.parts.sharding.units
     memory = memory_of(sharded)
     lines = (
         f"{plan.preset} on {sharded.mesh}, rank {world.rank} of {world.size}",
         *_transport_lines(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.grad_wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
-        *sharded.sharding.fitted.splitlines(),
+        *sharded.parts.sharding.fitted.splitlines(),
         f"{len(units)} units",
-        *(f"  {unit.name:24} {_unit_text(unit.spec, sharded.sharding.treatments)}" for unit in units),
+        *(f"  {unit.name:24} {_unit_text(unit.spec, sharded.parts.sharding.treatments)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
@@ -203,15 +203,15 @@ def describe(sharded: ShardedModel) -> str:
 
 def _expert_lines(sharded: ShardedModel) -> list[str]:
     """Which rank along `ep` has which experts."""
-    experts = sharded.sharding.experts
+    experts = sharded.parts.sharding.experts
     return [] if experts is None else ["experts", *(f"  {line}" for line in str(experts).splitlines())]
 
 
 def _stage_lines(sharded: ShardedModel) -> list[str]:
     """Which rank has which stage of a pipeline, and the grid of its schedule."""
-    if sharded.pipeline is None:
+    if sharded.parts.pipeline is None:
         return []
-    layout = sharded.pipeline.layout
+    layout = sharded.parts.pipeline.layout
     bubble = timed(layout.schedule).bubble
     lines = ["stages", *str(layout).splitlines(), f"schedule {layout.schedule.name}, {bubble:.0%} of it waiting"]
     return [*lines[:1], *(f"  {line}" for line in lines[1:-1]), lines[-1], *picture(layout.schedule).splitlines()]
@@ -222,7 +222,7 @@ def _transport_lines(sharded: ShardedModel) -> list[str]:
     world, mesh = sharded.world, sharded.mesh
     if world.size == 1:
         return []
-    collectives = world.collectives(sharded.sharding.device)
+    collectives = world.collectives(sharded.parts.sharding.device)
     lines = {axis: world.group(mesh, axis) for axis in mesh.axes if mesh.size(axis) > 1}
     ways = [f"along {axis} by {collectives.transport(line)}" for axis, line in lines.items()]
     return [f"bytes travel {', '.join(ways)}"]
@@ -242,11 +242,11 @@ def _unit_text(unit: UnitSpec, treatments: Treatments) -> str:
 @contextmanager
 def write_timeline(sharded: ShardedModel, path: Path) -> Iterator[None]:
     """Write the timeline of every rank inside the context to `path`, as rank 0. All ranks must call."""
-    sharded.timeline.start()
+    sharded.parts.timeline.start()
     try:
         yield
     finally:
-        events = sharded.timeline.stop()
+        events = sharded.parts.timeline.stop()
     told = sharded.world.exchange(json.dumps(events).encode(), "timeline")
     if sharded.world.rank == 0:
         write_trace(path, [json.loads(message) for message in told])

@@ -32,14 +32,13 @@ from shardwise.report import MemoryReport, measured_anew, memory_of
 from shardwise.run_timeline import StepTimeline
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import Lap
+from shardwise.training import Session
 from shardwise.weighing import mean_of
 
 RECORD = "record.jsonl"
 RANKS_EVERY_SECONDS = 1.0
 """Lines about ranks are long for many ranks, so they are written at most this often."""
 _TIERS = ("device", "host", "disk")
-Exchange = Callable[[Callable[[], list[str]]], list[str]]
-"""Runs the exchange between ranks; repeats or abandons it if a rank is lost meanwhile."""
 
 _log = logging.getLogger("shardwise")
 
@@ -103,7 +102,7 @@ class RunLog:
             self._open(self._folder)
         self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
         self._last_step = sharded.progress.num_steps
-        self.profile.follow(sharded.timeline, sharded.progress.num_steps)
+        self.profile.follow(sharded.parts.timeline, sharded.progress.num_steps)
         sharded.progress.on_step[:] = [self._note_step]
         self._world.journal.clock.lap()
 
@@ -129,23 +128,13 @@ class RunLog:
         if step != self._noted + 1:  # the first one here, or the first after a resume
             self._began_after = step - 1
         self._noted = step
-        if sharded.optimizer is not None:
-            lr = sharded.optimizer.members[0].param_groups[0].get("lr")
+        if sharded.parts.optimizer is not None:
+            lr = sharded.parts.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
         self._timeline.note_step(sharded)
         self.profile.note_step(step)
 
     # -- logging ------------------------------------------------------------------------------------------
-
-    def note(self, values: Mapping[str, Any], kind: str, is_void: Callable[[], bool]) -> dict[str, float]:
-        """Write a line with rank 0's values, without communication."""
-        sharded = self._sharded
-        assert sharded is not None
-        numbers, step = numbers_of(values), sharded.progress.num_steps
-        if self._world.rank == 0 and not is_void():
-            self._begin(sharded, step)
-            self._write(LogEntry(kind, step, numbers, {}, 0))
-        return numbers
 
     def log(
         self,
@@ -153,25 +142,33 @@ class RunLog:
         kind: str,
         tokens: int,
         samples: int,
-        ask: Exchange,
-        is_void: Callable[[], bool],
+        session: Session,
         *,
         mean: bool = True,
     ) -> dict[str, float]:
-        """See `Engine.log`. `is_void` is called after the ranks have exchanged what they log."""
+        """See `Engine.log`."""
         sharded = self._sharded
         assert sharded is not None
         numbers = numbers_of(values)
+        if session.is_arriving:
+            return numbers
+        if not mean and kind != "step":
+            if self._world.rank == 0 and not session.was_void():
+                self._begin(sharded, sharded.progress.num_steps)
+                self._write(LogEntry(kind, sharded.progress.num_steps, numbers, {}, 0))
+            return numbers
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
         num_steps = max(1, sharded.progress.num_steps - self._last_step)
         own_values = numbers if mean or self._world.rank == 0 else {}
         mine = self._message(sharded, own_values, tokens, samples, lap).message()
-        messages = [RankMessage.of(message) for message in ask(lambda: self._exchange(mine, is_step=is_step))]
+        messages = [
+            RankMessage.of(message) for message in session.asking(lambda: self._exchange(mine, is_step=is_step))
+        ]
         written = _means(messages, numbers) if mean else messages[0].values
         sharded = self._sharded or sharded  # which may be of another generation by now
         step = sharded.progress.num_steps
-        if is_void():
+        if session.was_void():
             self._last_step = step if is_step else self._last_step
             return written if mean else numbers
         combined = _combined(sharded, self._world.rank, messages, num_steps, self._lr) if is_step else ({}, 0)
@@ -187,10 +184,6 @@ class RunLog:
             self._look_for_slow(sharded, messages, step)
             self._last_step = step
         return written if mean else numbers
-
-    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """`values` as `log` would take them, on this rank alone."""
-        return numbers_of(values)
 
     def _exchange(self, mine: bytes, *, is_step: bool) -> list[str]:
         """The messages of all ranks, by rank."""
@@ -280,7 +273,7 @@ class RunLog:
     def _open_record(self, path: Path, sharded: ShardedModel, step: int) -> None:
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
-        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.sharding.device)}
+        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.parts.sharding.device)}
         size = self._world.size
         is_of_this_job = self._register_record(path) or self._last_entry is not None
         if step <= 0 and not is_of_this_job:

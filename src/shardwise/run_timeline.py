@@ -32,7 +32,7 @@ class StepTimeline:
     def note_step(self, sharded: ShardedModel) -> None:
         """Called after every step."""
         if self._is_on:
-            self._is_on, self._events = False, sharded.timeline.stop()
+            self._is_on, self._events = False, sharded.parts.timeline.stop()
 
     def give_up(self) -> None:
         self._is_on, self._events, self._is_done = False, None, True
@@ -41,7 +41,7 @@ class StepTimeline:
         """Begin to record, or gather and write. Called between two steps, by all ranks."""
         if self._is_done:
             return
-        timeline, step = sharded.timeline, sharded.progress.num_steps
+        timeline, step = sharded.parts.timeline, sharded.progress.num_steps
         if self._events is None and not self._is_on and step >= TIMELINE_STEP - 1 and not timeline.is_on:
             timeline.start()
             self._is_on = True
@@ -52,7 +52,7 @@ class StepTimeline:
             if world.rank == 0 and self._folder is not None:
                 with warns_if_unwritable(self._folder / TIMELINE):
                     write_trace(self._folder / TIMELINE, [json.loads(one) for one in told[:TIMELINE_RANKS]])
-                program = sharded.runner.programs.program
+                program = sharded.parts.runner.programs.program
                 text = f"{describe(sharded)}\n\n{render(program.micro_batch)}{render(program.step)}"
                 with warns_if_unwritable(self._folder / PROGRAM):
                     (self._folder / PROGRAM).write_text(text, encoding="utf-8")

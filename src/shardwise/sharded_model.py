@@ -9,29 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from shardwise.access import Access
 from shardwise.activations import Treatments
 from shardwise.comm import DataGroup, Group, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
-from shardwise.gradients import Gradients
 from shardwise.micro_batches import MicroSteps
 from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
-from shardwise.parts import Assembly, Parts, treat_activations
+from shardwise.parts import Parts, assemble, treated
 from shardwise.precision import LossScaler, Norm, cast_floating
 from shardwise.program import Activations
-from shardwise.runtime import NO_COPY, Inference, Runner
+from shardwise.runtime import NO_COPY, Inference
 from shardwise.sequence import WholeOutputs
 from shardwise.sharding import Sharding
-from shardwise.storage import Flat, torch_dtype
-from shardwise.telemetry import Ledger, Timeline
-from shardwise.unfreezing import Unfreezing
+from shardwise.storage import torch_dtype
 from shardwise.weighing import Weighing
 
 _log = logging.getLogger("shardwise")
@@ -102,20 +98,8 @@ class ShardedModel:
         """Whether `backward` has been called for the current step."""
         self._has_noted_use = self._has_noted_drops = False
         self._num_backwards_before = 0
-        self.hooks = ExitStack()
-        assembly = Assembly(model, sharding, world, self.data_group, self.peers, self.hooks, self)
-        try:
-            parts = assembly.parts(optimizers)
-            self._parts: Parts | None = parts
-            self.pipeline = assembly.pipeline(parts)
-            self.sequence = assembly.sequence(progress.whole_outputs)
-            self._treatment = ExitStack()
-            self.hooks.callback(self._treatment.close)
-            self._treatment.callback(treat_activations(model, sharding, world, self.sequence))
-        except BaseException:
-            self.hooks.close()
-            raise
-        self._weighs_losses = self.pipeline is not None or sharding.experts is not None
+        self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
+        self._weighs_losses = self.parts.pipeline is not None or sharding.experts is not None
         """Whether weights are applied to losses: see [Note: weights] in `weighing.py`."""
         self._weight = 1.0
         self._set_weight(1.0)
@@ -139,60 +123,25 @@ class ShardedModel:
             raise StateError("This engine's memory has moved to another plan, so there is nothing left to read here.")
         return self._parts
 
-    @property
-    def sharding(self) -> Sharding:
-        return self.parts.sharding
-
-    @property
-    def flats(self) -> list[Flat]:
-        return self.parts.flats
-
-    @property
-    def optimizer(self) -> AdoptedOptimizer | None:
-        return self.parts.optimizer
-
     def find_states(self) -> None:
         """After a failed step: let tensors refer to the disk's rows again."""
-        for flat in self.flats:
+        for flat in self.parts.flats:
             if flat.rows is not None:
                 flat.find_rows()
-        if self.optimizer is not None:
-            self.optimizer.rows.find_all()
-
-    @property
-    def runner(self) -> Runner:
-        return self.parts.runner
-
-    @property
-    def gradients(self) -> Gradients:
-        return self.parts.gradients
-
-    @property
-    def access(self) -> Access:
-        return self.parts.access
-
-    @property
-    def unfreezing(self) -> Unfreezing:
-        return self.parts.unfreezing
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.parts.ledger
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.parts.timeline
+        if self.parts.optimizer is not None:
+            self.parts.optimizer.rows.find_all()
 
     def require_optimizer(self) -> AdoptedOptimizer:
-        if self.optimizer is None:
+        if self.parts.optimizer is None:
             raise StateError(
                 "This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps."
             )
-        return self.optimizer
+        return self.parts.optimizer
 
     def unhook(self) -> None:
         """Leave the model and the optimizer alone from now on. May be called twice, and after `take_down`."""
-        self.hooks.close()
+        if self._parts is not None:
+            self._parts.hooks.close()
 
     def take_down(self) -> None:
         """Unhook, give the optimizer its parameters back, and release the flat buffers.
@@ -209,17 +158,14 @@ class ShardedModel:
 
     def refuse_stages(self, what: str, cure: str) -> None:
         """Raise `StateError` if the model is split into pipeline stages, for which `what` is not available."""
-        if self.pipeline is not None:
+        if self.parts.pipeline is not None:
             raise StateError(f"A model that is split into pipeline stages has no {what} in this version. {cure}")
 
     def treat(self, plan: Plan, treatments: Treatments) -> None:
         """Go on with other treatments of activations, which is all in which `plan` differs. Before the first pass; all
         ranks call."""
-        sharding = self.sharding.treated(plan, treatments, self.world)
-        self._treatment.close()
-        self.plan, self.disk = plan, sharding.disk
-        self._parts = replace(self.parts, sharding=sharding)
-        self._treatment.callback(treat_activations(self.model, sharding, self.world, self.sequence))
+        self._parts = parts = treated(self.parts, self.model, self.world, plan, treatments)
+        self.plan, self.disk = plan, parts.sharding.disk
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """`weight` overrides the weight of this micro-batch set by `weigh`."""
@@ -235,7 +181,9 @@ class ShardedModel:
     def weigh(self) -> None:
         """Apply the current weight to what comes next."""
         if self._weighs_losses:
-            self.runner.passes.must_be_weighed = self.pipeline is None and self.progress.weighing.current != 1.0
+            self.parts.runner.passes.must_be_weighed = (
+                self.parts.pipeline is None and self.progress.weighing.current != 1.0
+            )
         else:
             self._set_weight(self.progress.weighing.current)
 
@@ -243,7 +191,7 @@ class ShardedModel:
         share = weight / self.plan.accumulate if self.progress.micro_steps.divides_arriving else weight
         if share != self._weight:
             self._weight = share
-            for flat in self.flats:
+            for flat in self.parts.flats:
                 flat.grads.weigh(share)
 
     def divide_arriving(self) -> None:
@@ -255,7 +203,7 @@ class ShardedModel:
         if weight == 1.0:
             return loss
         weighed = loss * weight
-        weighed.register_hook(lambda _: self.runner.passes.note_weighed())  # type: ignore[no-untyped-call]  # torch's own
+        weighed.register_hook(lambda _: self.parts.runner.passes.note_weighed())  # type: ignore[no-untyped-call]  # torch's own
         return weighed
 
     @property
@@ -272,7 +220,7 @@ class ShardedModel:
         if scaler is None:
             return loss
         scaled = loss * scaler.scale
-        scaled.register_hook(lambda _: self.runner.passes.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
+        scaled.register_hook(lambda _: self.parts.runner.passes.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
         return scaled
 
     def step(self, is_last: bool | None = None) -> Norm | None:
@@ -295,17 +243,17 @@ class ShardedModel:
         self.progress.micro_steps.drop(self.plan.accumulate)
         self._note_drops()
         self._has_begun = False
-        self.unfreezing.note_zeroed()
-        self.gradients.zero(keep=keep)
-        if self.optimizer is not None:
-            self.optimizer.updates.withdraw_gradients()
+        self.parts.unfreezing.note_zeroed()
+        self.parts.gradients.zero(keep=keep)
+        if self.parts.optimizer is not None:
+            self.parts.optimizer.updates.withdraw_gradients()
 
     def _note_use(self, *, by_count: bool) -> None:
         """Say once what a loop may have meant otherwise; nothing here can tell."""
         num, done = self.plan.accumulate, self.progress.micro_steps
         if num == 1 or self._has_noted_use or done.are_all_run or self.world.rank:
             return
-        num_backwards = self.runner.passes.num_backwards - self._num_backwards_before
+        num_backwards = self.parts.runner.passes.num_backwards - self._num_backwards_before
         self._num_backwards_before += num_backwards
         if num_backwards and not self._has_begun and done.divides_arriving:
             _log.warning(
@@ -349,30 +297,30 @@ class ShardedModel:
         if pieces is None:
             self.zero_grad(keep=not set_to_none)
         else:
-            self.unfreezing.note_zeroed(pieces)
-            self.gradients.zero(pieces, keep=not set_to_none)
+            self.parts.unfreezing.note_zeroed(pieces)
+            self.parts.gradients.zero(pieces, keep=not set_to_none)
 
     def whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
         """`state_dict()` of one optimizer, as the plain one would return it."""
         self.refuse_stages("optimizer.state_dict()", "Checkpoints have the states: engine.save(folder).")
-        return self.access.optimizer_state_dict(member)
+        return self.parts.access.optimizer_state_dict(member)
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
         """Inside, master weights may be changed outside a step. All ranks call."""
-        self.runner.step.open_params()
-        for flat in self.flats:
+        self.parts.runner.step.open_params()
+        for flat in self.parts.flats:
             flat.land()
         yield
-        self.runner.step.restore_params()
+        self.parts.runner.step.restore_params()
 
     @contextmanager
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
         """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
         with ExitStack() as stack:
-            if self.sequence is not None:
-                stack.enter_context(self.sequence.suspended())
-            yield stack.enter_context(self.runner.inference(self.world, keep_bytes, members))
+            if self.parts.sequence is not None:
+                stack.enter_context(self.parts.sequence.suspended())
+            yield stack.enter_context(self.parts.runner.inference(self.world, keep_bytes, members))
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 
@@ -381,30 +329,30 @@ class ShardedModel:
         if self.disk is not None:
             self.disk.require_whole()
         self.world.journal.mark(hyper_digest(member))  # the next collective compares it
-        self.progress.gradient_norm = self.gradients.norm_before_clipping()
+        self.progress.gradient_norm = self.parts.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
-        self.unfreezing.require_memory(member)
-        if not self.gradients.judge():
+        self.parts.unfreezing.require_memory(member)
+        if not self.parts.gradients.judge():
             optimizer.updates.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
-        self.runner.gathering.free_before_update(self.runner.passes.current.kept)
-        self.runner.step.open_params()
+        self.parts.runner.gathering.free_before_update(self.parts.runner.passes.current.kept)
+        self.parts.runner.step.open_params()
         if self.plan.clip_grad_norm is not None:
-            self.gradients.clip_by_plan(self.plan.clip_grad_norm)
+            self.parts.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_update()
         self.world.journal.check()  # see [Note: garbage after a fault]
         optimizer.updates.begin(member)
-        self.runner.step.update_units()
+        self.parts.runner.step.update_units()
         optimizer.updates.offer_gradients(member)
 
     def during_step(self) -> None:
         """An optimizer asks for whole parameters. If no gradient was offered, no rank takes part."""
-        if self.gradients.is_taken:
-            self.runner.step.during()
+        if self.parts.gradients.is_taken:
+            self.parts.runner.step.during()
 
     def after_step(self, member: torch.optim.Optimizer) -> None:
         self.require_optimizer().updates.withdraw_gradients()
-        if not self.gradients.is_taken:
+        if not self.parts.gradients.is_taken:
             self.zero_grad()
             return
         parts = self.parts

@@ -101,7 +101,7 @@ class State:
                 raise ConfigError(f"step is {number!r}, which is not a number of steps; give a whole one, at least 0.")
             if sharded.disk is not None:
                 sharded.disk.require_whole()
-            if not without_gradients and sharded.gradients.wait():
+            if not without_gradients and sharded.parts.gradients.wait():
                 raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
             kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
             self.user_state = kept["user"]
@@ -174,12 +174,12 @@ class State:
             sharded.find_states()
 
         def before_change() -> None:
-            sharded.runner.step.open_params()
+            sharded.parts.runner.step.open_params()
             if sharded.disk is not None:
                 sharded.disk.begin_replacing()
 
         loaded = checkpoint.load_checkpoint(
-            path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=before_change
+            path, content(sharded), sharded.parts.optimizer, sharded.world, self.remembered, before_change=before_change
         )
         if sharded.disk is not None:
             sharded.disk.finish_writes()
@@ -188,7 +188,7 @@ class State:
         if progress.scaler is not None and "loss_scale" in loaded.state:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
-        sharded.runner.step.restore_params()
+        sharded.parts.runner.step.restore_params()
         synchronize_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
@@ -201,8 +201,10 @@ class State:
 def content(sharded: ShardedModel) -> Content:
     """What a checkpoint holds of this rank, as live tensors."""
     own_buffers = not sharded.plan.sync_buffers
-    mine = content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.index, own_buffers=own_buffers)
-    staged = sharded.sharding.staged
+    mine = content_of(
+        sharded.model, sharded.parts.flats, sharded.parts.optimizer, sharded.peers.index, own_buffers=own_buffers
+    )
+    staged = sharded.parts.sharding.staged
     return mine if staged is None else _of_stages(mine, staged)
 
 
@@ -240,7 +242,7 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
         raise ConfigError(
             f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
         )
-    if plan.budget.device is not None and sharded.sharding.experts is not None:
+    if plan.budget.device is not None and sharded.parts.sharding.experts is not None:
         raise ConfigError(
             "budget is for models that lie whole on each rank; with experts dealt out say offload or rows."
         )
@@ -273,7 +275,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     With it comes what is to be raised, on all ranks, if the disk of any has failed meanwhile; then only a resume can
     fill the new plan. Raises `ConfigError`, `StateError` or `TierError` before anything is changed.
     """
-    sharded.unfreezing.check(sharded.peers)
+    sharded.parts.unfreezing.check(sharded.peers)
     if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
         raise ConfigError(
             "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
@@ -283,30 +285,32 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     plan = _in_one_precision(plan, sharded)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    added = sharded.optimizer.added if sharded.optimizer is not None else {}
-    updates = {**sharded.sharding.updates, **added}
-    ranks = ranks_of(world, plan, sharded.sharding.device)
+    added = sharded.parts.optimizer.added if sharded.parts.optimizer is not None else {}
+    updates = {**sharded.parts.sharding.updates, **added}
+    ranks = ranks_of(world, plan, sharded.parts.sharding.device)
     fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
-    budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
+    budget = plan.budget if plan.budget.device is not None else sharded.parts.sharding.budget
     plan = fitted.plan
-    designed = design(model, plan, world, known=sharded.sharding)
-    check_batch_norms(model, designed, sharded.sharding.device)
+    designed = design(model, plan, world, known=sharded.parts.sharding)
+    check_batch_norms(model, designed, sharded.parts.sharding.device)
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
     tables = {param: row.table for param, row in designed.rows.items()}
-    require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
+    require_states_for_disk(
+        model, sharded.parts.optimizer.members if sharded.parts.optimizer is not None else (), tables
+    )
     had = sharded.disk
     if had is not None:
         had.require_whole()
-    if sharded.gradients.exist():
+    if sharded.parts.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
-    disk = designed.open_disk(world, model, sharded.sharding.device, updates, had)
+    disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    dealt = _dealt_out(model, sharded.sharding.experts, designed)
+    dealt = _dealt_out(model, sharded.parts.sharding.experts, designed)
     log_fitted(fitted, world)
     try:
-        known = replace(sharded.sharding, updates=updates)
+        known = replace(sharded.parts.sharding, updates=updates)
         renewed, fault = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
@@ -320,7 +324,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     if lost is not None:
         return renewed, lost
     try:
-        renewed.runner.step.restore_params()
+        renewed.parts.runner.step.restore_params()
     except BaseException:  # a rank was lost: the others go on from the model in its plain form
         renewed.take_down()
         raise
@@ -332,7 +336,7 @@ def _in_one_precision(plan: Plan, sharded: ShardedModel) -> Plan:
     they have different plans."""
     plan = plan.after(sharded.plan)
     check_same_settings(settings_of(plan, sharded.world), "plan", sharded.world)
-    return settle(plan, sharded.world, sharded.sharding.device)
+    return settle(plan, sharded.world, sharded.parts.sharding.device)
 
 
 def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierError | None:
@@ -345,10 +349,10 @@ def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierErro
         disk.agree(renewed.world, fault, "change of plan")
     except TierError as error:
         if renewed.disk is None:
-            disk.count_with(renewed.sharding.meter)
+            disk.count_with(renewed.parts.sharding.meter)
             disk.begin_change("change of plan")
             renewed.disk = disk
-            for flat in renewed.flats:
+            for flat in renewed.parts.flats:
                 flat.disk = disk
         return error
     return None
@@ -366,8 +370,8 @@ def _moved(
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
     down. `sharding` is its own, with the updates of all parameters that optimizers have by now. Also returns the first
     error of this rank's disk, or ""."""
-    optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
-    held = Held.live(sharded.flats, sharded.optimizer, sharded.world)
+    optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
+    held = Held.live(sharded.parts.flats, sharded.parts.optimizer, sharded.world)
     former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
@@ -381,8 +385,8 @@ def unshard(sharded: ShardedModel) -> None:
     """Take `sharded` down, and leave a plain model, whole on every rank, in the precision in which the optimizer keeps
     it. All ranks call."""
     sharded.zero_grad()
-    values = {name: value.clone() for name, value in sharded.access.whole_params()}
-    sharding = sharded.sharding
+    values = {name: value.clone() for name, value in sharded.parts.access.whole_params()}
+    sharding = sharded.parts.sharding
     sharded.take_down()
     for split in (sharding.split, sharding.experts):
         if split is not None:
@@ -409,10 +413,12 @@ class Former:
     def of(cls, sharded: ShardedModel) -> Former:
         """What remains of `sharded`, which is still to be taken down."""
         optimizers, added = (
-            ((), {}) if sharded.optimizer is None else (sharded.optimizer.members, sharded.optimizer.added)
+            ((), {})
+            if sharded.parts.optimizer is None
+            else (sharded.parts.optimizer.members, sharded.parts.optimizer.added)
         )
         before_change = sharded.before_change
-        return cls(sharded.model, optimizers, sharded.sharding, sharded.progress, before_change, dict(added))
+        return cls(sharded.model, optimizers, sharded.parts.sharding, sharded.progress, before_change, dict(added))
 
 
 def move(
@@ -442,11 +448,11 @@ def move(
             states |= training_state.move_into(flat, world.collectives(device))
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
-    if renewed.optimizer is not None:
-        for piece in renewed.optimizer.pieces:
-            renewed.optimizer.put_state(piece, states.pop(piece.name, {}))
+    if renewed.parts.optimizer is not None:
+        for piece in renewed.parts.optimizer.pieces:
+            renewed.parts.optimizer.put_state(piece, states.pop(piece.name, {}))
         if former.added:
-            renewed.optimizer.await_memory(former.added)
+            renewed.parts.optimizer.await_memory(former.added)
     return renewed
 
 

@@ -40,7 +40,7 @@ COMPARE = """
         optimizer = sgd(plain)
         engine = sw.shard(cut, preset, optimizer=sgd(cut), world=world)
         ledger = world.collectives(torch.device("cpu")).ledger
-        await_updates = engine._sharded.runner.gathering.await_updates  # zero1 and zero2 still gather after a step
+        await_updates = engine._sharded.parts.runner.gathering.await_updates  # which zero1 and zero2 do after a step
         for number, batch in enumerate(batches):
             plain(batch.flatten(0, 1)).square().mean().backward()
             optimizer.step()
@@ -57,7 +57,7 @@ COMPARE = """
         sent, told = int(statistics.read_text()) - before, sum(ledger.crossed_bytes.values()) - told
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(engine.get(name), parameter.detach(), rtol=1e-5, atol=1e-6)
-        program = engine._sharded.runner.programs.program
+        program = engine._sharded.parts.runner.programs.program
         found[preset] = sent, told, program.sent_by_hosts(engine.mesh, world.local_size)
         engine.close()
     pathlib.Path(f"found{world.rank}").write_text(json.dumps(found))

@@ -28,4 +28,5 @@ def test_it_is_built_without_a_warning_and_opens_without_a_network(tmp_path: Pat
     for name, page in pages.items():
         assert not FETCHED.findall(page), name
     assert "train_step" in pages["reference/engine"]
-    assert "reduce_scatter" in pages["index"]
+    assert "reduce_scatter" in pages["programs"]
+    assert (site / "pictures" / "table-to-program.svg").is_file()

@@ -21,7 +21,7 @@ from shardwise.launch.elastic.images import Images
 from tests.thorough import drawn, soak
 
 RANK = Path(__file__).with_name("elastic_rank.py")
-# What was measured is in docs/elastic.md; tests share their machine with other work.
+# What was measured is in docs/elastic-reasons.md; tests share their machine with other work.
 SOON_SECONDS = 10
 
 

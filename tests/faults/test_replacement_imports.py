@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.comm.members import joining
-from shardwise.comm.members.membership import StoreMembership
-from shardwise.elastic.preparing import prepare
+from shardwise.launch import worker
+from shardwise.launch.warm_up import warm_up
 from tests.thorough import thorough_only
 
 LOOP = """
@@ -20,9 +19,9 @@ import json, sys
 import torch
 import shardwise as sw
 
-from shardwise.elastic.preparing import prepare
+from shardwise.launch.warm_up import warm_up
 
-prepare()
+warm_up()
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 before = set(sys.modules)
@@ -48,32 +47,31 @@ def test_it_leaves_random_numbers_and_modes_as_they_were() -> None:
     expected = torch.rand(2)
     torch.manual_seed(3)
     with torch.no_grad():
-        prepare()
+        warm_up()
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize(("news", "expected"), [("4", ["prepared", "here"]), ("0", ["here"])])
-def test_a_rank_that_comes_later_prepares_before_others_wait_for_it(
-    news: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SHARDWISE_MEMBER": "4", "SHARDWISE_FIRST_ANNOUNCEMENT": "4"}, ["warm", "script"]),
+        ({"SHARDWISE_MEMBER": "0", "SHARDWISE_FIRST_ANNOUNCEMENT": "0"}, ["script"]),
+        ({}, ["script"]),
+    ],
+)
+def test_a_rank_that_comes_later_warms_up_before_others_wait_for_it(
+    environment: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its script, in which it joins them, begins afterwards."""
     did: list[str] = []
-
-    class Entered(Exception):
-        pass
-
-    def enter(_: StoreMembership) -> None:
-        did.append("here")
-        raise Entered
-
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    environment = {
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "SHARDWISE_MEMBER": "4"},
-        **{"SHARDWISE_FIRST_ANNOUNCEMENT": news, "RANK": "0", "WORLD_SIZE": "4"},
-    }
-    monkeypatch.setattr("shardwise.elastic.preparing.prepare", lambda: did.append("prepared"))
-    monkeypatch.setattr(StoreMembership, "enter", enter)
-    monkeypatch.setattr("atexit.register", lambda *_: None)
-    with pytest.raises(Entered):
-        joining.join_members(environment, lambda *_: pytest.fail("nobody opens a world"), 5, shares_memory=False)
+    for name in ("SHARDWISE_MEMBER", "SHARDWISE_FIRST_ANNOUNCEMENT", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("skip_last_collection", "_die_with_launcher", "_bind_to_cores", "_write_whole_lines"):
+        monkeypatch.setattr(worker, name, lambda: None)
+    monkeypatch.setattr(worker, "_run", lambda _: did.append("script"))
+    monkeypatch.setattr("shardwise.launch.warm_up.warm_up", lambda: did.append("warm"))
+    worker.main()
     assert did == expected

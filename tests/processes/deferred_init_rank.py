@@ -42,7 +42,7 @@ def measured(world: sw.World, way: str, born: Callable[[], sw.Engine]) -> None:
     before, start = peak_bytes(), time.monotonic()
     engine = born()
     took, seconds = peak_bytes() - before, time.monotonic() - start
-    share = sum(flat.param.nbytes for flat in engine._sharded.flats)
+    share = sum(flat.param.nbytes for flat in engine._sharded.parts.flats)
     assert share == NUM_BLOCKS * WIDTH * WIDTH * 4 // world.size
     print(f"{way} {took / MIB:.0f} MiB in {seconds:.2f} s", flush=True)
     engine.close()

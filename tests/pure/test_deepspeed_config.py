@@ -122,6 +122,26 @@ PLANS = {
         {"preset": "ddp", "wire": {"grad": "bf16"}, "rows": {"grad": {"dtype": "fp32"}}},
     ),
 }
+BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 0}
+ACCUMULATED = {"data_types": {"grad_accum_dtype": "fp32"}}
+SKIPS: dict[str, tuple[dict[str, Any], bool]] = {
+    "stage 0": ({}, False),
+    "stage 1": ({"zero_optimization": {"stage": 1}}, True),
+    "stage 2": ({"zero_optimization": {"stage": 2}}, True),
+    "stage 3": ({"zero_optimization": {"stage": 3}}, False),
+    "stage 2 that does not look": (
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": False}},
+        False,
+    ),
+    "stage 1 that accumulates in fp32": ({"zero_optimization": {"stage": 1}, **ACCUMULATED}, False),
+    "stage 1 that accumulates in fp32 on the host": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, **ACCUMULATED},
+        True,
+    ),
+    "stage 2 that accumulates in fp32": ({"zero_optimization": {"stage": 2}, **ACCUMULATED}, True),
+    "stage 2 in fp32": ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}, False),
+}
+"""Which configs in bf16 leave out steps whose gradients are not finite, by what DeepSpeed 0.19 does."""
 REFUSED = {
     "both precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Keep one"),
     "a batch that does not divide": ({"train_batch_size": 6}, "train_batch_size 6 is not a multiple of"),
@@ -193,6 +213,13 @@ def test_becomes_a_plan(name: str) -> None:
     read = read_config(config, world_size=4)
     assert read.plan == plan
     load_plan(read.plan)
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_steps_in_bf16_that_are_left_out(name: str) -> None:
+    config, skips = SKIPS[name]
+    plan = load_plan(read_config({**BF16, **config}, world_size=1).plan)
+    assert plan.takes_only_finite == skips
 
 
 @pytest.mark.parametrize("name", REFUSED)

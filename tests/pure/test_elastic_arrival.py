@@ -9,8 +9,8 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, SequentialLR, StepLR
 
 from shardwise.checkpoint.codec import decode, encode
+from shardwise.elastic.arrival import NeverSaved
 from shardwise.elastic.loop_state import matched
-from shardwise.elastic.never_saved import NeverSaved
 from shardwise.errors import StateError
 
 

@@ -16,10 +16,9 @@ from shardwise.elastic.causes import Cause, Disconnection
 from shardwise.errors import ConfigError, TurnedAwayError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
-from shardwise.launch.elastic.deadlines import SILENT_SECONDS, STOPPED_SECONDS
 from shardwise.launch.elastic.disconnections import Disconnections
 from shardwise.launch.elastic.processes import Loss
-from shardwise.launch.elastic.rendezvous import Rendezvous
+from shardwise.launch.elastic.rendezvous import SILENT_SECONDS, STOPPED_SECONDS, Rendezvous
 from shardwise.launch.job import Elastic
 
 

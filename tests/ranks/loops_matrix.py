@@ -300,7 +300,7 @@ def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Cou
 def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Every parameter that was sharded, from all ranks' pieces, under its original name."""
     pieces = []
-    for flat in engine._sharded.flats:
+    for flat in engine._sharded.parts.flats:
         kept, span = (flat.param, flat.param_span) if flat.master is None else (flat.master, flat.optim_span)
         for slot in flat.slots:
             mine = slot.span.overlap(span)

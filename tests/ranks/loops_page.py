@@ -9,42 +9,49 @@ from loops_matrix import ACTIONS, Action
 from loops_verdicts import OPEN, REFUSED, REFUSED_WHERE_SHARDED
 
 HEAD = """\
-# Plain PyTorch loops
+# Reference: plain PyTorch loops
 
-Every operation below that a plain PyTorch loop does with a model, an optimizer and a gradient is either **equal** to
-the same loop on one process, or refused with an error; nothing is ignored. `tests/ranks/test_plain_loops.py` runs each
-one under `zero3`, `zero2`, `zero1` and `ddp`, with shared memory and with messages, and compares it with a plain loop
-that runs the same half batches one after the other. It also runs random combinations of them.
+What a plain PyTorch loop does with a model, an optimizer and a gradient, and what becomes of it. Every operation is
+either **equal** to the same loop on one process, or refused with an error; nothing is ignored.
+{counts}
 
-*Equal* means that parameters, and all values that the loop reads, agree up to rounding: as closely as the plain loop
-agrees with itself when it runs its halves in the opposite order. Values of a rank's own half batch (its loss, a
-gradient inside a hook, `torch.autograd.grad`) are local; their mean over ranks is the plain loop's value. After a
-refusal nothing has changed and training can continue, unless the error states otherwise. All ranks must do the same
-operations in the same order: reading a parameter or its `grad` is collective, and so is `model.state_dict()`.
+- *Equal*: parameters, and all values that the loop reads, agree up to rounding, as closely as the plain loop agrees
+  with itself when it runs its halves in the opposite order.
+- Values of a rank's own half batch (its loss, a gradient inside a hook, `torch.autograd.grad`) are local; their mean
+  over ranks is the plain loop's value.
+- All ranks must do the same operations in the same order: reading a parameter or its `grad` is collective, and so is
+  `model.state_dict()`.
+- After a refusal nothing has changed and training can continue, unless the error states otherwise.
+- A forward that writes to a parameter through `.data` is detected, and refused, only while a pass is recorded: the
+  first one and each that deviates from it. Torch does not count such writes, and checking every pass would cost time.
+  In other passes the write is lost where parameters are gathered.
 
-A forward that writes to a parameter through `.data` is detected only while a pass is recorded, which is the first pass
-and each one that deviates from it. Torch does not count such writes, and checking every pass would cost time. Where
-parameters are gathered the write is lost; when detected, it is refused like any other write in a forward.
-
-{open}This page is written by `tests/ranks/loops_page.py`, from the test's table.
+`tests/ranks/test_plain_loops.py` runs each operation under `zero3`, `zero2`, `zero1` and `ddp`, with shared memory and
+with messages, and random combinations of them. {open}This page is written by `tests/ranks/loops_page.py`, from that
+test's table.
 """
 
 
 NOT_YET = """\
-A line marked **not yet** is not equal so far; it says how it differs, and its test fails as soon as it is equal.
-
-"""
+A line marked **not yet** is not equal so far; it says how it differs, and its test fails as soon as it is equal. """
 
 
 def page() -> str:
     groups: dict[str, list[Action]] = {}
     for one in ACTIONS.values():
         groups.setdefault(one.group, []).append(one)
-    parts = [HEAD.replace("{open}", NOT_YET if OPEN else "")]
-    for group, actions in groups.items():
-        rows = [f"| {_cell(one.about)} | {_verdict(one.name)} |" for one in actions]
-        parts.append("\n".join([f"## {group}", "", "| operation | result |", "|---|---|", *rows, ""]))
+    refused = [one for one in ACTIONS.values() if one.name in REFUSED]
+    equal = len(ACTIONS) - len(refused) - len(OPEN)
+    counts = f"Of {len(ACTIONS)} operations {equal} are equal, {len(REFUSED_WHERE_SHARDED)} of them not under `zero3`."
+    parts = [HEAD.replace("{open}", NOT_YET if OPEN else "").replace("{counts}", counts)]
+    parts.append(_table("Refused", refused))
+    parts += [_table(group, actions) for group, actions in groups.items()]
     return "\n".join(parts)
+
+
+def _table(title: str, actions: list[Action]) -> str:
+    rows = [f"| {_cell(one.about)} | {_verdict(one.name)} |" for one in actions]
+    return "\n".join([f"## {title}", "", "| operation | result |", "|---|---|", *rows, ""])
 
 
 def _verdict(name: str) -> str:

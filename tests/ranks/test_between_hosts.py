@@ -123,7 +123,7 @@ def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: s
     mesh = {"node": 2, "local": 2} if preset in ("hsdp", "hpz") else None
 
     def step(engine: sw.Engine, optimizer: Any, batch: Any) -> Tensor:
-        ledger = engine._sharded.ledger
+        ledger = engine._sharded.parts.ledger
         before = dict(ledger.crossed_bytes)
         loss = engine_step(engine, optimizer, batch)
         after = ledger.crossed_bytes
@@ -135,7 +135,7 @@ def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: s
         return loss
 
     def promised(engine: sw.Engine) -> dict[str, Any]:
-        program = engine._sharded.runner.programs.program
+        program = engine._sharded.parts.runner.programs.program
         return {"promised": program.sent_by_hosts(engine.mesh, 2)}
 
     steps: dict[int, list[int]] = {}

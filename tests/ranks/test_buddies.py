@@ -21,6 +21,7 @@ from shardwise.comm.background import Background
 from shardwise.comm.work import Pending
 from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from tests.ranks.test_lost_ranks import (
@@ -86,14 +87,14 @@ class HostDiesAt:
             world.journal.enter = counted  # type: ignore[method-assign]
             world.transport.send = counted_behind  # type: ignore[method-assign]
 
-        take_over = engine.take_over
+        take_over = engine._host.take_over
 
         def and_watch(world: World, sharded: Any) -> None:
             take_over(world, sharded)
             watch(world)
 
         watch(engine.world)
-        engine.take_over = and_watch  # type: ignore[method-assign]
+        engine._host.take_over = and_watch  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +172,7 @@ def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> Non
 
 def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_lost[0]` is true while the gathers of the parameters that step `at_step` has updated are started."""
-    for mover in engine._sharded.runner.gathering._executor.movers.values():
+    for mover in engine._sharded.parts.runner.gathering._executor.movers.values():
         gather = mover.params.gather_updated
 
         def gather_or_lose(action: Any, gather: Any = gather) -> None:
@@ -193,8 +194,8 @@ class DiesBeforeOthersHaveItsUpdate:
         if member != 2:
             return
         session, start, mine, is_lost = engine._session, Background.start, threading.get_ident(), [False]
-        assert session is not None
-        share = session._share_change_wishes
+        assert isinstance(session, ElasticSession)
+        share = session.recovery._share_change_wishes
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def start_or_lose(background: Background, line: str, steps: Callable[[], None]) -> Any:
@@ -208,7 +209,7 @@ class DiesBeforeOthersHaveItsUpdate:
                 raise Killed
 
         self.monkeypatch.setattr(Background, "start", start_or_lose)
-        self.monkeypatch.setattr(session, "_share_change_wishes", share_and_die)
+        self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_and_die)
 
 
 @sampled
@@ -236,7 +237,7 @@ def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_p
                 rows = slice(member, None, NUM_RANKS)
                 engine.backward(loss_of(own(x[rows]), y[rows]))
                 engine.step()
-                updating.append(any(flat.is_updating for flat in engine._sharded.flats))
+                updating.append(any(flat.is_updating for flat in engine._sharded.parts.flats))
         return updating
 
     results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
@@ -275,9 +276,9 @@ def metered(
             rank, size = engine.data_ranks
             engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
         engine.state_dict()
-        engine._session._survival.await_copies()
-        specs = [flat.spec for flat in engine._sharded.flats]
-        found = engine._session.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
+        engine._session.recovery.survival.await_copies()
+        specs = [flat.spec for flat in engine._sharded.parts.flats]
+        found = engine._session.recovery.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
         assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
         engine.close()
         return found
@@ -394,7 +395,7 @@ def test_no_batch_is_left_out_or_comes_twice_where_a_step_is_undone(
                 engine.train_step(x, y, loss_fn=loss_of)  # the same on all ranks, so that a lost share changes nothing
                 if asks:
                     engine.mean(0.0)
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         result = engine.state_dict(), engine.num_steps
         engine.close()
         return result
@@ -411,17 +412,17 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
     """Let this rank leave the commit of `version` so late that it hears there of a death after it. The copies of that
     step are not complete, since this rank sends none yet."""
     session = engine._session
-    assert session is not None
-    share = session._share_change_wishes
+    assert isinstance(session, ElasticSession)
+    share = session.recovery._share_change_wishes
 
     def late(subject: str, refusal: str = "") -> None:
         share(subject, refusal)
-        if subject == "commit" and session._version == version and engine.num_void == 0:
-            while (fault := session._world.fault) is None:
+        if subject == "commit" and session.recovery.iterations.version == version and engine.num_void == 0:
+            while (fault := session.recovery.world.fault) is None:
                 time.sleep(0.001)
             raise fault.error()
 
-    session._share_change_wishes = late  # type: ignore[method-assign]
+    session.recovery._share_change_wishes = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("asks", ["always", "if it has taken a step"])
@@ -497,7 +498,7 @@ def test_one_comes_in_the_place_of_a_lost_host(plan: str, hosts: str, tmp_path: 
             engine.weigh(len(x), ROWS)
             engine.backward(loss_of(own(x), y))
             engine.step()
-        engine._session._survival.await_copies()
+        engine._session.recovery.survival.await_copies()
         found = state, engine.memory().kept_bytes, engine.world.hosts
         engine.close()
         return found
@@ -521,8 +522,8 @@ class DiesBehindItsStep:
         if member != 1:
             return
         session, send = engine._session, engine.world.transport.send
-        assert session is not None
-        share, is_lost = session._share_change_wishes, [False]
+        assert isinstance(session, ElasticSession)
+        share, is_lost = session.recovery._share_change_wishes, [False]
         mark_gathers(engine, self.at_step, is_lost, self.monkeypatch)
 
         def send_or_lose(tensor: torch.Tensor, rank: int, tag: int) -> Any:
@@ -534,7 +535,7 @@ class DiesBehindItsStep:
             share(subject, refusal)
 
         self.monkeypatch.setattr(engine.world.transport, "send", send_or_lose)
-        self.monkeypatch.setattr(session, "_share_change_wishes", share_or_die)
+        self.monkeypatch.setattr(session.recovery, "_share_change_wishes", share_or_die)
 
 
 @sampled

@@ -40,7 +40,7 @@ def model_of() -> Transformer:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    units = engine._sharded.sharding.units
+    units = engine._sharded.parts.sharding.units
     specs = tuple(unit.spec for unit in units)
     foreseen = plan_step(specs, straight_trace(specs)).footprint(states_per_param=0)
     return {

@@ -6,6 +6,7 @@ import argparse
 import copy
 import csv
 import json
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,33 @@ def test_backwards_of_other_kinds(stage: int) -> None:
     run_ranks(RANKS, rank_of)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backwards_whose_gradients_are_summed_once(stage: int) -> None:
+    """Two backwards in `coalesce_grad_reduction` leave the sum of their gradients, and the step takes it."""
+    torch.manual_seed(0)
+    model, tokens = Transformer(), batches(1)[0]
+    twin = copy.deepcopy(model)
+    for micro in range(GAS):
+        torch.stack([loss_of(twin, tokens[micro, rank]) for rank in range(RANKS)]).mean().backward()
+    models = [copy.deepcopy(model) for _ in range(RANKS)]
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        with engine.coalesce_grad_reduction():
+            for micro in range(GAS):
+                engine.backward(loss_of(engine, tokens[micro, world.rank]))
+        weight, theirs = engine.module.blocks[0].up.weight, twin.blocks[0].up.weight
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(weight), theirs.grad)
+        before = deepspeed.utils.safe_get_full_fp32_param(weight).clone()
+        engine.step()
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(weight), before - 0.1 * theirs.grad)
+        assert engine.global_steps == 1
+
+    run_ranks(RANKS, rank_of)
+
+
 def test_a_model_that_is_never_whole() -> None:
     """A part of it gets its values between its construction and `initialize`: those of rank 0 on all ranks."""
 
@@ -231,6 +259,32 @@ def test_fp16_counts_what_it_skipped() -> None:
         assert (engine.global_steps, engine.skipped_steps) == (2, 2)
         assert engine.get_lr() == rates  # the schedule advances only with steps that are taken
         assert engine.cur_scale < 2.0**40
+
+    run_ranks(RANKS, rank_of)
+
+
+@pytest.mark.parametrize(("stage", "skips"), [(0, False), (1, True), (2, True), (3, False)])
+def test_bf16_skips_gradients_that_are_not_finite_where_deepspeed_does(stage: int, skips: bool) -> None:
+    """One rank's loss is NaN in the first step. Where it is skipped, the schedule does not advance."""
+    torch.manual_seed(0)
+    models = [Transformer() for _ in range(RANKS)]
+    config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    steps = batches(2)
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        before = engine.lr_scheduler.last_batch_iteration
+        for micro in range(GAS):
+            loss = loss_of(engine, steps[0][micro, world.rank])
+            engine.backward(loss * math.nan if world.rank == 1 and micro == 0 else loss)
+            engine.step()
+        assert not math.isfinite(engine.get_global_grad_norm() or 0.0)
+        assert (engine.overflow, engine.was_step_applied(), engine.skipped_steps) == (skips, not skips, int(skips))
+        assert (engine.lr_scheduler.last_batch_iteration == before) == skips
+        trained(engine, steps[1:], world.rank)
+        params = [engine.shardwise.get(name) for name, _ in engine.module.named_parameters()]
+        assert all(bool(param.isfinite().all()) for param in params) == skips
+        assert (engine.global_steps, engine.skipped_steps) == (2, int(skips))
 
     run_ranks(RANKS, rank_of)
 

@@ -94,6 +94,7 @@ def test_any_backward_is_averaged_over_micro_batches(backward: Callable[[Engine,
         for number, (x, y) in enumerate(data):
             backward(engine, F.mse_loss(engine(x), y))
             engine.step()
+            assert engine.was_step_applied() == (number % GAS == GAS - 1)
             assert engine.global_steps == (number + 1) // GAS
 
     for _, weight in trained(stage, train):
@@ -110,6 +111,7 @@ def test_a_boundary_that_the_script_sets(stage: int) -> None:
             engine.backward(F.mse_loss(engine(x), y))
             if engine.is_gradient_accumulation_boundary():
                 engine.step()
+            assert engine.was_step_applied() == (number >= 2)
         assert engine.global_steps == 2
 
     for _, weight in trained(stage, train):
@@ -126,6 +128,7 @@ def test_every_step_is_a_boundary_if_accumulation_is_not_managed(stage: int) -> 
             assert not engine.is_gradient_accumulation_boundary()
             if number in (0, 3):
                 engine.step()
+                assert engine.was_step_applied()
         assert (engine.global_steps, engine.global_samples) == (2, 4 * ROWS * RANKS)
 
     for _, weight in trained(stage, train, managed_gradient_accumulation=False):

@@ -296,17 +296,34 @@ def test_leaf_modules_are_remembered() -> None:
     assert leaf_modules.unset_z3_leaf_modules(model, ["Leaf"]) == [model[0], model[1][1]]
     assert leaf_modules.get_z3_leaf_modules(model) == []
     assert leaf_modules.set_z3_leaf_modules(model, [f"{Leaf.__module__}.Leaf"]) == [model[0], model[1][1]]
-    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["1.0"]) == [model[1][0]]
-    assert leaf_modules.set_z3_leaf_modules_by_suffix(model, [".1"]) == [model[1][1]]
+    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["1.0"]) == ([model[1][0]], [])
+    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["x", "2"], raise_if_not_found=False) == ([model[2]], ["x"])
+    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["2"], flag=False) == ([model[2]], [])
+    assert not leaf_modules.z3_leaf_module(model[2])
+    suffixes = [".1", "1.1", "x"]
+    found = leaf_modules.set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
+    assert found == ([model[1][1]], ["x"])
     assert leaf_modules.z3_leaf_module(model[1][0])
     assert leaf_modules.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
     for call, words in (
         (lambda: leaf_modules.set_z3_leaf_modules(model, [nn.Conv2d]), "no modules of the classes"),
-        (lambda: leaf_modules.set_z3_leaf_modules_by_name(model, ["x"]), r"no modules named \['x'\]"),
+        (lambda: leaf_modules.set_z3_leaf_modules_by_name(model, ["x", "2"]), r"no modules named \['x'\]"),
         (lambda: leaf_modules.set_z3_leaf_modules_by_suffix(model, ["x"]), "whose names end with"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_leaf_modules_of_the_config() -> None:
+    model = nn.Sequential(Leaf(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    section = {"classes": ["Leaf"], "names": ["1.0", "absent"]}
+
+    def rank_of(world: sw.World) -> None:
+        config = {"zero_optimization": {"stage": 3, "leaf_module": section}}
+        deepspeed.initialize(model=model, config=config, world=world)
+
+    run_ranks(1, rank_of)
+    assert leaf_modules.get_z3_leaf_modules(model) == [model[0], model[1][0]]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (2, 5)])

@@ -85,6 +85,11 @@ def test_every_name_works_or_has_a_row(modules: dict[str, ModuleType], objects: 
     assert without == []
 
 
+def test_a_function_is_not_hidden_by_the_module_of_its_name(modules: dict[str, ModuleType]) -> None:
+    assert modules["deepspeed.utils"].z3_leaf_module is modules["deepspeed.utils.z3_leaf_module"].z3_leaf_module
+    assert modules["deepspeed"].zero is modules["deepspeed.zero"]
+
+
 def test_rows_are_of_names_that_deepspeed_has() -> None:
     known = set(public_names())
     same = {"deepspeed.zero": "deepspeed.runtime.zero", "deepspeed.comm": "deepspeed.comm.comm"}  # by `import *`

@@ -339,12 +339,14 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
         batch = share_of(engine, batches(1)[0])
         take_step(engine, batch)
         engine.backward(engine(*batch))
-        before = [flat.param.clone() for flat in engine._sharded.flats]
+        before = [flat.param.clone() for flat in engine._sharded.parts.flats]
         world.collectives(CPU)._groups.journal = world.journal
         with pytest.raises(FaultError, match="Rank 1 is gone"):
             engine.step()
         engine._sharded.unhook()
-        return all(torch.equal(flat.param, kept) for flat, kept in zip(engine._sharded.flats, before, strict=True))
+        return all(
+            torch.equal(flat.param, kept) for flat, kept in zip(engine._sharded.parts.flats, before, strict=True)
+        )
 
     assert devices.run(2, rank) == [True, True]
 

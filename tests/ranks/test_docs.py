@@ -259,9 +259,12 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/deepspeed.md", 2): Setting(
         a_deepspeed_script, num_ranks=2, instead={"    model=model, opt": "    model=model, world=world, opt"}
     ),
-    ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
-    ("docs/engine.md", 1): Setting(a_loop, num_ranks=2),
-    ("docs/engine.md", 2): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
+    ("docs/engine.md", 0): Setting(),
+    ("docs/engine.md", 1): Setting(an_engine, num_ranks=2),
+    ("docs/engine.md", 2): Setting(a_loop, num_ranks=2),
+    ("docs/engine.md", 3): Setting(an_engine, num_ranks=2),
+    ("docs/engine.md", 4): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
+    ("docs/engine.md", 5): Setting(an_engine, num_ranks=2),
     ("docs/experts.md", 0): Setting(a_mixture, num_ranks=4, instead=OWN_WORLD),
     ("docs/experts.md", 1): Setting(pairs, num_ranks=4, instead=OWN_WORLD),
     ("docs/experts.md", 2): Setting(),

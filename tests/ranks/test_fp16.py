@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.errors import StateError
-from shardwise.precision.verdict import _sum_of_squares
+from shardwise.precision.verdict import sum_of_squares
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 
@@ -95,6 +96,46 @@ def test_an_overflow_on_one_rank_is_an_overflow_everywhere(preset: str, num_rank
     assert finite == moved == (True, False, False, True, True, True, True, True)
     assert scales == (1024, 1024, 512, 512, 512, 1024, 1024, 1024)
     assert steps == (1, 1, 1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES)
+def test_steps_that_are_not_finite_are_left_out_if_the_plan_says_so(
+    preset: str, num_ranks: int, mesh: Any, precision: str
+) -> None:
+    """The run is the one that never saw those batches; without `skip_nonfinite` it ends in NaN."""
+    torch.manual_seed(0)
+    start, data = Transformer(), batches(5, rows=2)
+
+    def run(numbers: Sequence[int], **settings: Any) -> tuple[list[bool], int, dict[str, torch.Tensor]]:
+        replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+        plan = plan_of(preset, mesh, precision=precision, clip_grad_norm=0.5, **settings)
+
+        def rank(world: sw.World) -> tuple[list[bool], int, dict[str, torch.Tensor]]:
+            model, finite = replicas[world.rank], []
+            with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+                for number in numbers:
+                    loss = engine(*data[number])
+                    is_bad = number in (1, 3) and world.rank == num_ranks - 1
+                    engine.backward(loss * (math.nan if is_bad else 1))
+                    norm = engine.step()
+                    assert norm is not None
+                    finite.append(math.isfinite(norm))
+                return finite, engine.num_steps, full_params(engine)
+
+        told = run_ranks(num_ranks, rank)
+        assert all(one[:2] == told[0][:2] for one in told)
+        return told[0]
+
+    finite, num_steps, params = run(range(5), skip_nonfinite=True)
+    assert finite == [True, False, True, False, True]
+    assert num_steps == 3
+    _, _, wanted = run((0, 2, 4))
+    for name, param in params.items():
+        assert torch.equal(param, wanted[name]), name
+    _, num_steps, spoilt = run(range(5))
+    assert num_steps == 5
+    assert all(param.isnan().all() for param in spoilt.values())
 
 
 def test_a_plain_loop_scales_by_hand_and_is_told_if_it_forgets() -> None:
@@ -215,5 +256,5 @@ def test_the_norm_of_narrow_gradients_on_the_host_is_not_that_of_a_long_sum() ->
     numbers = torch.Generator().manual_seed(0)
     narrow = torch.randn(16_000_000, generator=numbers).bfloat16()
     exact = narrow.double().square().sum().item()
-    assert _sum_of_squares(narrow, torch.float32).item() == pytest.approx(exact, rel=3e-5)
-    assert _sum_of_squares(narrow[:0], torch.float32).item() == 0
+    assert sum_of_squares(narrow, torch.float32).item() == pytest.approx(exact, rel=3e-5)
+    assert sum_of_squares(narrow[:0], torch.float32).item() == 0

@@ -114,7 +114,7 @@ def test_a_freed_parameter_reads_as_nan() -> None:
         model = replicas[world.rank]
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             train(engine, batches(2))
-            flats = [flat for unit in engine._sharded.sharding.units for flat in unit.flats]
+            flats = [flat for unit in engine._sharded.parts.sharding.units for flat in unit.flats]
             return all(bool(flat.full.isnan().all()) for flat in flats)
 
     assert all(run_ranks(2, rank, shares_memory=False))

@@ -57,7 +57,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def placed(engine: sw.Engine) -> dict[str, Any]:
     """The share of all elements kept on each tier, the share of trained ones updated on each tier, and reports."""
-    specs = [flat.spec for flat in engine._sharded.flats]
+    specs = [flat.spec for flat in engine._sharded.parts.flats]
     trained = [spec for spec in specs if spec.trainable]
 
     def share(tier: str, buffer: Any, of: Any) -> float:

@@ -246,6 +246,34 @@ def test_adasum_of_equal_gradients_is_one_update() -> None:
     torch.testing.assert_close(results[1], [param.detach() for param in model.parameters()], atol=1e-5, rtol=1e-5)
 
 
+def test_a_broadcast_of_no_state_leaves_zero_gradients() -> None:
+    """Horovod creates an optimizer's state by a step with zeros, and scripts read them."""
+
+    def work() -> None:
+        words, frozen = nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3, bias=False).requires_grad_(False)
+        model = nn.Sequential(words, frozen, nn.Linear(3, 2, bias=False))
+        params, before = list(model.parameters()), copy.deepcopy(model.state_dict())
+        for optimizer, given, are_sparse in (
+            (sgd(params), None, (False, False)),
+            (sgd(params), model, (True, False)),
+            (torch.optim.SparseAdam([words.weight]), None, (True, None)),
+        ):
+            model.zero_grad()
+            hvd.broadcast_optimizer_state(optimizer, 0, given)
+            grads = [param.grad for param in (words.weight, model[2].weight)]
+            assert [None if grad is None else grad.is_sparse for grad in grads] == list(are_sparse)
+            assert not any(grad.to_dense().any() for grad in grads if grad is not None)
+            assert frozen.weight.grad is None
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        optimizer = adamw(model[2].parameters())
+        model[2](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert model[2].weight.grad.any()
+
+    on_ranks(2, work)
+
+
 def test_wrong_arguments_and_calls_in_a_wrong_order_are_refused() -> None:
     model, batches = model_and_batches()
 

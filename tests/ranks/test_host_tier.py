@@ -53,13 +53,13 @@ def twin(model: Transformer) -> Run:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    ledger = engine._sharded.ledger
+    ledger = engine._sharded.parts.ledger
     x, y = batches(1, rows=4 * engine.world.size)[0]
     engine.world.barrier()
     ledger.clear()
     engine.backward(engine(x, y))
     engine.step()
-    planned = engine._sharded.runner.programs.program
+    planned = engine._sharded.parts.runner.programs.program
     return {"report": engine.memory(), "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes())}
 
 

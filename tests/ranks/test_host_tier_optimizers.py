@@ -293,8 +293,8 @@ def test_a_share_of_the_units(preset: str, share: dict[str, float]) -> None:
     model, data = model_of(), batches(4)
 
     def report(engine: sw.Engine) -> dict[str, Any]:
-        updated = [unit.name for unit in engine._sharded.sharding.units if unit.flats[0].spec.updates_below]
-        return {"report": engine.memory(), "updated": updated, "num_units": len(engine._sharded.sharding.units)}
+        updated = [unit.name for unit in engine._sharded.parts.sharding.units if unit.flats[0].spec.updates_below]
+        return {"report": engine.memory(), "updated": updated, "num_units": len(engine._sharded.parts.sharding.units)}
 
     run = sharded_run(model, data, preset, 2, None, after=report, offload=share, clip_grad_norm=0.5)
     assert_same(run, plain_run(model, data, clip=0.5))

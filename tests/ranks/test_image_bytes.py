@@ -43,7 +43,7 @@ def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Pat
         for _ in range(3):
             engine.backward(engine(torch.ones(4, WIDTH)).float().sum())
             engine.step()
-        specs = [flat.spec for flat in engine._sharded.flats]
+        specs = [flat.spec for flat in engine._sharded.parts.flats]
         promised = image_bytes(specs, 2, engine._sharded.mesh.coordinate(world.rank))
         held = engine.memory().image_bytes
         num_pieces = len(list(model.parameters()))

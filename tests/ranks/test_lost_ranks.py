@@ -98,14 +98,14 @@ class DiesAt:
 
             world.journal.enter = counted  # type: ignore[method-assign]
 
-        take_over = engine.take_over
+        take_over = engine._host.take_over
 
         def and_watch(world: World, sharded: Any) -> None:
             take_over(world, sharded)
             watch(world)
 
         watch(engine.world)
-        engine.take_over = and_watch  # type: ignore[method-assign]
+        engine._host.take_over = and_watch  # type: ignore[method-assign]
 
 
 def trained_alone(

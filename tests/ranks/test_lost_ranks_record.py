@@ -11,6 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import TurnedAwayError
 from shardwise.monitor import read_record
 from shardwise.monitor.record import RunRecord
@@ -122,9 +123,9 @@ def test_a_rank_that_is_turned_away_leaves_the_record_to_the_others(tmp_path: Pa
         engine = sw.shard(own, {"preset": "zero2", "run": str(run)}, optimizer=adamw(own), world=world)
         for step in (0, 1):
             if member == 0 and step == 1:
-                assert engine._session is not None
+                assert isinstance(engine._session, ElasticSession)
                 with pytest.raises(TurnedAwayError):
-                    engine._session._recover(TurnedAwayError("The others go on."))
+                    engine._session.recovery.recover(TurnedAwayError("The others go on."))
                 engine.close()
                 raise Killed
             x, y = batches()[step]

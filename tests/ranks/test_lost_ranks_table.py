@@ -1,4 +1,4 @@
-"""The table of docs/elastic.md: under every preset, a rank dies at a given place, and the others continue."""
+"""The table of docs/elastic-protocol.md: under every preset, a rank dies at a given place, and the others continue."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_rank_dies_in_its_module(name: str, in_backward: bool, tmp_path: Path)
 
 def test_every_test_that_the_table_names_exists() -> None:
     tests = Path(__file__).parents[1]
-    named = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "elastic.md").read_text()))
+    named = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "elastic-protocol.md").read_text()))
     defined = {
         name for path in tests.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }

@@ -87,7 +87,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = engine._sharded.ledger, engine._sharded.runner.programs.program
+    ledger, planned = engine._sharded.parts.ledger, engine._sharded.parts.runner.programs.program
     coordinate = engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -99,7 +99,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = Walk(engine._sharded.runner.programs.specs, coordinate)
+    clock = Walk(engine._sharded.parts.runner.programs.specs, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
             clock.walk(block)
@@ -109,7 +109,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
 
 def watch_update(engine: sw.Engine) -> list[int]:
     """From now on, record for each update the peak memory of whole parameters that it looks at."""
-    meter, run, peaks = engine._sharded.sharding.meter, engine._sharded.runner.step.during, []
+    meter, run, peaks = engine._sharded.parts.sharding.meter, engine._sharded.parts.runner.step.during, []
 
     def during_step() -> None:
         before = sum(meter.now.values())
@@ -118,7 +118,7 @@ def watch_update(engine: sw.Engine) -> list[int]:
         assert sum(meter.now.values()) == before
         peaks.append(meter.peak_total - before)
 
-    engine._sharded.runner.step.during = during_step
+    engine._sharded.parts.runner.step.during = during_step
     return peaks
 
 
@@ -493,7 +493,7 @@ def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transform
 
 def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
     def measure(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = engine._sharded.ledger, engine._sharded.runner.programs.program
+        ledger, planned = engine._sharded.parts.ledger, engine._sharded.parts.runner.programs.program
         engine.world.barrier()
         ledger.clear()
         x, y = batches(1, rows=4)[0]

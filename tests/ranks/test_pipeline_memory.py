@@ -68,7 +68,7 @@ def promised_and_made(
             for _ in range(2):
                 engine.train_step((x, y))
             world.barrier()
-            there = [*tensors_there(), *(flat.full for flat in engine._sharded.flats if flat.full is not None)]
+            there = [*tensors_there(), *(flat.full for flat in engine._sharded.parts.flats if flat.full is not None)]
             world.barrier()
             living = LivingBytes(there)
             with living:

@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_made_leaves_the_old_plan(
                     former_disk = engine._sharded.disk
                     files = former_disk.folder._files if former_disk is not None else []
                     num_open = sum(file._close.alive for file in files)
-                    assert num_open == sum(flat.rows is not None for flat in engine._sharded.flats)
+                    assert num_open == sum(flat.rows is not None for flat in engine._sharded.parts.flats)
                     assert former_disk is not None or not any((tmp_path / "one").iterdir())
                 losses += train(engine, data[1:2])
                 engine.reshard(new)

@@ -154,7 +154,7 @@ def test_each_rank_keeps_its_part_of_the_codes() -> None:
         def rank(world: sw.World) -> int:
             mine = models[world.rank]
             with sw.shard(mine, preset, optimizer=adamw_of_trainable(mine), world=world) as engine:
-                return engine._sharded.sharding.meter.now["param"]
+                return engine._sharded.parts.sharding.meter.now["param"]
 
         return run_ranks(2, rank)
 

@@ -79,7 +79,7 @@ def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any],
         loss = engine(*batch)
         engine.backward(loss)
         engine.step()
-        assert engine._sharded.sharding.meter.now["working"] == 0
+        assert engine._sharded.parts.sharding.meter.now["working"] == 0
         count["steps"] += 1
         return loss
 
@@ -201,7 +201,7 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bo
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
         parts = list(zip(batch[0].chunk(3), batch[1].chunk(3), strict=True))
         total = torch.zeros(())
-        ledger = engine._sharded.ledger
+        ledger = engine._sharded.parts.ledger
         for index, (x, y) in enumerate(parts):
             before = sum(n for (verb, _), n in ledger.sent_bytes.items() if verb in ("reduce_scatter", "all_reduce"))
             if index < 2 or last_inside:

@@ -24,6 +24,7 @@ from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
 from shardwise.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
+from shardwise.rehearsal.living import LivingBytes
 from shardwise.rehearsal.rehearse import process_bytes_for
 from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_specs
 from shardwise.telemetry import ByteMeter
@@ -270,7 +271,7 @@ def test_a_live_engine_is_asked_and_stays_as_it_is(preset: str, kind: type[Trans
         replica = replicas[2 * asks + world.rank]
         engine = sw.shard(replica, preset, optimizer=adamw(replica), world=world)
         before = engine.rehearse(data[0]) if asks else None
-        losses = [engine_step(engine, engine._sharded.optimizer.members[0], batch).item() for batch in data[:3]]
+        losses = [engine_step(engine, engine._sharded.parts.optimizer.members[0], batch).item() for batch in data[:3]]
         if asks:
             footprint = engine.rehearse(data[0])
             assert footprint == before
@@ -281,7 +282,7 @@ def test_a_live_engine_is_asked_and_stays_as_it_is(preset: str, kind: type[Trans
             alone = rehearsed(model, data[0])
             assert footprint.activations <= peak_of(alone)
             assert footprint.peak_at in [mark.moment for mark in alone.marks]
-        losses.append(engine_step(engine, engine._sharded.optimizer.members[0], data[3]).item())
+        losses.append(engine_step(engine, engine._sharded.parts.optimizer.members[0], data[3]).item())
         engine.close()
         return losses
 
@@ -298,8 +299,8 @@ def test_moments_come_in_the_order_in_which_they_come_in_training(kind: type[Tra
         replica = replicas[world.rank]
         engine = sw.shard(replica, "zero3", optimizer=adamw(replica), world=world)
         for _ in range(3):
-            engine_step(engine, engine._sharded.optimizer.members[0], batch)
-        return [str(moment) for moment in engine._sharded.runner.programs.trace]
+            engine_step(engine, engine._sharded.parts.optimizer.members[0], batch)
+        return [str(moment) for moment in engine._sharded.parts.runner.programs.trace]
 
     trace = [str(moment) for moment in rehearsed(model, batch).trace]
     assert run_ranks(2, rank) == [trace, trace]
@@ -368,3 +369,32 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 def test_an_output_without_anything_to_send_back_is_refused() -> None:
     with pytest.raises(ModelError, match="no backward can start"):
         rehearsed(Silent(), torch.ones(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "expected"),
+    [
+        ((2, 4, 256, 64), (2, 4, 256, 64), 2 * 4 * 256 * (64 + 1) * 4),
+        ((16, 64, 197, 16), (16, 64, 197, 16), 16 * 64 * 256 * (32 + 1) * 4),  # both rounded up
+        ((1, 2, 128, 160), (1, 2, 128, 160), 1 * 2 * 128 * (192 + 1) * 4),
+        ((2, 8, 128, 64), (2, 2, 100, 64), 2 * 8 * 128 * (64 + 1) * 4 + 2 * (2 * 8 * 100 * 64 * 2)),  # grouped heads
+    ],
+)
+def test_the_fp32_sums_of_attentions_backward_are_counted(
+    query: tuple[int, ...], key: tuple[int, ...], expected: int
+) -> None:
+    """The results of torch's own operator on tensors without memory, and beside them what its kernel allocates."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, heads, tokens, _ = query
+    grad, q, out, k, v = (empty(*shape) for shape in (query, query, query, key, key))
+    number, log_sum = empty(dtype=torch.int64), empty(rows, heads, tokens, dtype=torch.float32)
+    with LivingBytes([grad, q, out, k, v, number, log_sum]) as living:
+        results = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, log_sum, number, number, tokens, key[2], 0.0, True, number, number
+        )
+        assert living.live_bytes == sum(result.nbytes for result in results) == q.nbytes + k.nbytes + v.nbytes
+        assert living.take_peak() == living.live_bytes + expected
+        assert living.take_peak() == living.live_bytes

@@ -145,7 +145,7 @@ def test_only_what_is_missing_travels() -> None:
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(2))
             for plan in ("zero1", "ddp", "zero3"):
-                ledger = engine._sharded.ledger
+                ledger = engine._sharded.parts.ledger
                 before = ledger.sent_bytes["all_to_all", "world"]
                 engine.reshard(plan)
                 sent.append(ledger.sent_bytes["all_to_all", "world"] - before)
@@ -167,8 +167,8 @@ def test_buffers_of_the_old_plan_wait_for_no_garbage_collection(preset: str) -> 
         with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(3))
             model.positions.weight.detach().clone()  # a read of a parameter at rest
-            old = {flat.name: weakref.ref(flat) for flat in engine._sharded.flats}
-            old["runner"] = weakref.ref(engine._sharded.runner)
+            old = {flat.name: weakref.ref(flat) for flat in engine._sharded.parts.flats}
+            old["runner"] = weakref.ref(engine._sharded.parts.runner)
             engine.reshard("zero1")
             left = [name for name, known in old.items() if known() is not None]
             world.barrier()  # collection is enabled again when all have looked

@@ -107,7 +107,7 @@ def sent_in_a_step(kind: str) -> list[tuple[int, dict[str, int]]]:
         with sw.shard(model, PLANS[kind], optimizer=optimizer, world=world) as engine:
             step(engine, kind)
             step(engine, kind)
-            ledger = engine._sharded.ledger
+            ledger = engine._sharded.parts.ledger
             ledger.clear()
             step(engine, kind)
             sent: Counter[str] = Counter()

@@ -49,7 +49,7 @@ def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]
             step()
             world.barrier()
             there = [one for one in gc.get_objects() if type(one) is Tensor]
-            there += [flat.full for flat in engine._sharded.flats if flat.full is not None]
+            there += [flat.full for flat in engine._sharded.parts.flats if flat.full is not None]
             world.barrier()
             living = LivingBytes(there)
             with living:

@@ -87,14 +87,8 @@ def outcome(plan: Mapping[str, Any]) -> Sequence[Any]:
     return run_ranks(NUM_RANKS, rank)
 
 
-@soak("some 200 plans")
-@pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=name_of)
-def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, int], tmp_path: Path) -> None:
-    plan = plan_of(row, tmp_path)
-    told = outcome(plan)
-    if isinstance(told[0], str):
-        assert told == [told[0]] * NUM_RANKS
-        return
+def assert_as_unsplit(told: Sequence[Any], plan: Mapping[str, Any]) -> None:
+    """What every rank says is what the plain model does."""
     torch.manual_seed(0)
     twin = unsplit(
         Decoder(tied=True),
@@ -109,9 +103,30 @@ def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, i
             torch.testing.assert_close(params[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("whole", [{"resident_below": 100}, {"rules": {"norms": NORMS}}])
+@soak("some 200 plans")
+@pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=name_of)
+def test_three_settings_train_as_the_plain_model_or_are_refused(row: dict[str, int], tmp_path: Path) -> None:
+    plan = plan_of(row, tmp_path)
+    told = outcome(plan)
+    if isinstance(told[0], str):
+        assert told == [told[0]] * NUM_RANKS
+        return
+    assert_as_unsplit(told, plan)
+
+
+ON_DISK = {"optim": 1.0, "optim_disk": 1.0, "param": 1.0, "param_disk": 1.0}
+WHOLE = pytest.mark.parametrize("whole", [{"resident_below": 100}, {"rules": {"norms": NORMS}}])
+
+
+@WHOLE
 def test_whole_parameters_do_not_lie_on_a_disk_with_their_states(whole: dict[str, Any], tmp_path: Path) -> None:
     """They were not updated on the device."""
-    shares = {"optim": 1.0, "optim_disk": 1.0, "param": 1.0, "param_disk": 1.0}
-    told = outcome({"preset": "zero3", "mesh": {"dp": 2}, "offload": shares, "disk": str(tmp_path), **whole})
+    told = outcome({"preset": "zero3", "mesh": {"dp": 2}, "offload": ON_DISK, "disk": str(tmp_path), **whole})
     assert all("on a disk both lie in one file" in one for one in told)
+
+
+@WHOLE
+def test_they_do_where_nothing_is_sharded(whole: dict[str, Any], tmp_path: Path) -> None:
+    """It was refused, as if the single rank along `dp` had a part of the states."""
+    plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 1}, "offload": ON_DISK, "disk": str(tmp_path), **whole}
+    assert_as_unsplit(outcome(plan), plan)

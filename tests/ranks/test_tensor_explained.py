@@ -56,7 +56,7 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
             for _ in range(3):
                 engine.backward(engine(tokens(0)))
                 engine.step()
-            ledger = engine._sharded.ledger
+            ledger = engine._sharded.parts.ledger
             ledger.clear()
             engine.backward(engine(tokens(0)))
             engine.step()

@@ -409,7 +409,7 @@ def test_ten_steps_equal_those_without_overlap() -> None:
                 for step in range(10):
                     engine.backward(engine(tokens(step).chunk(2)[world.rank // 2]))
                     engine.step()
-                sent = dict(engine._sharded.ledger.sent_bytes)
+                sent = dict(engine._sharded.parts.ledger.sent_bytes)
                 return {"params": engine.state_dict(), "sent": sent}
 
         return run_ranks(4, rank, **where)

@@ -166,7 +166,7 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
             narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
                 loss = engine(tokens(0))
-            ledger = engine._sharded.ledger
+            ledger = engine._sharded.parts.ledger
             ledger.clear()
             engine.backward(loss)
             return saved, ledger.sent_bytes["gather", "tp"]

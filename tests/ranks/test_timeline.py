@@ -34,7 +34,7 @@ def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
                 with engine.timeline(path):
                     engine.backward(engine(x, y))
                     engine.step()
-            planned = engine._sharded.runner.programs.program
+            planned = engine._sharded.parts.runner.programs.program
             return [str(action) for block in (*planned.micro_batch, *planned.step) for action in block.actions]
 
     planned = run_ranks(2, rank)
@@ -63,10 +63,10 @@ def test_nothing_is_recorded_outside(tmp_path: Path) -> None:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 3)).sum())
             engine.step()
-        assert not engine._sharded.timeline.events
+        assert not engine._sharded.parts.timeline.events
         with engine.timeline(tmp_path / "empty.json"):
             pass
-        assert not engine._sharded.timeline.events
+        assert not engine._sharded.parts.timeline.events
 
 
 def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> N
         with sw.shard(models[world.rank], plan, optimizer=adamw(models[world.rank]), world=world) as engine:
             with engine.timeline(path):
                 engine.train_step(torch.ones(3, 4), loss_fn=torch.sum)
-            layout = engine._sharded.pipeline.layout  # type: ignore[union-attr]
+            layout = engine._sharded.parts.pipeline.layout  # type: ignore[union-attr]
             return [f"{op.kind}{op.micro_batch}@{op.stage}" for op in layout.schedule.rows[world.rank]]
 
     rows = run_ranks(2, rank)
@@ -108,7 +108,7 @@ def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, mo
         with engine.timeline(tmp_path / "step.json"):
             engine.backward(engine(x, y))
             engine.step()
-        units = [unit.name for unit in engine._sharded.sharding.units]
+        units = [unit.name for unit in engine._sharded.parts.sharding.units]
     events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     for verb in ("read", "write"):
         expected = [f"{verb} {unit} states" for unit in units]

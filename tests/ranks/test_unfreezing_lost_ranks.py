@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import state as state_module
 from shardwise.elastic.loop_state import LoopState
-from shardwise.elastic.session import Session
+from shardwise.elastic.session import ElasticSession
 from shardwise.errors import FaultError
 from shardwise.unfreezing import Unfreezing
 from tests.ranks.test_unfreezing import adam_of_trained, frozen
@@ -119,9 +119,9 @@ class Dying:
             "check": (Unfreezing, "check", False),
             "down": (state_module, "move", False),
             "moved": (state_module, "move", True),
-            "images": (Session, "renew", False),
+            "images": (ElasticSession, "renew", False),
             "follow": (LoopState, "follow", False),
-            "done": (Session, "renew", True),
+            "done": (ElasticSession, "renew", True),
         }
         owner, name, is_after = functions[point]
         original = getattr(owner, name)

@@ -39,7 +39,7 @@ def test_units_of_ones_choice_train_like_the_plain_model(name: str, preset: str,
     model, data = Transformer(), batches(5, rows=12)
 
     def names(engine: sw.Engine) -> dict[str, Any]:
-        return {"units": [unit.name for unit in engine._sharded.sharding.units]}
+        return {"units": [unit.name for unit in engine._sharded.parts.sharding.units]}
 
     run = sharded_run(model, data, preset, num_ranks, None, units=units, after=names)
     assert set(expected) <= set(run.extra["units"])

@@ -268,7 +268,7 @@ def course_of(engine: sw.Engine, data: Iterable[Tensor], loss_of: Callable[[int,
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return Course(losses, full_params(engine), engine._sharded.sharding.meter.now["working"])
+    return Course(losses, full_params(engine), engine._sharded.parts.sharding.meter.now["working"])
 
 
 def mean_losses(courses: Sequence[Course]) -> list[float]:

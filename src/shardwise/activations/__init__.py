@@ -1,4 +1,9 @@
-"""Handling of the tensors that forwards save for backwards: kept, recomputed, or offloaded to the host or a disk."""
+"""Handling of the tensors that forwards save for backwards: kept, recomputed, or offloaded to the host or a disk.
+
+A unit's forward is wrapped inside its hooks, as for compilation: gathers and frees stay outside, a recomputation finds
+the unit gathered, and programs know nothing of it. Actions in the program cannot do this: only autograd knows which
+tensors a forward saves, how often it runs before its backward, and when the last of them is used.
+"""
 
 from shardwise.activations.choice import Treatment, Treatments, treatments_for
 from shardwise.activations.install import TreatedSites

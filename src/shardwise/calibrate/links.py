@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise import errors
 from shardwise.devices import Accelerator, RankDevice, TorchAccelerator
 from shardwise.errors import LaunchError
 from shardwise.tiers import pages
@@ -59,7 +60,7 @@ def between_ranks(num_bytes: int, *, shares_memory: bool) -> float:
             str(num_bytes),
             str(REPEATS),
         ]
-        here = str(Path(__file__).resolve().parents[2])
+        here = str(Path(errors.__file__).resolve().parents[1])
         paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
         environment = {**os.environ, "SHARDWISE_SHARED_MEMORY": "01"[shares_memory], "PYTHONPATH": paths}
         done = subprocess.run(

@@ -1,6 +1,9 @@
 """Checkpoints: sharded safetensors and a JSON index, published atomically, read by any mesh.
 
 The reading half is imported when it is first used, because few jobs resume and all would wait for the import.
+
+Every checkpoint lists which elements are in which file, so any mesh reads what another wrote; `engine.reshard` finds
+elements by the same functions, and sends them. An index is untrusted data, checked as a whole before any of it is used.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from the page cache, and reading it to its destination 37 more. Reading it into 
 up to 170 on a virtual machine whose host has to find these first, and then 45 for the sums, 26 for the copy to its
 destination, and the memory of a second shard. The page cache uses free memory, and gives it up on demand. If it cannot
 hold what a host's ranks read, the disk is read twice.
+
+From a cold cache, with fresh memory, a load took 577 ms where DCP took 387; read twice, 353 where it took 333.
 """
 
 from __future__ import annotations

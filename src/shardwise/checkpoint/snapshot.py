@@ -7,10 +7,16 @@ change them calls `wait`. (DataStates-LLM, arXiv:2406.10707, does this with ever
 hand meanwhile, through the optimizer's groups, torch's own counter of in-place changes shows it, and the checkpoint
 fails with an error instead of holding half of the change.
 
+Copied before `save(wait=False)` returned, everything took 13 ms of a stall of 26, on two ranks that copy 20 GB/s
+together, where a whole save takes 160: more than 5 % for the copy alone.
+
 [Note: copies of what is on a disk] Rows on a disk are there because memory has no room for them, so they are not
 copied: they are read while they are written into the checkpoint, window by window, one file after the other in the
 order in which a step updates them. A write to a file waits until that file has been read (`DiskRows.await_readers`); a
 step may read and update in memory meanwhile.
+
+Alternatives: new files for what a step writes meanwhile need the room of all states once more; copies that share
+extents (`FICLONE`) do not exist on ext4, and would be read all the same, for the checksums.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ is read once, in the order of its bytes, and the kernel is told what comes next,
 leave a fast disk idle. If a rank has more than one core, threads share the work: reading and summing release the
 interpreter.
 
+Of 153 ms of processor time for 132 MB from a disk, 57 are the kernel's copy into fresh memory (31 into warm memory, 80
+into fresh pages of 4 KiB), 46 zlib's checksums, 11 the copy to their places. Mapping the files would save a copy, but a
+file that is truncated meanwhile kills the process.
+
 [Note: known bytes] What has been checked and is read again, to its destination, is summed again only if it may have
 changed: if the page cache no longer has all of it, or the file has been written since. The sums are half of the cost of
 the second reading. Writes through a mapping of the file need not show in its times, but checkpoints are not written in

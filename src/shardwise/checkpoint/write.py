@@ -1,4 +1,8 @@
-"""Writes an image to disk at the disk's own speed, and computes its checksums on the way."""
+"""Writes an image to disk at the disk's own speed, and computes its checksums on the way.
+
+safetensors' own writer holds all bytes twice, and has neither slices nor direct I/O nor checksums on the way. Directly
+a disk was as fast as `dd`, through the cache between a fifth of that and all of it.
+"""
 
 from __future__ import annotations
 

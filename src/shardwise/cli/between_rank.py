@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from shardwise.cli.rank_words import RESULT
 from shardwise.launch.hosts.facts import interface_of
 from shardwise.listening import address_towards, listen_at
 
@@ -84,7 +85,7 @@ def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Ca
     dist.barrier()
     if rank == 0:
         rows = [row for other in range(num) for row in json.loads(store.get(f"rows {other}"))]
-        say(f"RESULT {json.dumps(rows)}")
+        say(f"{RESULT}{json.dumps(rows)}")
     dist.barrier()  # rank 0 hosts the store
     dist.destroy_process_group()
 

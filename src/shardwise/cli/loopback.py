@@ -19,10 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Protocol
 
+from shardwise.cli.rank_words import STARTED
+
 NUM_RANKS = 2
 RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.loopback_rank")
-STARTED = "started-"
-"""The prefix of the file that a rank creates when it has started and imported torch."""
 _NOT_CONNECTED = "the two processes did not connect in time"
 
 

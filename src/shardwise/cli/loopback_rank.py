@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from shardwise.cli.loopback import STARTED
+from shardwise.cli.rank_words import STARTED
 from shardwise.listening import listen_at
 
 LOOPBACK = "127.0.0.1"

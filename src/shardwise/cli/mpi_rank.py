@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.cli.mpi import RESULT, TROUBLE
+from shardwise.cli.rank_words import RESULT, TROUBLE
 from shardwise.comm.mpi.session import CURE, check_library, check_size, library, short_version
 from shardwise.errors import ShardwiseError
 from shardwise.process_rank import process_rank_of

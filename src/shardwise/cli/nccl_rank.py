@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from shardwise.cli.between_rank import choose_interface, open_store
 from shardwise.cli.nccl_facts import VARIABLE, obstacle
+from shardwise.cli.rank_words import RESULT
 from shardwise.cli.torch_facts import nccl_version
 from shardwise.launch.hosts.facts import interfaces
 
@@ -97,7 +98,7 @@ def attend(
     store.set(f"done {rank}", "")
     if rank == 0:
         store.wait([f"done {other}" for other in range(num)])  # this rank hosts the store
-        say(f"RESULT {json.dumps({'facts': facts, 'rows': [row for own in rows for row in own]})}")
+        say(f"{RESULT}{json.dumps({'facts': facts, 'rows': [row for own in rows for row in own]})}")
 
 
 if __name__ == "__main__":

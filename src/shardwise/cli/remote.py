@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.rank_words import RESULT
 from shardwise.units import format_bytes
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
@@ -62,7 +63,7 @@ def run_ranks(
         for rank, host in enumerate(hosts[1:], start=1):
             here = (str(rank), num, address, port_text, str(remote.timeout_seconds))
             processes.append(remote.start(host, module, *here, *last[rank]))
-        result = _line_after("RESULT ", processes[0])
+        result = _line_after(RESULT, processes[0])
         if result:
             return json.loads(result)
         is_late = time.monotonic() - started >= remote.timeout_seconds

@@ -26,6 +26,8 @@ from shardwise.comm.shm.neighbours import Neighbours
 from shardwise.comm.small import exchange
 from shardwise.comm.work import Pending, Work
 
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
+
 _SMALL_BYTES = 2**16
 """Sums among hosts with one rank each that are smaller than this take less time than handing them to another thread."""
 _SECOND = 1

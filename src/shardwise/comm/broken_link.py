@@ -1,4 +1,7 @@
-"""A broken link of this rank, until it is known whether the rank at the other end is alive."""
+"""A broken link of this rank, until it is known whether the rank at the other end is alive.
+
+Asking the launcher instead would need a launcher, and a report comes twice a second anyway.
+"""
 
 from __future__ import annotations
 

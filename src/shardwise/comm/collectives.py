@@ -86,7 +86,7 @@ class Collectives(Protocol):
 
     def synchronize(self) -> None:
         """Before code outside of the library reads what has come: block until what has been waited for is there, and
-        raise after a fault."""
+        raise after a fault: kernels that an abort ends leave garbage, and their waits do not fail."""
         ...
 
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:

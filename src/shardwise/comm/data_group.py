@@ -1,5 +1,9 @@
 """The data-parallel group of a rank: the ranks that train the same part of the model on other data. Also groups along
-other axes."""
+other axes.
+
+Whatever concerns all ranks with the same part of the model goes through it, never through "all ranks": initial values,
+buffers, the order of a backward, which rank writes buffers, the divisor of a length.
+"""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
+
 
 class _OneWay(NamedTuple):
     """The communicators of one line."""

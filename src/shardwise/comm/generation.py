@@ -1,98 +1,12 @@
-"""Generations of a world: who its members are, and how one generation follows another in the same processes.
-
-A process that an elastic launcher starts is a *member*, with a number that is never used again. A *generation* is an
-ordered list of members; their places in it are their ranks. All members agree on it, because only the launcher writes
-it. After a fault, or when members join or leave, those that are alive form the next generation.
-"""
+"""Generations of a `World`: see `regrouping.py`. And the names of what they leave in the folder of their host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
+from shardwise.comm import regrouping
+from shardwise.comm.world import World
 from shardwise.job_folder import BAD_BATCH, LEFT_OUT, RECORD_PATH
-
-if TYPE_CHECKING:
-    from shardwise.comm.world import World
 
 __all__ = ["BAD_BATCH", "LEFT_OUT", "RECORD_PATH", "Membership", "Regrouped"]
 
-
-@dataclass(frozen=True)
-class Regrouped:
-    """A generation that all its members have entered."""
-
-    world: World
-    """Of this generation; the old one is closed. `world.members` has the members' numbers, by rank."""
-    origins: tuple[int | None, ...]
-    """By rank: its rank in the generation before, `None` for a newcomer."""
-    lost: tuple[int, ...]
-    """Ranks of the generation before that are gone."""
-    reports: tuple[bytes, ...]
-    """By rank: the report that each passed to `regroup`; `b""` for a newcomer."""
-
-
-class Membership(Protocol):
-    """The membership of one process, by which it goes from one generation to the next. Used by the main thread."""
-
-    @property
-    def member(self) -> int:
-        """This process's number."""
-        ...
-
-    @property
-    def folder(self) -> Path | None:
-        """A folder in memory, shared by the host's processes, that outlives this process and is removed with the job.
-
-        `None` if there is none.
-        """
-        ...
-
-    @property
-    def arrival(self) -> Regrouped | None:
-        """For a newcomer: the generation that `World.join` entered; `None` for a member of the first generation."""
-        ...
-
-    @property
-    def least(self) -> int:
-        """The fewest ranks that the job continues with."""
-        ...
-
-    step: int
-    """Steps committed so far, for the launcher's reports. Set by the engine."""
-
-    def changes_wanted(self) -> bool:
-        """Whether a process waits to join or a member asks to leave. Sends nothing, and may differ between ranks for a
-        moment: ranks must agree on it, in a step's verdict, so that all call `regroup` at the same step boundary."""
-        ...
-
-    def leave(self, *, must_go: bool = False) -> None:
-        """Ask to leave at the next step boundary at which enough others remain: `changes_wanted` becomes true on all,
-        and the `regroup` that follows raises `TurnedAwayError` here, with `has_asked`. From any thread.
-
-        With `must_go` this process ends soon in any case: if the job cannot spare it, all ranks are asked to end.
-        """
-        ...
-
-    def needs_all(self) -> None:
-        """Declare that the training cannot continue without a rank: if one is lost, the launcher restarts all, from the
-        last checkpoint."""
-        ...
-
-    def regroup(self, world: World, report: bytes, *, lets_in: bool = True) -> Regrouped:
-        """Close `world` and enter the next generation. Every living member calls, after a fault, or once all have
-        agreed that changes are wanted. `report` is passed on to the others. Starts again if another member dies
-        meanwhile: all members have entered the generation that it returns.
-
-        Newcomers are admitted only if all callers pass `lets_in`. Otherwise `changes_wanted` is true from the start of
-        the new generation if a process waits to join, or if there are fewer ranks than the job needs. The members
-        should then call again soon, from a point where they can let others in.
-
-        Raises `TurnedAwayError` if the others continue without this rank, and `CommError` if no rank continues.
-        """
-        ...
-
-    def end(self, error: BaseException | None) -> None:
-        """This process has finished its part of the job, or raised `error`. Called by `World.close`."""
-        ...
+Membership = regrouping.Membership[World]
+Regrouped = regrouping.Regrouped[World]

@@ -34,6 +34,7 @@ from types import FrameType
 
 import torch
 
+from shardwise import errors
 from shardwise.comm.fault import Fault
 from shardwise.comm.group import Group
 from shardwise.comm.status import Entered, PassPath, Status, Track
@@ -51,13 +52,11 @@ _NUM_MARKED = 4
 FIRST_SIDE_TAG = 2**30
 """Tags from here on are those of `side_channel.py`. gloo's tags are not negative, and have 32 bits."""
 _TAGS = FIRST_SIDE_TAG - 1
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{Path(errors.__file__).parent}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
-_COLLECTIVES = tuple(
-    f"comm/{name}.py"
-    for name in ("pairwise", "between_hosts", "device_collectives", "small", "shm/collectives", "shm/buffers")
-)
+_MARK = "SENDS_FOR_ITS_CALLER"
+"""A module with this name sends for whoever calls it: a fault is explained by what its caller was about."""
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more
 _FRAMES_LOCK = threading.Lock()
@@ -342,9 +341,7 @@ def _call() -> str:
     """For a collective outside any program: the library function that the user called, such as `"save()"`. Only for
     people."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (
-        frame.f_code.co_filename.endswith(_COLLECTIVES) or frame.f_code.co_qualname == _EXCHANGE
-    ):
+    while frame is not None and (frame.f_globals.get(_MARK, False) or frame.f_code.co_qualname == _EXCHANGE):
         frame = frame.f_back
     return _outwards(frame)[0] or "exchange()"
 

@@ -1,5 +1,11 @@
-"""What is particular to NCCL, and to RCCL, which is NCCL for AMD's GPUs. Not run on a GPU yet; see
-docs/architecture.md.
+"""What is particular to NCCL, and to RCCL, which is NCCL for AMD's GPUs. Run by one rank, on one H200 (docs/gpus.md);
+not between GPUs.
+
+[Note: one host] There is no transport over CUDA IPC for the ranks of a host. Between GPUs NCCL maps the memory of its
+peers by itself; there is nothing to gain. Several ranks of one GPU, which NCCL refuses, are a set-up for tests, and
+there threads on streams of their own (`tests/device/one_device.py`) have the real allocator, too, and make what does
+not wait fail. Handles of torch's expandable segments, which the launcher sets, need `pidfd_getfd`, which containers
+refuse (pytorch#165685).
 
 [Note: aborts] Communicators that are aborted one after the other can wait for each other, since each abort waits for
 kernels that wait for a peer, which is aborting another one first (pytorch#119797). Torch groups aborts, as we do, but

@@ -11,6 +11,10 @@ bytes, over H hosts with the same number of ranks each,
     all_reduce       twice that
 
 however many ranks the hosts have. A ring over n ranks sends N / n x (n - 1), which is more.
+
+A leader on each host would do all of its sums and sending on one core and one connection. One connection between two
+ranks is enough: messages striped over several were measured between namespaces, and reached 0.95 of a link of 1 Gbit/s
+either way, and no more than the noise at 10 and 25.
 """
 
 from __future__ import annotations

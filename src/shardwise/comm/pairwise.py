@@ -23,6 +23,8 @@ from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
+
 
 class Transport(Protocol):
     """Messages between two ranks. Messages with equal tags are matched; one that is sent keeps its tensor until waited

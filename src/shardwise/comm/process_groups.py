@@ -1,6 +1,8 @@
 """Torch's process group functions, as far as collectives on devices need them: one small interface.
 
 Tests replace it by one that acts at once or at the last moment, where a device acts at some time in between.
+
+That tests the order of calls, and nothing about a driver, the time of a kernel, or NCCL itself.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
+
 Tensor = torch.Tensor
 SHORT_MESSAGE_BYTES = 64
 """What a short message takes with its length; longer ones are sent once their lengths are known."""

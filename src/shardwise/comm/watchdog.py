@@ -4,6 +4,8 @@ end.
 It wakes a few times a second, reads the journal, and posts a report on the board. While its rank waits it reads the
 reports of the ranks it waits for (`diagnosis.py` interprets them). The first watchdog to find a fault posts it on the
 board; every watchdog finds it there and cuts its rank's links, so that the blocked thread wakes and raises the fault.
+
+Heartbeats decide nothing: a process that is stopped for a minute looks like a dead one.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from shardwise.comm.nccl import NcclGroups, leave_errors_to_the_watch
 from shardwise.comm.on_hosts import even_local_size
 from shardwise.comm.pairwise import Nobody, Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups, TorchGroups
+from shardwise.comm.regrouping import Membership
 from shardwise.comm.shm import Neighbours, Shared
 from shardwise.comm.watchdog import Watchdog
 from shardwise.devices import RankDevice
@@ -46,7 +47,6 @@ from shardwise.process_rank import ProcessRank, process_rank_of
 from shardwise.weighing import mean_of
 
 if TYPE_CHECKING:
-    from shardwise.comm.generation import Membership
     from shardwise.comm.members.membership import Opening
 
 EVERYBODY = "world"
@@ -121,7 +121,7 @@ class World:
         """Whether this process has joined others that were training already."""
         self.is_arriving = False
         """Whether it is a newcomer that has not begun to train: its `barrier`, `any_rank` and `mean` are not sent."""
-        self.membership: Membership | None = None
+        self.membership: Membership[World] | None = None
         """The way to the next generation. `None` without an elastic launcher."""
         self.rank_device = RankDevice.cpu() if device is None else device
         """This rank's device, and what torch can be asked about it. Tensors on other devices cannot be sharded."""
@@ -221,7 +221,11 @@ class World:
         return world
 
     def belong(
-        self, generation: int, members: tuple[int, ...], membership: Membership, hosts: tuple[str, ...] = ()
+        self,
+        generation: int,
+        members: tuple[int, ...],
+        membership: Membership[World],
+        hosts: tuple[str, ...] = (),
     ) -> None:
         """Record that this world is a generation of an elastic job; `hosts` has each rank's host if it has several."""
         self.generation, self.members, self.membership = generation, members, membership
@@ -391,14 +395,25 @@ def _join_as_member(
     from shardwise.comm.members.channels import scope_of
     from shardwise.comm.members.joining import join_members
 
-    def make(opening: Opening, opened: Opened) -> World:
+    def begin(opening: Opening[World], opened: Opened, membership: Membership[World]) -> World:
         assert opened.transport is not None
         size = len(opening.members)
         seal = Seal.of(env).within(scope_of(opening.generation))
         watched = Watched.by(board_of(size, seal, timeout_seconds), timeout_seconds, patience_seconds)
-        return World(opening.rank, size, opened.transport, device=opened.device, watched=watched)
+        world = World(opening.rank, size, opened.transport, device=opened.device, watched=watched)
+        world.belong(opening.generation, opening.members, membership, opening.hosts)
+        if env is os.environ:
+            num_local = len(world.ranks_of_host)
+            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(num_local))
+        opening.watch_over(world)
+        try:
+            world.finish_joining(opened, timeout_seconds, shares_memory=shares_memory)
+        except (CommError, RuntimeError, OSError):
+            world.part()
+            raise
+        return world
 
-    return join_members(env, make, timeout_seconds, shares_memory=shares_memory)
+    return join_members(env, begin, timeout_seconds)
 
 
 def _goes_by_mpi(env: Mapping[str, str], process: ProcessRank, wish: str | None, *, owns: bool) -> bool:

@@ -359,6 +359,10 @@ class Plan(Strict):
     clip_grad_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"
     )
+    skip_nonfinite: bool = Field(
+        default=False,
+        description="leave out steps whose gradients are not finite, as fp16 always does; each step waits for the GPU",
+    )
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
     survive: Literal["host", "buddy", "checkpoint"] | None = Field(
         default=None,
@@ -398,6 +402,11 @@ class Plan(Strict):
         if wrong is not None:
             raise ConfigError(f"origin({path!r}): {wrong}")
         return "default"
+
+    @property
+    def takes_only_finite(self) -> bool:
+        """Whether steps whose gradients are not finite are left out."""
+        return self.skip_nonfinite or self.precision == "fp16"
 
     @property
     def has_activations_on_disk(self) -> bool:

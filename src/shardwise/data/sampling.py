@@ -4,6 +4,8 @@
 The batches of a run form one endless stream of *rows*. Step N is rows `N * batch_rows` up to `(N + 1) * batch_rows`,
 and a rank's share of a step is contiguous in it. An *order* computes the sample of a row without the rows before it. So
 the only state is the step number: a run resumes anywhere at no cost, on any number of ranks.
+
+Torch's `DistributedSampler` stores the permutation, and divides it by the world size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Batches of a stream, which can only be read in order: one thread reads it, on every rank, every row."""
+"""Batches of a stream, which can only be read in order: one thread reads it, on every rank, every row.
+
+Dividing its shards among ranks would make batches depend on the number of ranks.
+"""
 
 from __future__ import annotations
 

@@ -6,17 +6,17 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Held
+from shardwise.checkpoint import Held, Loaded
 from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan
-from shardwise.elastic.meshes import plan_on
-from shardwise.elastic.rebuild import rebuilt
+from shardwise.elastic.rebuild import plan_on, rebuilt
 from shardwise.elastic.reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
@@ -46,6 +46,25 @@ class Arrival:
     """For each optimizer, the class and state of its schedulers."""
     groups: list[dict[str, Any]]
     """Settings of the optimizers' parameter groups."""
+
+    def resumed(self, folder: Path, num_steps: int) -> Loaded | None:
+        """What `resume` returns here: the loop goes on where those of the others are, after `num_steps` steps, whether
+        they have saved or not."""
+        state = self.loop["state"]
+        if state is None:
+            return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
+        return Loaded(folder, num_steps, decode(state))
+
+
+class NeverSaved(dict[str, Any]):
+    """Empty; a lookup raises `StateError` with the reason."""
+
+    def __missing__(self, key: str) -> Any:
+        raise StateError(
+            f"This rank has joined a job that has not saved or resumed a checkpoint yet, so there is no "
+            f"state[{key!r}]. Read it with state.get(), or register its object with engine.remember(): ranks that join "
+            f"then receive its state without a checkpoint."
+        )
 
 
 def arrive(

@@ -89,7 +89,7 @@ class Layout:
     @classmethod
     def of(cls, sharded: ShardedModel, label: int, folder: Path | None, meter: CopyMeter) -> Layout:
         """The layout of a sharded model, with images, which are empty before `survival.begin`."""
-        flats, world = sharded.flats, sharded.world
+        flats, world = sharded.parts.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
         own = folder if any(kept_axes(spec) for spec, _ in specs) else None
         kept_by: Keepers = ()
@@ -99,7 +99,7 @@ class Layout:
         if any(keeper is not None for keeper in kept_by):
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
             copies = Copies(world, kept_by, own, names, meter)
-        survival = Survival(flats, sharded.optimizer, own, _file_name(label, world.rank), copies)
+        survival = Survival(flats, sharded.parts.optimizer, own, _file_name(label, world.rank), copies)
         still = {
             slot.name: flat.param_piece(index)
             for flat in flats

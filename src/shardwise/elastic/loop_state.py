@@ -69,7 +69,7 @@ class LoopState:
 
     def follow(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
-        self._optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
+        self._optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
         """They have their settings also while the model is not sharded, between two attempts to recover."""
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ class LoopState:
         for optimizer, theirs in zip(self._optimizers, schedules, strict=True):
             for scheduler, state in matched(_outermost(optimizer), [(name, decode(state)) for name, state in theirs]):
                 scheduler.load_state_dict(state)
-        added = self._sharded.optimizer.added.keys() if self._sharded.optimizer is not None else set()
+        added = self._sharded.parts.optimizer.added.keys() if self._sharded.parts.optimizer is not None else set()
         known = (group for group in self._groups() if not added & set(group["params"]))
         for group, settings in zip(known, groups, strict=True):  # a group that its loop has added just now is its own
             group.update(settings)

@@ -77,12 +77,12 @@ def _log_survival(sharded: ShardedModel, why: str) -> None:
 
 
 def _specs(sharded: ShardedModel) -> list[FlatSpec]:
-    return [flat.spec for flat in sharded.flats]
+    return [flat.spec for flat in sharded.parts.flats]
 
 
 def _num_states(sharded: ShardedModel) -> int:
     """States per parameter, of its size: the optimizer's present ones, or two, as Adam has, before its first step."""
-    optimizer = sharded.optimizer
+    optimizer = sharded.parts.optimizer
     found = [len(optimizer.raw_state_of(piece)) for piece in optimizer.pieces] if optimizer is not None else []
     return max(found, default=0) or 2
 
@@ -93,7 +93,7 @@ def _why_not(sharded: ShardedModel, membership: Membership) -> str:
     if why := why_no_images(sharded.mesh, specs):
         return why
     shards = any(kept_axes(spec) for spec in specs)
-    if sharded.sharding.device.type != "cpu":
+    if sharded.parts.sharding.device.type != "cpu":
         return "parameters are on an accelerator, whose memory is lost with its process"
     if sharded.disk is not None:
         return "parameters or states are kept on disk"
@@ -104,9 +104,9 @@ def _why_not(sharded: ShardedModel, membership: Membership) -> str:
 
 
 def _of_optimizer(sharded: ShardedModel) -> str:
-    if sharded.optimizer is None:
+    if sharded.parts.optimizer is None:
         return "there is no optimizer"
-    for member in sharded.optimizer.members:
+    for member in sharded.parts.optimizer.members:
         narrow = {group.get("state_dtype", "fp32") for group in member.param_groups} - {"fp32"}
         if isinstance(member, Cooperative) and narrow:
             return f"the optimizer keeps its states in {', '.join(sorted(narrow))}"

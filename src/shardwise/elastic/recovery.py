@@ -1,7 +1,7 @@
 """Recovery after a fault: the state after the last step that all ranks completed, sharded over the survivors.
 
 All survivors arrive here at about the same time, from any point of a step. If another one dies meanwhile, recovery
-starts again. `session.py` describes when it happens.
+starts again. `session.py` describes when it happens, and `iterations.py` counts what becomes void by it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from torch import nn
 
 from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import encode
@@ -23,7 +19,8 @@ from shardwise.comm import World
 from shardwise.comm.generation import LEFT_OUT, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.copies import CopyMeter
-from shardwise.elastic.image_space import make_images, share_wishes
+from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
+from shardwise.elastic.iterations import Iterations
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.outside import Outside
@@ -33,7 +30,7 @@ from shardwise.elastic.reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
-from shardwise.sharded_model import Progress, ShardedModel
+from shardwise.sharded_model import ShardedModel
 from shardwise.state import Former
 
 _CODE_FAULTS = ("contradiction", "deadlock")
@@ -43,8 +40,6 @@ _log = logging.getLogger("shardwise")
 
 class Host(Protocol):
     """The engine, as far as recovery uses it."""
-
-    module: nn.Module
 
     def wait_for_copy(self) -> None:
         """Block until no memory of this rank is being copied for a checkpoint."""
@@ -79,104 +74,134 @@ class Replanned:
     model: Former
 
 
-class Recovery(ABC):
-    """One rank's record of its iterations, and its way from one world to the next."""
+class Loop(Protocol):
+    """A loop whose calls of the model are intercepted."""
 
-    def __init__(self, host: Host, sharded: ShardedModel, membership: Membership, arrival: Arrival | None) -> None:
-        """See `Session`."""
+    def wrap(self, sharded: ShardedModel) -> None:
+        """Go on with `sharded`, and intercept its calls."""
+        ...
+
+    def unwrap(self) -> None:
+        """Stop intercepting them."""
+        ...
+
+
+class Recovery:
+    """One rank's images of its state, and its way from one world to the next.
+
+    `loop` is intercepted, `arrival` what a rank that joins has received from the others.
+    """
+
+    def __init__(
+        self, host: Host, loop: Loop, sharded: ShardedModel, membership: Membership, arrival: Arrival | None
+    ) -> None:
         self._host = host
+        self._loop = loop
         self._membership = membership
         self._sharded = sharded
-        self._world = sharded.world
-        self.plan = sharded.plan
-        self.recovered_seconds: list[float] = []
+        self.world = sharded.world
+        self._plan = sharded.plan if arrival is None else arrival.plan
+        self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
-        self._version = self._begun = 0
-        self._iterations = {0: 0}
-        """The iteration that produced each of the last two versions of the state."""
-        self._num_steps = {0: sharded.progress.num_steps}
-        """The steps taken until each of these versions."""
-        self._is_open = False
-        """Whether an iteration has begun and not ended."""
-        self._void_after = self._void_until = 0
-        """Iterations after the first and up to the second are void."""
-        self._ended_anywhere = 0
-        """The last iteration that any rank had ended when ranks regrouped."""
-        self._quiet = QuietMode()
-        self._outside = Outside()
-        self._num_layouts = 0
-        self._changes_wanted = False
-        self._num_left_out = len(_left_out(self._membership.folder))
-        """Batches skipped so far, those before this rank joined included."""
-        self._is_edited = False
-        """Whether the loop has changed parameters or states by hand since the last version."""
-        self._is_left = False
-        """Whether the others continue without this rank, or none can continue."""
-        if arrival is not None:
-            self._num_layouts, self._version = arrival.label, arrival.version
-            self._begun = arrival.void_until - 1  # the others are about to begin the last void iteration
-            self._void_after, self._void_until = arrival.void_after, arrival.void_until
-            self._iterations = {arrival.version: arrival.void_after}
-            self._num_steps = {arrival.version: sharded.progress.num_steps}
-            self.plan = arrival.plan
+        self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
         self.loop_state = LoopState(sharded)
+        self.quiet = QuietMode()
+        self.outside = Outside()
+        self.changes_wanted = False
+        """Whether ranks want to join or leave, as all of them know."""
+        self.is_left = False
+        """Whether the others continue without this rank, or none can continue."""
+        self.is_edited = False
+        """Whether the loop has changed parameters or states by hand since the last version."""
+        self._num_left_out = len(_left_out(membership.folder))
+        """Batches skipped so far, those before this rank joined included."""
+        self.copy_meter = CopyMeter()
+        self._num_layouts = 0 if arrival is None else arrival.label
+        self._layout: Layout
         self._former: Layout | None = None
         """The layout to return to until the present one is complete on all ranks."""
         self._former_model: Former | None = None
         """The model, while it is taken down."""
         self._replanned: Replanned | None = None
         """While memory is planned again."""
-        self.copy_meter = CopyMeter()
-        self._layout: Layout
         self._make_layout(sharded)
         self._complete_label = self._num_layouts
-        self._survival.begin(self._version)
-
-    @abstractmethod
-    def _wrap(self) -> None:
-        """Intercept the loop's calls of the present model."""
-
-    @abstractmethod
-    def _unwrap(self) -> None:
-        """Stop intercepting them."""
+        self.survival.begin(self.iterations.version)
 
     @property
-    def _survival(self) -> Survival:
+    def survival(self) -> Survival:
+        """Keeps the images of the present layout."""
         assert self._layout.survival is not None
         return self._layout.survival
 
-    def is_void(self) -> bool:
-        """Whether the open iteration is void: see [Note: iterations]."""
-        return self._is_open and self.was_void()
+    def join(self) -> None:
+        """On a rank that has joined: the last exchange of the recovery in which it has."""
+        self._share_change_wishes("recovered")
+        self.quiet.enter(self._sharded)
 
-    def was_void(self) -> bool:
-        """Whether the iteration begun last is void, also after its end."""
-        return self._void_after < self._begun <= self._void_until
+    def close(self, error: BaseException | None) -> None:
+        """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
+        do until all ranks have closed."""
+        is_end = error is None and not self.is_left
+        if is_end:
+            self.quiet.leave()
+        for layout in (self._former, self._layout):
+            if layout is None or layout.survival is None:
+                continue
+            if is_end:
+                layout.leave(self.world)
+            else:
+                layout.survival.close(removes=False)
 
-    def is_undone(self, iteration: int) -> bool:
-        """Whether a completed iteration has become void: see [Note: the commit]."""
-        return self._void_after < iteration <= self._void_until
+    # -- versions of the state ------------------------------------------------------------------------------
 
-    @property
-    def begun(self) -> int:
-        """The number of iterations begun."""
-        return self._begun
+    def commit(self, *, awaits_updates: bool) -> None:
+        """Make the step that was just taken a version that all ranks can return to, once all have reported it. See
+        [Note: the commit] and [Note: reads between steps] in `session.py`."""
+        iterations, num_steps = self.iterations, self._sharded.progress.num_steps
+        if awaits_updates or self.survival.copies is None:
+            self._sharded.parts.runner.gathering.await_updates()
+        self.survival.await_copies()
+        iterations.next_version(iterations.begun, num_steps)
+        images = self.survival.image
+        refusal = why_no_space(lambda: self.survival.complete(iterations.version))
+        self._share_change_wishes("commit", refusal)
+        if self.survival.image is not images:
+            warn_if_scarce(self._layout.folder, self.world)
+        self.survival.follow(iterations.version)
+        self._membership.step = num_steps
 
-    @property
-    def may_be_undone(self) -> bool:
-        """Whether a step can be undone after it has ended."""
-        return self._survival.copies is not None
+    def take_edits(self) -> None:
+        """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
+        if not self.is_edited:
+            return
+        iterations = self.iterations
+        try:
+            self.survival.await_copies()
+            if self.survival.copies is not None:
+                iterations.next_version(iterations.made[iterations.version], self._sharded.progress.num_steps)
+            self.survival.begin(iterations.version)
+        except CommError as error:
+            self.recover(error)
+        self.is_edited = False
 
-    @property
-    def progress(self) -> Progress:
-        return self._sharded.progress
+    def plan_again(self) -> None:
+        """Plan memory for what was unfrozen. If a rank is lost meanwhile, the others recover, and plan later."""
+        sharded = self._sharded
+        try:
+            self.survival.await_copies()  # then the images have all of the layout that is given up
+            self._replanned = Replanned(self._layout.label, Former.of(sharded))
+            sharded.progress.replan()
+        except CommError as error:
+            if sharded.is_taken_down and self._sharded is sharded:
+                assert self._replanned is not None
+                self._former_model, self._layout.flats = self._replanned.model, []
+            self.recover(error)
+        self._replanned = None
 
-    @property
-    def bytes_for_survival(self) -> tuple[int, int]:
-        """Of this rank's images, and of the copies that it keeps: see `Survival`."""
-        return self._survival.image_bytes, self._survival.kept_bytes
+    # -- from one world to the next -------------------------------------------------------------------------
 
-    def _recover(self, error: CommError | None) -> None:
+    def recover(self, error: CommError | None) -> None:
         """Continue with another set of ranks: after a fault, or without one where ranks join or leave, at the beginning
         of an iteration.
 
@@ -187,11 +212,11 @@ class Recovery(ABC):
         lets_in = error is None
         while True:
             if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE_FAULTS):
-                self._is_left = True
+                self.is_left = True
                 if isinstance(error, TurnedAwayError):
                     self._host.turned_away()
                 raise error
-            if self._is_edited:
+            if self.is_edited:
                 raise StateError(
                     "A rank was lost after parameters or states were changed by hand, or a checkpoint was resumed, "
                     "and before the next forward, so there is no copy of their present values. Start again from the "
@@ -203,59 +228,52 @@ class Recovery(ABC):
             except CommError as another:
                 error = another
         seconds = time.perf_counter() - started
-        self.recovered_seconds.append(seconds)
-        if self._world.rank == 0:
+        self.seconds.append(seconds)
+        if self.world.rank == 0:
             _log.warning(
                 "Going on with %d ranks after step %d, %.0f ms after this was found: %s",
-                self._world.size,
+                self.world.size,
                 self._sharded.progress.num_steps,
                 seconds * 1e3,
                 str(error).partition("\n")[0] if error is not None else "ranks have joined or left",
             )
 
     def _regroup_and_restore(self, error: CommError | None, *, lets_in: bool) -> None:
-        self._changes_wanted = False
-        self._quiet.leave(error)
+        self.changes_wanted = False
+        self.quiet.leave(error)
         for layout in (self._former, self._layout):
             if layout is not None and layout.survival is not None:
                 layout.survival.await_copies() if error is None else layout.survival.end_copies()
         reports = self._regroup(lets_in=lets_in)
         layouts = [one for one in (self._layout, self._former) if one is not None]
-        layout, version, readers = choose(layouts, reports, self._world)
-        self._set_void_iterations([one for one in reports if one is not None], version)
-        self._leave_out_what_failed(self._num_steps[version])
+        layout, version, readers = choose(layouts, reports, self.world)
+        told = [one for one in reports if one is not None]
+        self.iterations.return_to(version, told)
+        self.outside.hear(told)
+        self._leave_out_what_failed(self.iterations.num_steps[version])
         assert layout.survival is not None
         layout.survival.bring(version)
-        mine = [rank for rank, reader in readers.items() if reader == self._world.rank]
+        mine = [rank for rank, reader in readers.items() if reader == self.world.rank]
         images = {rank: layout.images_of(rank) for rank in mine}
         for rank in mine if layout.flats else ():
             layout.complete(rank, images[rank], version)
         self._check_agreement(layout, version, readers)
-        self._version = version
-        self._sharded.progress.num_steps = self._num_steps[version]
-        self._lay_out(layout, layout.held(self._world.rank, readers, images, version), version)
+        self.iterations.version = version
+        self._sharded.progress.num_steps = self.iterations.num_steps[version]
+        self._lay_out(layout, layout.held(self.world.rank, readers, images, version), version)
         self._undo_ended_iteration()
-        if self.is_void():
+        if self.iterations.is_void():
             self.loop_state.note_settings()
-
-    def _set_void_iterations(self, reports: Sequence[Report], version: int) -> None:
-        """Note which iterations are void when all return to `version`, and the results that other ranks report."""
-        self._void_after = next(one.iterations[version] for one in reports)
-        begun = max(one.begun for one in reports)
-        self._void_until = begun if begun > self._void_after else 0
-        self._ended_anywhere = max(one.ended for one in reports)
-        self._outside.hear(reports)
 
     def _undo_ended_iteration(self) -> None:
         """If an iteration that has ended here is void now, restore what it began with. This happens when a host dies
-        before the copies on other hosts have the last step. Void ones before it changed nothing."""
-        first = self._void_after + 1
-        undone = min((one for one in self._iterations.values() if one >= first), default=first)
-        is_of_before = first < self._begun or not self._is_open
-        if not (first <= self._void_until and is_of_before):
+        before the copies on other hosts have the last step."""
+        iterations = self.iterations
+        undone = iterations.ended_and_undone()
+        if undone is None:
             return
-        is_inside = self._is_open and self.loop_state.iteration == self._begun
-        if self.loop_state.go_back(undone) and not is_inside:  # else `_end_void` does that
+        is_inside = iterations.is_open and self.loop_state.iteration == iterations.begun
+        if self.loop_state.go_back(undone) and not is_inside:  # else the end of the void iteration does that
             self.loop_state.restore()
             self._sharded.progress.num_void += 1
 
@@ -264,7 +282,7 @@ class Recovery(ABC):
         steps = _left_out(self._membership.folder)
         if num_steps in steps[self._num_left_out :]:
             self._host.leave_out(num_steps)
-            if self._world.rank == 0:
+            if self.world.rank == 0:
                 _log.warning("The batch after step %d is skipped: it failed on more than one rank.", num_steps)
         self._num_left_out = len(steps)
 
@@ -276,12 +294,12 @@ class Recovery(ABC):
             for one in layouts
             if one.survival is not None
         }
-        began, ended = self._begun, self._begun - self._is_open
+        own = self.iterations
         report = Report(
-            began, ended, self._iterations, self._complete_label, steps, self._outside.results, self._num_layouts
+            own.begun, own.ended, own.made, self._complete_label, steps, self.outside.results, self._num_layouts
         )
-        regrouped = self._membership.regroup(self._world, report.message(), lets_in=lets_in)
-        self._world = regrouped.world
+        regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
+        self.world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)
         if self._former is not None:
             self._former = self._former.regrouped(regrouped.origins)
@@ -296,13 +314,13 @@ class Recovery(ABC):
             "label": self._num_layouts,
             "of": layout.label,
             "version": version,
-            "void_after": self._void_after,
-            "void_until": self._void_until,
+            "void_after": self.iterations.void_after,
+            "void_until": self.iterations.void_until,
         }
         there = [rank for rank, origin in enumerate(layout.ranks) if origin is not None]
-        if self._world.rank == there[0] and len(there) < self._world.size:
-            sent["came"] = self._for_newcomers(layout, readers, self._num_steps[version])
-        check_agreement(self._world, sent, there)
+        if self.world.rank == there[0] and len(there) < self.world.size:
+            sent["came"] = self._for_newcomers(layout, readers, self.iterations.num_steps[version])
+        check_agreement(self.world, sent, there)
 
     def _for_newcomers(self, layout: Layout, readers: dict[int, int], num_steps: int) -> dict[str, Any]:
         sharded = self._sharded
@@ -314,7 +332,7 @@ class Recovery(ABC):
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
-            "precision": self.plan.precision,
+            "precision": self._plan.precision,
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
             "trained": trained.facts(),
@@ -330,32 +348,32 @@ class Recovery(ABC):
         self._former, layout.flats = layout, []
         former = self._former_model = self._model_of(layout)
         take_down(self._sharded)
-        self._unwrap()
-        self._sharded = sharded = rebuilt(former, self.plan, held, self._world)
-        self._wrap()
+        self._loop.unwrap()
+        self._sharded = sharded = rebuilt(former, self._plan, held, self.world)
+        self._loop.wrap(sharded)
         self._former_model = self._replanned = None
         self._make_layout(sharded)
-        self._survival.begin(version)
+        self.survival.begin(version)
         self._complete_label = self._layout.label
-        self._host.take_over(self._world, sharded)
+        self._host.take_over(self.world, sharded)
         self.loop_state.follow(sharded)
         self._share_change_wishes("recovered")
         self._former.remove()
         self._former = None
-        self._quiet.enter(self._sharded)
+        self.quiet.enter(self._sharded)
 
     def renew(self, sharded: ShardedModel) -> None:
         """The same ranks have changed the model's plan. All ranks call."""
         self._former = self._layout  # to return to, until the new one is complete on all ranks
         self._former.flats = []
         self._num_layouts += 1
-        self._sharded, self.plan = sharded, sharded.plan
+        self._sharded, self._plan = sharded, sharded.plan
         self._make_layout(sharded)
-        self._survival.begin(self._version)
+        self.survival.begin(self.iterations.version)
         self.loop_state.follow(sharded)
-        self._wrap()
+        self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
-        self._world.exchange(b"", "images")
+        self.world.exchange(b"", "images")
         self._former.remove()
         self._former = None
 
@@ -373,12 +391,12 @@ class Recovery(ABC):
         def make() -> None:
             self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
 
-        make_images(self._world, make)
+        make_images(self.world, make)
 
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,
         and that none has a `refusal`, which all raise."""
-        self._changes_wanted = share_wishes(self._world, subject, refusal, wants=self._membership.changes_wanted())
+        self.changes_wanted = share_wishes(self.world, subject, refusal, wants=self._membership.changes_wanted())
 
 
 def _left_out(folder: Path | None) -> list[int]:

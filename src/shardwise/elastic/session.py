@@ -33,46 +33,57 @@ that averages weights: see `_recover_read`. But what was read before it is not r
 the commit waits for the gathers, and a fault is noticed there by all ranks. Whether a loop has such code is not known
 before the second commit, so the first one always waits. So do all commits without copies on other hosts (one host, or
 `survive: host`): the ranks could not return to the step before if one is lost with its part of an update.
+
+[Note: batches of steps that are undone] A step can be undone after it has ended (see [Note: the commit]). A loop that
+follows its engine, by a loader or by `engine.num_steps` and `weigh`, then passes its batch again. For other loops the
+last batch that `train_step` was given is kept here, and that step is repeated before anything else.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree
 
+from shardwise.access import refuse_to_arriving
 from shardwise.checkpoint import Loaded
-from shardwise.checkpoint.codec import decode
 from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
-from shardwise.elastic.image_space import warn_if_scarce, why_no_space
-from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
-from shardwise.elastic.recovery import Host, Recovery, Replanned
-from shardwise.elastic.whole_steps import WholeSteps
+from shardwise.elastic.recovery import Host, Recovery
 from shardwise.errors import CommError, ConfigError
-from shardwise.micro_batches import LossFunction, mean_loss, micro_batches
+from shardwise.micro_batches import LossFunction
 from shardwise.precision import Norm
 from shardwise.runtime.tolerant import Tolerant
 from shardwise.sharded_model import ShardedModel
-from shardwise.state import Former
-from shardwise.training import require_whole_step
+from shardwise.training import Session
 
 Result = TypeVar("Result")
-_log = logging.getLogger("shardwise")
 _CANNOT_SKIP = (
     "bad_batch: skip needs loaders that can skip a batch, and no loader with samples by index follows this engine. Use "
     "sw.data.Loader(..., world=engine.data_ranks) with a source that has a length, or remove bad_batch."
 )
 
 
-class Session(Recovery):
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of the last step."""
+
+    batch: Any
+    target: Any
+    loss_fn: LossFunction | None
+    iteration: int
+
+
+class ElasticSession(Session):
     """Intercepts a loop's calls of model, engine and optimizers. `close()` it."""
 
     def __init__(
@@ -80,67 +91,56 @@ class Session(Recovery):
     ) -> None:
         """`arrival` is what a rank that joins has received from the others. They are in a recovery then, whose last
         exchange this call takes part in."""
-        super().__init__(host, sharded, membership, arrival)
-        self._shown_steps: int | None = None
-        """See [Note: ended elsewhere]."""
-        self._must_follow = self.plan.bad_batch == "skip"
-        if self._must_follow and membership.folder is not None:
-            (membership.folder / BAD_BATCH).write_text("skip")
-        self._reads_params = False
-        self._is_first_commit = True
-        self._whole_steps = WholeSteps(self)
-        self._arrival = arrival
-        self.is_arriving = self._world.is_arriving = arrival is not None
-        """Whether this rank has joined, and not begun an iteration yet. The others made the exchanges of that part of
-        the loop before it joined."""
-        self._noted_fault: CommError | None = None
-        """A fault that a backward has noticed, not recovered from yet."""
+        super().__init__(sharded)
+        self._host = host
         self._model = sharded.model
         self._call: Callable[..., Any] = sharded.model._call_impl
-        self._steps = PlainSteps(sharded.optimizer.members if sharded.optimizer is not None else (), self._plain_step)
-        self._wrap()
+        self.recovery = Recovery(host, self, sharded, membership, arrival)
+        self._iterations, self._loop_state = self.recovery.iterations, self.recovery.loop_state
+        self._quiet = self.recovery.quiet
+        self._arrival = arrival
+        self.is_arriving = sharded.world.is_arriving = arrival is not None
+        self._must_follow = sharded.plan.bad_batch == "skip"
+        if self._must_follow and membership.folder is not None:
+            (membership.folder / BAD_BATCH).write_text("skip")
+        self._shown_steps: int | None = None
+        """See [Note: ended elsewhere]."""
+        self._is_first_commit, self._reads_params = True, False
+        """See [Note: reads between steps]."""
+        self._noted_fault: CommError | None = None
+        """A fault that a backward has noticed, not recovered from yet."""
+        self._last: _Arguments | None = None
+        """See [Note: batches of steps that are undone]."""
+        members = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
+        self._steps = PlainSteps(members, self._plain_step)
+        self.wrap(sharded)
         if arrival is not None:
-            self._share_change_wishes("recovered")
-            self._quiet.enter(self._sharded)
-
-    def _before_update(self) -> None:
-        self._host.wait_for_copy()
-        self._survival.before_change()
-
-    def note_edit(self) -> None:
-        """The loop changes parameters or states by hand, on all ranks."""
-        self._is_edited = True
+            self.recovery.join()
 
     @property
     def num_steps(self) -> int:
-        return self._sharded.progress.num_steps if self._shown_steps is None else self._shown_steps
+        return super().num_steps if self._shown_steps is None else self._shown_steps
 
-    def close(self, error: BaseException | None = None) -> None:
-        """With an `error`, or if the others continue without this rank, its images stay: the others need them. So they
-        do until all ranks have closed."""
-        self._unwrap()
-        self._steps.close()
-        if error is None and not self._is_left:
-            self._quiet.leave()
-        for layout in (self._former, self._layout):
-            if layout is None or layout.survival is None:
-                continue
-            if error is None and not self._is_left:
-                layout.leave(self._world)
-            else:
-                layout.survival.close(removes=False)
+    def was_void(self) -> bool:
+        return self._iterations.was_void()
 
-    def _wrap(self) -> None:
+    # -- interception ---------------------------------------------------------------------------------------
+
+    def wrap(self, sharded: ShardedModel) -> None:
         """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
+        self.sharded = sharded
         self._model.__dict__["_compiled_call_impl"] = self._forward
-        sharded = self._sharded
         sharded.before_update = self._before_update
-        sharded.runner.let_report(Tolerant(sharded.runner, self._note_fault))
+        sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
 
-    def _unwrap(self) -> None:
+    def unwrap(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)
+
+    def _before_update(self) -> None:
+        self._host.wait_for_copy()
+        self.recovery.survival.before_change()
 
     def _note_fault(self, error: CommError) -> None:
         self._noted_fault = error
@@ -149,20 +149,25 @@ class Session(Recovery):
         """Recover, if a backward has noticed a fault."""
         error, self._noted_fault = self._noted_fault, None
         if error is not None:
-            self._recover(error)
+            self.recovery.recover(error)
 
     def _recover_read(self, error: CommError) -> bool:
         """Recover, after code between two steps has met `error` when it read a parameter. Inside an iteration it must
         raise: what it has computed so far would be of another."""
-        if self._is_open or self._is_left:
+        if self._iterations.is_open or self.recovery.is_left:
             return False
         self._recover_outside(error)
         return True
 
-    # -- what a loop calls ------------------------------------------------------------------------------
+    def _recover_outside(self, error: CommError) -> None:
+        self.recovery.recover(error)
+        if not self._iterations.is_open:
+            self._take_last_again()
+
+    # -- what a loop calls ----------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not self._is_open:
+        if torch.is_grad_enabled() and not self._iterations.is_open:
             self._begin()
         while True:
             self._handle_noted_fault()
@@ -174,206 +179,213 @@ class Session(Recovery):
                     output = self._call(*args, **kwargs)
                 return _with_grads(output) if grads else output
             except CommError as error:
-                self._recover(error)
+                self.recovery.recover(error)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        if self.is_void():
+        if self._iterations.is_void():
             return
         try:
-            self._sharded.backward(loss, weight)
+            self.sharded.backward(loss, weight)
         except CommError as error:
-            self._recover(error)
+            self.recovery.recover(error)
         self._handle_noted_fault()
 
     def step(self, is_last: bool | None = None) -> Norm | None:
         """The gradient norm; nan for a void step."""
         self._handle_noted_fault()
-        if self.is_void():
-            if not self.progress.micro_steps.end(self.plan.accumulate, is_last=is_last):
+        if self._iterations.is_void():
+            if not self.sharded.progress.micro_steps.end(self.sharded.plan.accumulate, is_last=is_last):
                 return None
             return self._end_void()
         try:
             with self._steps.inside():
-                norm = self._sharded.step(is_last)
+                norm = self.sharded.step(is_last)
             if norm is None:
                 return None
             self._commit()
         except CommError as error:
-            taken = self._sharded.progress.num_steps
-            self._recover(error)
-            if self.is_void():
+            taken = self.sharded.progress.num_steps
+            self.recovery.recover(error)
+            if self._iterations.is_void():
                 return self._end_void(taken)
-            norm = self._sharded.progress.gradient_norm
-        self._end()
+            norm = self.sharded.progress.gradient_norm
+        self._iterations.end()
         return norm
 
     def _plain_step(self, step: Callable[[], Result], *, is_last: bool) -> Result | None:
         """`optimizer.step()`, called without the engine; the last of several optimizers ends the iteration."""
         self._handle_noted_fault()
-        if not self._is_open:  # no forward since the last step: nothing to repeat
+        if not self._iterations.is_open:  # no forward since the last step: nothing to repeat
             return step()
         result, taken = None, 0
-        if not self.is_void():
+        if not self._iterations.is_void():
             try:
                 with self._steps.inside():
                     result = step()
                 if is_last:
                     self._commit()
             except CommError as error:
-                taken = self._sharded.progress.num_steps
-                self._recover(error)
+                taken = self.sharded.progress.num_steps
+                self.recovery.recover(error)
         if is_last:
-            self._end_void(taken) if self.is_void() else self._end()
+            self._end_void(taken) if self._iterations.is_void() else self._iterations.end()
         return result
-
-    def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """See `Engine.forward_backward`."""
-        sharded = self._sharded
-        require_whole_step(sharded)
-        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        losses = []
-        for part in parts:
-            loss = part.loss(self._model(*part.args, **part.kwargs), loss_fn)
-            self.backward(loss, part.weight)
-            losses.append(loss.detach())
-        self.progress.micro_steps.are_all_run = True
-        return mean_loss(losses, parts)
-
-    def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """See `Engine.train_step`. A void step is repeated with the same batch."""
-        return self._whole_steps.train(batch, target, loss_fn)
 
     def clip(self, max_norm: float, norm_type: float) -> Norm:
         self._handle_noted_fault()
-        if not self.is_void():
+        if not self._iterations.is_void():
             try:
-                return self._sharded.gradients.clip(max_norm, norm_type)
+                return self.sharded.parts.gradients.clip(max_norm, norm_type)
             except CommError as error:
-                self._recover(error)
+                self.recovery.recover(error)
         return math.nan
 
-    def outside(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
-        """Call `work`, in which ranks communicate outside a step. A result that `is_small` is kept for ranks that a
-        fault keeps from getting theirs; others: see [Note: large results] in `outside.py`."""
-        self._shown_steps = None
-        self._handle_noted_fault()
-        confirm = None if is_small else lambda: self._world.exchange(b"", "read")
-        return self._outside.call(self._begun, work, confirm, self._recover_outside)
+    def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+        """A void step is repeated with the same batch."""
+        draws = isinstance(batch, Iterator)
+        while True:
+            progress = self.sharded.progress
+            before = progress.num_void
+            now = list(islice(batch, self.sharded.plan.accumulate)) if draws else batch
+            loss = super().train(now, target, loss_fn)
+            is_followed = progress.weighing.is_used  # then the loader reads the step's data again
+            if progress.num_void == before:
+                self._last = self._remembered(now, target, loss_fn)
+                return loss
+            if is_followed and not draws:
+                return loss
+            self._take_last_again()
 
-    def _recover_outside(self, error: CommError) -> None:
-        self._recover(error)
-        if not self._is_open:
-            self._whole_steps.take_again()
+    def _take_last_again(self) -> None:
+        """Repeat the last step, if it was undone."""
+        given = self._last
+        if given is None or not self._iterations.is_undone(given.iteration):
+            return
+        settings = self._loop_state.settings()
+        while True:
+            before = self.sharded.progress.num_void
+            super().train(given.batch, given.target, given.loss_fn)
+            if self.sharded.progress.num_void == before:
+                break
+        self._last = replace(given, iteration=self._iterations.begun)
+        if settings is not None:  # schedulers have counted that step already, or are about to
+            settings.restore()
 
-    # -- iterations -------------------------------------------------------------------------------------
+    def _remembered(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> _Arguments | None:
+        """A copy of the arguments, since a loop may refill its batch. `None` if the step cannot be undone, or if the
+        loop would pass the batch again."""
+        if self.recovery.survival.copies is None or self.sharded.progress.weighing.is_used:
+            return None
+        batch, target = _pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (batch, target))
+        return _Arguments(batch, target, loss_fn, self._iterations.begun)
+
+    def _plan_memory(self) -> None:
+        """At the first forward instead, where a lost rank can be made up for: see `Recovery.plan_again`."""
+
+    # -- iterations -----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         if self._must_follow and not self._host.can_leave_out():
             raise ConfigError(_CANNOT_SKIP)
         self._must_follow = False
-        self._begun += 1
-        self._is_open, self._shown_steps = True, None
-        self.is_arriving = self._world.is_arriving = False
+        recovery, iterations = self.recovery, self._iterations
+        iterations.begin()
+        self._shown_steps = None
+        self.is_arriving = recovery.world.is_arriving = False
         if self._arrival is not None:
-            self.loop_state.load(self._arrival.groups, self._arrival.schedules)
+            self._loop_state.load(self._arrival.groups, self._arrival.schedules)
             self._arrival = None
-        self.progress.micro_steps.begin_step()
-        self._outside.begin()
-        self._take_edits()
-        while self._changes_wanted:  # the batch was read for the former world: the iteration is void
-            self._recover(None)
-        if self._quiet.is_on and self._begun > self._void_until:
+        self.sharded.progress.micro_steps.begin_step()
+        recovery.outside.begin()
+        recovery.take_edits()
+        while recovery.changes_wanted:  # the batch was read for the former world: the iteration is void
+            recovery.recover(None)
+        if self._quiet.is_on and iterations.begun > iterations.void_until:
             self._quiet.leave()
-        if not self._quiet.is_on and self._sharded.unfreezing.can_plan:
-            self._plan_again()
-        self._num_steps[self._version] = self._sharded.progress.num_steps
-        self.loop_state.restore_settings()
-        self.loop_state.take(self._begun, keeps_last=self._survival.copies is not None)
-        if self.is_void():
-            self.loop_state.note_settings()
-
-    def _plan_again(self) -> None:
-        """Plan memory for what was unfrozen. If a rank is lost meanwhile, the others recover, and plan later."""
-        sharded = self._sharded
-        try:
-            self._survival.await_copies()  # then the images have all of the layout that is given up
-            self._replanned = Replanned(self._layout.label, Former.of(sharded))
-            sharded.progress.replan()
-        except CommError as error:
-            if sharded.is_taken_down and self._sharded is sharded:
-                assert self._replanned is not None
-                self._former_model, self._layout.flats = self._replanned.model, []
-            self._recover(error)
-        self._replanned = None
-
-    def _take_edits(self) -> None:
-        """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
-        if not self._is_edited:
-            return
-        try:
-            self._survival.await_copies()
-            if self._survival.copies is not None:
-                self._next_version(self._iterations[self._version])
-            self._survival.begin(self._version)
-        except CommError as error:
-            self._recover(error)
-        self._is_edited = False
-
-    def _end(self) -> None:
-        """End an iteration whose step is complete."""
-        self._is_open = False
-
-    def loaders_of_others(self) -> list[Any]:
-        """The positions of the others' loaders, received when this rank joined. Returned only once."""
-        return [] if self._arrival is None else self._arrival.loop.pop("loaders", [])
-
-    def resumed(self, folder: Path) -> Loaded | None:
-        """What `resume` returns on a rank that has joined: its loop continues where those of the others are, whether
-        they have saved or not."""
-        state = None if self._arrival is None else self._arrival.loop["state"]
-        num_steps = self._sharded.progress.num_steps
-        if state is None:
-            return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
-        return Loaded(folder, num_steps, decode(state))
-
-    def _end_void(self, taken: int = 0) -> Norm | None:
-        """`taken` are the steps taken with this one, if it was complete here until it was undone."""
-        self._sharded.zero_grad()
-        if self._begun >= self._void_until:
-            self._quiet.leave()
-        self.loop_state.restore()
-        self._is_open = False
-        self._sharded.progress.num_void += 1
-        if not taken or self._begun > self._ended_anywhere:
-            return math.nan
-        self._shown_steps = taken
-        return self._sharded.progress.gradient_norm
+        if not self._quiet.is_on and self.sharded.parts.unfreezing.can_plan:
+            recovery.plan_again()
+        iterations.num_steps[iterations.version] = self.sharded.progress.num_steps
+        self._loop_state.restore_settings()
+        self._loop_state.take(iterations.begun, keeps_last=recovery.survival.copies is not None)
+        if iterations.is_void():
+            self._loop_state.note_settings()
 
     def _commit(self) -> None:
         """See [Note: the commit] and [Note: reads between steps]."""
-        gathering = self._sharded.runner.gathering
-        self._reads_params = self._reads_params or gathering.was_read
-        if self._reads_params or self._is_first_commit or self._survival.copies is None:
-            gathering.await_updates()
+        self._reads_params = self._reads_params or self.sharded.parts.runner.gathering.was_read
+        self.recovery.commit(awaits_updates=self._reads_params or self._is_first_commit)
         self._is_first_commit = False
-        self._survival.await_copies()
-        self._next_version(self._begun)
-        images = self._survival.image
-        refusal = why_no_space(lambda: self._survival.complete(self._version))
-        self._share_change_wishes("commit", refusal)
-        if self._survival.image is not images:
-            warn_if_scarce(self._layout.folder, self._world)
-        self._survival.follow(self._version)
-        self._membership.step = self._sharded.progress.num_steps
 
-    def _next_version(self, iteration: int) -> None:
-        """Count a new version of the state, produced by `iteration`; only the version before can be returned to."""
-        before, self._version = self._version, self._version + 1
-        self._iterations = {before: self._iterations[before], self._version: iteration}
-        self._num_steps = {before: self._num_steps[before], self._version: self._sharded.progress.num_steps}
+    def _end_void(self, taken: int = 0) -> Norm | None:
+        """`taken` are the steps taken with this one, if it was complete here until it was undone."""
+        self.sharded.zero_grad()
+        if self._iterations.begun >= self._iterations.void_until:
+            self._quiet.leave()
+        self._loop_state.restore()
+        self._iterations.end()
+        self.sharded.progress.num_void += 1
+        if not taken or self._iterations.begun > self._iterations.ended_anywhere:
+            return math.nan
+        self._shown_steps = taken
+        return self.sharded.progress.gradient_norm
+
+    # -- between steps --------------------------------------------------------------------------------------
+
+    def asking(
+        self, work: Callable[[], Result], *, alone: Callable[[], Result] | None = None, is_small: bool = True
+    ) -> Result:
+        """Results that are not small: see [Note: large results] in `outside.py`."""
+        if self.is_arriving and alone is not None:
+            return alone()
+        self._shown_steps = None
+        self._handle_noted_fault()
+        confirm = None if is_small else lambda: self.recovery.world.exchange(b"", "read")
+        return self.recovery.outside.call(self._iterations.begun, work, confirm, self._recover_outside)
+
+    def before_change(self) -> None:
+        if self.is_arriving:
+            refuse_to_arriving("a change of values")
+        self.recovery.is_edited = True
+
+    def resume(self, folder: Path, read: Callable[[], Loaded | None]) -> Loaded | None:
+        """A rank that has joined reads nothing."""
+        if self.is_arriving and self._arrival is not None:
+            return self._arrival.resumed(folder, self.sharded.progress.num_steps)
+        found = read()
+        self.recovery.is_edited = self.recovery.is_edited or found is not None
+        return found
+
+    def loaders_of_others(self) -> list[Any]:
+        return [] if self._arrival is None else self._arrival.loop.pop("loaders", [])
+
+    def renew(self, sharded: ShardedModel) -> None:
+        super().renew(sharded)
+        self.recovery.renew(sharded)
+
+    # -- what it costs, and the end -------------------------------------------------------------------------
+
+    @property
+    def bytes_for_survival(self) -> tuple[int, int]:
+        survival = self.recovery.survival
+        return survival.image_bytes, survival.kept_bytes
+
+    @property
+    def cost_of_copies(self) -> dict[str, float]:
+        meter = self.recovery.copy_meter
+        return asdict(meter) if meter.num_copies else {}
+
+    def finish_updates(self) -> None:
+        """If a rank is lost here, the others end: this rank needs nothing more."""
+        with suppress(CommError):
+            super().finish_updates()
+
+    def close(self, error: BaseException | None = None) -> None:
+        self.unwrap()
+        self._steps.close()
+        self.recovery.close(error)
 
 
-Session._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
+ElasticSession._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
 
 
 def _with_grads(output: Any) -> Any:

@@ -43,8 +43,8 @@ class TrainedParams:
         added: set[nn.Parameter] = set()
         if former is not None:
             members, added = former.optimizers, set(former.added)
-        elif sharded.optimizer is not None:
-            members, added = sharded.optimizer.members, set(sharded.optimizer.added)
+        elif sharded.parts.optimizer is not None:
+            members, added = sharded.parts.optimizer.members, set(sharded.parts.optimizer.added)
 
         def listed(group: dict[str, Any]) -> list[str] | None:
             return None if added.intersection(group["params"]) else [names[param] for param in group["params"]]

@@ -2,6 +2,10 @@
 
 [Note: every rank takes part] Every rank of the axis enters each all-to-all, even one without tokens or whose experts
 receive none. Its output then still depends on its parameters, so that its backward joins the collectives of the others.
+
+The module's own forward runs, so its activations, biases and clamps need no code here, and gradients of the weights
+stay on the token's rank. Experts that are modules in a list are refused: a forward that calls them one by one knows
+each result before the next call, so ranks would compute one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from shardwise.placement import Span
 
 Tensor = torch.Tensor
 EXPERT_LOAD = 1.5
-"""The load of a rank's experts that a rehearsal assumes, as a multiple of an even share of the tokens."""
+"""The load of a rank's experts that a rehearsal assumes, as a multiple of an even share of the tokens. The worst case,
+all tokens of all ranks, overestimates by the number of ranks, and would be useless for planning."""
 
 
 class DispatchedExperts:

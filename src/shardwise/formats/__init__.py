@@ -1,6 +1,8 @@
 """Reads and writes checkpoints of other libraries: Hugging Face, torch DCP, DeepSpeed; and inspects checkpoints.
 
 Names are imported on first use, so that sharding a model does not wait for these formats.
+
+`formats` is below the engine, which streams a live model through the same writers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Initial values: deferred models, models on the meta device, weights in files."""
+"""Initial values: deferred models, models on the meta device, weights in files.
+
+Files are read by `pread`, not mapped: pages of a mapping count as the process's memory.
+"""
 
 from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.deferred import is_deferred
 from shardwise.init.first_values import FirstValues, Wishes, device_for
 from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
-from shardwise.init.recorder import deferred_init
+from shardwise.init.recorder import deferred_init, end_recording
 
 __all__ = [
     "Building",
@@ -17,6 +20,7 @@ __all__ = [
     "check_same_settings",
     "deferred_init",
     "device_for",
+    "end_recording",
     "is_deferred",
     "materialize",
 ]

@@ -68,6 +68,7 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
 
     A `model` that was built inside another `deferred_init` may be passed, to be changed before `shard`. One inside
     another is part of it: parameters refuse to be computed with, and buffers get their values, when the outer one ends.
+    `shard` ends it where it stands: what is built after it in the same `with` has memory at once.
 
     Any rank may call; there is no communication. Raises `ModelError` for operations that cannot be deferred.
     """
@@ -89,6 +90,13 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
             recorder.finish()
         raise
     recorder.finish()
+
+
+def end_recording() -> None:
+    """End the `deferred_init` of this thread, if it is in one, as leaving the context does."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _Operations) and not mode.has_ended:
+            mode.end()
 
 
 class Recorder:
@@ -148,6 +156,7 @@ class Recorder:
             fill(storage, origin)
         for param in waiting:
             defer(param)
+        self._storages.clear()
 
     def tensor(self, like: Tensor, device: torch.device) -> tuple[Tensor, Origin]:
         """A tensor with the geometry of `like` but without memory, and its history, still empty."""
@@ -167,6 +176,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._recorder = recorder
         self.is_paused = False
+        self.has_ended = False
+        """Whether operations are executed until the context is left."""
+
+    def end(self) -> None:
+        self.is_paused = self.has_ended = True
+        self._recorder.building.close()
+        self._recorder.finish()
 
     def __torch_dispatch__(
         self,
@@ -252,13 +268,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 def _recording_of_this_thread() -> Recorder | None:
     """The recording that is under way."""
     modes = _get_current_dispatch_mode_stack()
-    return next((mode._recorder for mode in modes if isinstance(mode, _Operations)), None)
+    return next((mode._recorder for mode in modes if isinstance(mode, _Operations) and not mode.has_ended), None)
 
 
 class _MemoryReads(TorchFunctionMode):
     """Gives values to functions that read or copy memory without dispatching an operation."""
 
-    READS = (Tensor.numpy, Tensor.tolist, Tensor.__dlpack__, Tensor.__reduce_ex__)
+    SHOWS = (Tensor.__repr__, Tensor.__format__)
+    READS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, *SHOWS)
 
     def __init__(self, operations: _Operations) -> None:
         super().__init__()
@@ -278,7 +295,8 @@ class _MemoryReads(TorchFunctionMode):
         if func in self.READS and origin_of(args[0]) is not None:
             self._operations.is_paused = True  # the values are really computed
             try:
-                args = (values_of(args[0]), *args[1:])
+                values = values_of(args[0])
+                args = (values.requires_grad_(args[0].requires_grad) if func in self.SHOWS else values, *args[1:])
             finally:
                 self._operations.is_paused = False
         return func(*args, **(kwargs or {}))

@@ -5,6 +5,10 @@ an `Origin`: all operations that wrote to it, in order, with their inputs, and f
 generator. To compute one storage, only the operations that it depends on are replayed: backwards from its last write to
 an operation that overwrites all of it, and the same for their inputs. So a rank computes only the parameters of which
 it keeps a part, bit for bit as the plain constructor does, whatever was drawn before or in between.
+
+Recording below autograd, on ordinary CPU tensors, needs no rules for `.data`, views and casts, and parameters stay the
+same objects. Random operations run once while recording, because the state of a generator cannot be known without
+drawing; so recording takes the plain constructor's time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Hugging Face Accelerate on our engine: `Accelerator(plan="zero3")` instead of accelerate's own class.
 
-`prepare` shards a model in place instead of wrapping it, and the optimizer updates this rank's pieces. Batches,
-trackers and metrics are handled by accelerate as usual.
+`prepare` shards a model in place instead of wrapping it, and the optimizer updates this rank's pieces. Batches and
+metrics are handled by accelerate as usual; what is logged also goes to the engine's run record. Saving and loading are
+collective, and ranks that do not save meet the others as `accelerate_coordination.py` says.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +25,9 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate_batches import BatchSharingAccelerator, ranks_per_batch
 from shardwise.integrations.accelerate_coordination import Coordination
-from shardwise.integrations.accelerate_logging import LoggingAccelerator
-from shardwise.integrations.accelerate_saving import SavingAccelerator
+from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.model_patches import (
+    engine_folder,
     is_prepared,
     param_ids,
     patch_zero_grad,
@@ -46,7 +48,7 @@ from shardwise.integrations.plans import (
 from shardwise.process_rank import process_rank_of
 
 
-class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator):
+class Accelerator(BatchSharingAccelerator):
     """Accelerate's `Accelerator` whose `prepare` shards models by `plan`: a preset's name, a file, a dict or a `Plan`.
 
     `prepare`, `clip_grad_norm_`, `get_state_dict`, `save_state`, `load_state` and `free_memory` are collective: all
@@ -60,10 +62,15 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
     Raises `ConfigError` for a plan with pipeline stages (axis `pp`), and for plugins of other engines.
     """
 
+    _optimizers: list[Any]
+    """accelerate's own list, of what it has prepared."""
+
     default_plan: PlanLike = "zero3"
     """The plan if `plan` is not given."""
     num_made: ClassVar[int] = 0
     """The number of instances that this process has created."""
+    main_process_reads_alone: ClassVar[bool] = False
+    """Whether the main process may read sharded models alone after `wait_for_everyone`, as unmodified scripts do."""
 
     def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
@@ -183,15 +190,15 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
             self._shard([], [optimizer])
             device_placement = False
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if any(engine.scaler is not None for engine in self._engines.values()):
+        if any(engine.plan.takes_only_finite for engine in self._engines.values()):
             self._report_overflow(prepared)
         return prepared
 
     def _report_overflow(self, prepared: AcceleratedOptimizer) -> None:
-        """In fp16: lets schedulers see which steps were skipped."""
+        """Lets schedulers see which steps were skipped."""
 
         def note(*_: object) -> None:
-            norms = [engine.gradient_norm for engine in self._engines.values() if engine.scaler is not None]
+            norms = [engine.gradient_norm for engine in self._engines.values() if engine.plan.takes_only_finite]
             prepared._is_overflow = any(norm is not None and not math.isfinite(norm) for norm in norms)
 
         prepared.optimizer.register_step_post_hook(note)
@@ -288,6 +295,105 @@ class Accelerator(LoggingAccelerator, SavingAccelerator, BatchSharingAccelerator
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
+
+    # -- saving and loading -----------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The whole state dict of a prepared model, on the CPU of rank 0; `{}` on the others. Collective."""
+        engine = self._engines.get(model)
+        if engine is None:
+            return super().get_state_dict(model, unwrap)
+        if self._coordination.is_saving:
+            return self._coordination.placeholder
+        self._coordination.release()
+        return engine.state_dict(rank_0_only=True)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """See accelerate. Models and optimizers go into the subfolder `shardwise/`, which any number of ranks can load.
+
+        The main process may call it alone; the other ranks join at their next `accumulate`. Hooks also get sharded
+        models, which are whole on each rank while the hooks run.
+        """
+
+        def save() -> Any:
+            with self._plain_optimizers():
+                hook = self.register_save_state_pre_hook(self._coordination.remove_placeholders)
+                try:
+                    return super(Accelerator, self).save_state(output_dir, safe_serialization, **kwargs)
+                finally:
+                    hook.remove()
+
+        return self._coordination.synchronize(save, has_hooks=bool(self._save_model_state_pre_hook))
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """See accelerate. Raises `ConfigError` for a folder that was written by plain Accelerate."""
+        if self._engines and input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            if folder.is_dir() and not (folder / STATE_FOLDER).is_dir():
+                raise ConfigError(
+                    f"{folder} was not saved by this Accelerator: it has no {STATE_FOLDER}/. Load its weights into the "
+                    f"model before prepare(), and its optimizer states with optimizer.load_state_dict()."
+                )
+        self._coordination.release()
+        with self._plain_optimizers():
+            hook = self.register_load_state_pre_hook(self._load_engines)
+            try:
+                super().load_state(input_dir, load_kwargs, **kwargs)
+            finally:
+                hook.remove()
+
+    @contextmanager
+    def _plain_optimizers(self) -> Iterator[None]:
+        """Inside, accelerate sees only the optimizers without an engine."""
+        optimizers = self._optimizers
+        sharded = {id(param) for model in self._engines for param in model.parameters()}
+        self._optimizers = [one for one in optimizers if not sharded & param_ids(one)]
+        try:
+            yield
+        finally:
+            self._optimizers = optimizers
+
+    def _load_engines(self, models: list[nn.Module], folder: str) -> None:
+        """The last pre-hook of loading. Loads the models with engines, and leaves the others to accelerate."""
+        models[:] = [model for model in models if model not in self._engines]
+        for number, engine in enumerate(self._engines.values()):
+            if engine.resume(engine_folder(folder, number)) is None:
+                raise StateError(f"{folder} has no checkpoint of model {number}; was it saved with fewer models?")
+
+    # -- ranks that wait for each other -----------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """See accelerate."""
+        if self._coordination.is_saving or self.keeps_engines:
+            super().wait_for_everyone()
+            return
+        if self.num_processes > 1:
+            self._coordination.synchronize()
+        super().wait_for_everyone()
+        if self.main_process_reads_alone:
+            self._coordination.allow_reading_alone()
+
+    @property
+    def is_main_process(self) -> bool:
+        """See accelerate."""
+        self._coordination.read()
+        return bool(super().is_main_process)
+
+    # -- logging ----------------------------------------------------------------------------------------
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """See accelerate. Called by all ranks, or by the main process alone.
+
+        If the plan has `run`, the numbers also go to its record and trackers, at the engine's step: as kind `step` for
+        the first call after a step of the first model, as `validation` if the names begin with `eval_` or `val_`, and
+        as `log` otherwise.
+        """
+        super().log(values, step, {} if log_kwargs is None else log_kwargs)
+        logging = self._coordination.logging
+        if logging is not None and not self.keeps_engines and logging.engine.world.rank == 0:
+            logging.add(values)
 
     # -- the end ----------------------------------------------------------------------------------------
 

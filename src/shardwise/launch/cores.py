@@ -1,4 +1,10 @@
-"""Which cores and which device each rank of a host gets. Pure."""
+"""Which cores and which device each rank of a host gets. Pure.
+
+Memory is not bound (`numactl --membind`, as in DeepSpeed's launcher): the kernel allocates on the node of the core that
+writes a page first, and a rank writes its own shards; bound, a full node would kill a rank while others have room.
+Shares are whole physical cores: Linux on x86 numbers all first hardware threads before all second ones, so consecutive
+numbers would give two ranks the same cores.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The cores of this host by NUMA node, socket and physical core, and its NVIDIA GPUs, as the kernel lists them.
 
 Needs no torch and no driver library, because the launcher's part on a host has neither.
+
+CUDA's order of different GPU models is not in these files, and a wrong guess would be worse than none.
 """
 
 from __future__ import annotations

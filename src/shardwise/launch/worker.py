@@ -75,10 +75,12 @@ def _run(arguments: list[str]) -> None:
 
 def _import_before_joining() -> None:
     """In an elastic job, import what the first optimizer needs before `World.join`: it takes seconds, and from then on
-    the other ranks wait for this one."""
+    the other ranks wait for this one. If they are training already, a whole step is warmed up."""
     if "SHARDWISE_MEMBER" in os.environ:
         importlib.import_module("torch._dynamo")
         importlib.import_module("shardwise.elastic.session")
+        if int(os.environ.get("SHARDWISE_FIRST_ANNOUNCEMENT", "0")):  # others are training already
+            importlib.import_module("shardwise.launch.warm_up").warm_up()
 
 
 def _print_no_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

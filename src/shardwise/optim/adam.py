@@ -6,6 +6,9 @@ stochastically, up with a probability equal to the fraction that is cut off, whi
 memory; Kahan summation would take two more bytes per parameter (both: arXiv:2010.06192). The first moment, with beta1 =
 0.9, is rounded to nearest. The random bits are a hash of parameter, element and step, so that copies of a state stay
 equal, a resumed run continues identically, and a sharded run rounds like a plain one. 8-bit states: see `quantize.py`.
+
+Narrow states leave a rank in fp32 (checkpoints, changes of plan): another mesh would cut the blocks of 8-bit codes, and
+no other software could read them.
 """
 
 from __future__ import annotations

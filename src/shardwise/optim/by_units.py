@@ -8,6 +8,9 @@ closures see one step. Values that an optimizer keeps in its groups, such as a s
 are attributes of it are restored before each of them, so that it counts once. Units for which the optimizer asks for
 norms, whole matrices or whole parameters are left to the step that the loop asked for (`updates_by_unit` in
 `program/spec.py`).
+
+So nothing has to be undone after an overflow or for a clipped norm. Muon's pieces travel to the device, where products
+are fast, and the results back; states never leave the host.
 """
 
 from __future__ import annotations

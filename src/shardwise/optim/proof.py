@@ -8,6 +8,9 @@ no condition of the step can either. What is left are conditions on what is no t
 shapes. So the trials go on to the counts that settings and code name, change the learning rate, and have parameters
 with the dimensions of the model's, small and large. And pieces are compared with whole parameters all the same, because
 an update may be scaled by a shape.
+
+There is no way to overrule the finding: what it refuses works with `ddp`, and anything else would be wrong without a
+word.
 """
 
 from __future__ import annotations

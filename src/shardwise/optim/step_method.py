@@ -52,7 +52,8 @@ def replaced_step(member: torch.optim.Optimizer, take: Take) -> types.MethodType
 
 class StepGuard:
     """Knows what a step of `member` calls: `before` it changes anything, and `when_raised` if it raises, because torch
-    calls no hook after such a step.
+    calls no hook after such a step: its groups would list pieces until the next one, and an update on the host would
+    leave its gradients and settings to it.
 
     A step that calls a closure looks `before` up afterwards, because a forward in the closure may have planned anew,
     and the optimizer is then adopted by another plan's parts.

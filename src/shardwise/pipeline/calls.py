@@ -5,6 +5,9 @@ output to all, so that every rank returns what the unsplit model does, and code 
 generates, runs on every rank as it is. So all ranks of a pipeline have to make the same calls. Each is preceded by a
 meeting that compares them, and so is the end. Shapes may change from call to call: layouts travel with tensors.
 What is called may also be a module in the model that has all stages: peft's `generate` calls the model that it wraps.
+
+The alternative, one rank that drives the others, saves a broadcast of the logits per token, but then code around the
+model runs on one rank, and the others have to interpret its orders.
 """
 
 from __future__ import annotations

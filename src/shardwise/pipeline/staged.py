@@ -6,6 +6,8 @@ the stage return stand-ins for what they have returned on their own stage; resul
 because modules of the stage are called with the received tensors whatever the forward passes to them. What the stage
 returns must not depend on stand-ins, say through a skip connection: see [Note: stand-ins]. The first module after the
 stage is not called: its arguments are the stage's output, and the forward ends there with an `EndOfForward` exception.
+
+Calling blocks one after the other instead would need code for each model that computes something beside its blocks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from shardwise.config import Offload, Plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.placement.place import Tier
-from shardwise.placement.presets import ruled_tables, table_for
+from shardwise.placement.presets import resident_table, ruled_tables, table_for
 from shardwise.placement.table import Table
 
 
@@ -153,8 +153,9 @@ def check_offload(plan: Plan, mesh: Mesh, sizes: Sequence[UnitNumel] | None = No
             f"offload.param_disk is {asked.param_disk:g}, but parameters are {table.param} and states {table.optim}, "
             f"and on a disk both lie in one file. Take a preset that shards parameters, such as zero3, or leave it out."
         )
-    apart = [f"rule {name!r}" for name, one in ruled_tables(plan, mesh).items() if one.param.shard != one.optim.shard]
-    apart += ["resident_below"] if plan.resident_below else []
+    ruled = {f"rule {name!r}": one for name, one in ruled_tables(plan, mesh).items()}
+    ruled |= {"resident_below": resident_table(plan, mesh)} if plan.resident_below else {}
+    apart = [name for name, one in ruled.items() if one.on(mesh).param.shard != one.on(mesh).optim.shard]
     if asked.param_disk and apart:  # updates on the disk would not reach the copies
         raise ConfigError(
             f"offload.param_disk is {asked.param_disk:g}, but {apart[0]} has parameters sharded otherwise than their "

@@ -61,6 +61,8 @@ PRESETS = {
     "hpz": Preset(TWO, BOTH, LOCAL, BOTH, BOTH, "ZeRO++ secondary shard (arXiv:2306.10209)"),
     "offload": Preset(DP, COPY, COPY, HOST, HOST, "ZeRO-Offload (arXiv:2101.06840): ZeRO stage 2, updated on the host"),
     "zero3-offload": Preset(DP, SHARD, SHARD, HOST, HOST, "ZeRO stage 3 with offload_optimizer, updated on the host"),
+    # Parameters stay off the disk unless a row or a budget says so. With Adam in bf16 a step moves 24 bytes for each
+    # parameter's states and master weight; parameters there would add 4, and 4 more for each micro-batch.
     "infinity": Preset(DP, SHARD, SHARD, HOST, DISK, "ZeRO-Infinity (arXiv:2104.07857): zero3-offload, states on disk"),
 }
 

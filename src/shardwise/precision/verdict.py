@@ -20,6 +20,9 @@ whether some are left to reduce, whether buffers changed) is known to the hosts,
 one byte if nothing has changed since the last one. The norm stays on the device until its value is needed
 (`LateFloat`), and gradients are clipped there. Only what the device alone knows is read at once, in one read: whether
 fp16 has overflowed, and whether a buffer on the device has changed.
+
+One read of the sum in each step would be simpler, but the device idles then from the last kernel of the backward until
+the host has queued the update. `tests/ranks/test_host_waits.py` counts waits by call site.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class Agreeing:
 class Verdict:
     """The verdict of one step at a time, over the trainable flat buffers of one model.
 
-    `must_know_norm` is for fp16, where the norm decides whether the step is taken. `complete` is called before the norm
+    With `must_know_norm` the norm decides whether the step is taken. `complete` is called before the norm
     is computed, when all gradients are due.
     """
 
@@ -168,7 +171,7 @@ class Verdict:
         assert vector.numel() == verdict_numel(len(touched))
         squared = vector[0]
         for due, copies in due_parts(self._flats):
-            own = _sum_of_squares(due, self._dtype)
+            own = sum_of_squares(due, self._dtype)
             squared += own if copies == 1 else own / copies
         return vector
 
@@ -196,7 +199,7 @@ class Verdict:
         return together
 
 
-def _sum_of_squares(due: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_of_squares(due: Tensor, dtype: torch.dtype) -> Tensor:
     """In `dtype`. Torch's norm of a narrower tensor on the host adds one element after the other: of 16 M in bf16 it is
     off by 3e-4, and takes five times as long as widening slices that stay in the cache."""
     if due.device.type != "cpu" or due.dtype == dtype or not due.numel():

@@ -206,7 +206,11 @@ def fills_grad(flat: FlatSpec) -> bool:
 
 
 def step_gradients(flat: FlatSpec) -> Actions:
-    """From where gradients wait to what the update reads. Nothing, if that is the same."""
+    """From where gradients wait to what the update reads. Nothing, if that is the same.
+
+    In the step, also in a pipeline, whose last backwards could hide it: else `due` would exist before the step for some
+    flat buffers, and a second `forward_backward` would add to it.
+    """
     return _actions_between(flat, "due", flat.table.grad, flat.table.due)
 
 

@@ -1,4 +1,8 @@
-"""What micro-batches in flight hold besides the one being computed."""
+"""What micro-batches in flight hold besides the one being computed.
+
+Stages are rehearsed in order, each on the output of the one before, because a rank has no other modules. What a step
+allocates is within 0.85 and 1.05 of the prediction (`tests/ranks/test_pipeline_memory.py`).
+"""
 
 from __future__ import annotations
 

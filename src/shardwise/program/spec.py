@@ -53,7 +53,11 @@ class FlatSpec:
     @cached_property
     def gathers_behind_step(self) -> bool:
         """Whether the gather of updated parameters may still be in flight when the step returns; the unit's next use
-        waits for it."""
+        waits for it.
+
+        This hides all but the first unit's, half of what a step of `zero1` or `zero2` sends. On one host of CPUs ranks
+        copy from each other's memory when they wait, so nothing would be hidden, and the step waits.
+        """
         is_gathered = self.trainable and self.resident and bool(self.table.optim.shard)
         return self.overlaps_compute and is_gathered and self.table.step == "device"
 

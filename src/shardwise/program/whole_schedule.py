@@ -5,6 +5,9 @@ does for one, so gathers run ahead from one pass into the next, and reductions r
 is kept of a unit from its first use in the step to its last: with `zero3-kept` it is gathered once; with `zero3` for
 each forward and each backward; with a held part (`hpz`), from that part. Gradients that wait for the step in shards are
 reduced after each backward, others once, after the unit's last one.
+
+A program for each kind of pass would be shorter, but could not prefetch from one pass into the next, keep buffers whole
+between them, or reduce beside another pass.
 """
 
 from __future__ import annotations

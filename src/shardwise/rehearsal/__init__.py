@@ -1,4 +1,8 @@
-"""A forward and backward without memory and without arithmetic, to measure what activations a model will hold."""
+"""A forward and backward without memory and without arithmetic, to measure what activations a model will hold.
+
+Formulas by layer would be a list of layers, and never complete. Here the model itself runs, on fake tensors and under
+the hooks that train it.
+"""
 
 from shardwise.rehearsal.rehearse import Around, Loss, Take, Work, nothing_around, rehearse, rehearse_work
 from shardwise.rehearsal.stages import StageRehearsal

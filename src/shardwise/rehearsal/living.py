@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from shardwise.rehearsal.kernel_memory import kernel_bytes
+
 DEVICE_BLOCK_BYTES = 512
 """Torch's allocators for accelerators round allocations up to multiples of this (kMinBlockSize in
 c10/cuda/CUDACachingAllocator.h; XPU's is the same)."""
@@ -25,7 +27,8 @@ MiB, none."""
 class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Inside `with`, counts storages that are allocated by operations of this thread and of its backwards.
 
-    Storages of the `apart` tensors, such as parameters, are not counted. Temporary memory inside a kernel is not seen.
+    Storages of the `apart` tensors, such as parameters, are not counted. Temporary memory inside a kernel is counted
+    where it is known: see `kernel_memory.py`.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor], granule_bytes: int = 1) -> None:
@@ -84,6 +87,7 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return NotImplemented  # then it computes with what it wraps, and that is counted
         result = func(*args, **(kwargs or {}))
         self.count(result)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + kernel_bytes(func, args))
         return result
 
 

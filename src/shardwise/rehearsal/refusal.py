@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from shardwise import errors
 from shardwise.errors import ModelError
 
-LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(errors.__file__).parent)
 
 
 def refusal(error: Exception, model: nn.Module) -> ModelError:

@@ -1,5 +1,9 @@
 """The moves of one flat buffer's gradients: `grad` is the result of a backward, `due` is reduced during the step from
-gradients that have waited."""
+gradients that have waited.
+
+A reduction casts: it reads the dtype that was sent and makes the row's. A widening cast after it would keep the
+rounding that the wide dtype is there to avoid.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ layers store what their weight gradients need. Gradients of other parameters of 
 that as they came, so that no whole flat buffer is allocated for them. The second half then produces all gradients of a
 unit together, and reduces them while the next unit is computed. A unit without such layers (an embedding) gets all of
 its gradients in the first half, and is reduced there.
+
+Two flat buffers for each unit would double the collectives, and a whole buffer that waits took a stage's gradients once
+for each of up to p micro-batches.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ that needs a unit starts a round: every rank sends which unit it needs, or that 
 that the first such rank asked for. A rank that asked for another asks again. A rank that has finished takes part in
 rounds until all have. No rank has to know what the others run, or how often.
 
+The alternative, that all call the model equally often (`synced_gpus`), would need to know what the others run.
+
 [Note: units that stream] Parameters that rest on the host or on a disk are not kept whole unless asked for: they are
 there because they do not fit. Rounds are the same for all ranks, so all know which unit was gathered after the same two
 units the last time, and prefetch it while they compute, also from the last unit of one token to the first of the next.

@@ -1,4 +1,8 @@
-"""Splits a batch of whole samples into the part of each rank of a sequence line."""
+"""Splits a batch of whole samples into the part of each rank of a sequence line.
+
+Every rank of a line reads whole samples, so each knows all documents, padding and labels, and masks and counts of
+tokens need no messages.
+"""
 
 from __future__ import annotations
 

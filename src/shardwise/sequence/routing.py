@@ -5,6 +5,9 @@ one thread and only while they are entered. So nothing in torch is replaced, it 
 imported the function, and other models compute as before. The mode is entered by hooks on every module of the model, by
 the outermost running one: this covers calls of the model, of a part of it, and of parts recomputed in a backward.
 
+Replacing the function would affect the whole process and miss models that imported it by name; wrapping attention
+modules needs a list of them.
+
 [Note: positions] A model that numbers its tokens itself would start at 0 on every rank. It is recognized by an `arange`
 over exactly as many numbers as a rank has tokens, or by a slice of as many rows from the start of a parameter or
 buffer. Models of transformers that take `position_ids` are not checked, because splitting adds those.

@@ -4,6 +4,11 @@
 `tensors`: a subclass of its own class that defines what an access means. So a freed parameter cannot be read by
 mistake, and while a module computes nothing intercepts accesses. PyTorch's lazy parameters change their class in the
 same way.
+
+Alternatives: a permanent subclass of tensors, as in FSDP2, costs Python in every operation of a forward. Pointing
+`param.data` elsewhere takes 0.9 us where changing the class takes 0.19, and on another device removes autograd's hooks.
+A guard on the storage, which torch has privately, is missing in CPU builds. Protected pages end in a signal, not in an
+error. Changing the classes of a block of 16 parameters and back takes 6 us.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ kernels keep mapped pages coherent with direct I/O. They are not used while the 
 
 Parameters that rest on a disk are at the beginning of the file, on pages of their own. A pass reads only those, also
 bypassing the page cache (`disk_reads.py`); an update has them beside their states, and writes everything back.
+
+With leases instead, at every place that reads a state, a forgotten one would be silently wrong. A unit is read whole,
+so that any optimizer, group and hook works on its own tensors.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ the same two fetches the last time. This works for forwards, backwards, evaluati
 `engine.inference`, across the end of one and the beginning of the next, and needs no communication. While nothing is
 known yet, the next unit of the model is assumed. What was read ahead and is not fetched is dropped, and so is what has
 been written to since.
+
+The order is that of the last pass, not of a program: evaluation and generation have none at first, and a prefetch there
+would gather, for which ranks must agree. Before they gather what they have read, they exchange whether reading
+succeeded, so that a disk error is the same on all and nobody is left waiting.
 """
 
 from __future__ import annotations

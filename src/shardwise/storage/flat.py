@@ -8,6 +8,11 @@ next gather.
 [Note: resting in common] Where the ranks that shard a buffer share memory, `param` is this rank's part of it and `full`
 all of it. Nothing is gathered or freed except pages that this process maps, and parameters can be read at any time.
 What a rank writes to `full` stays its own, and is lost when it is freed, as with any other buffer.
+
+[Note: updates behind the step] If parameters are whole on every rank and their update is sharded (ZeRO-1 and 2), each
+rank gathers what the others have updated. On devices and between hosts such a gather proceeds while ranks compute, so
+the step starts it and returns, and the next forward waits for it, unit by unit. Any other code that reads the memory in
+between waits here, so that it never sees a partial update.
 """
 
 from __future__ import annotations
@@ -28,7 +33,6 @@ from shardwise.storage.grad_buffer import Memory, OwnMemory
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory
 from shardwise.storage.releasable import Releasable, releasable
-from shardwise.storage.updated import Updated
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -50,7 +54,7 @@ RESIDENT, ABSENT, GATHERING, READY = FullState
 several."""
 
 
-class Flat(Updated):
+class Flat:
     """One flat buffer on one rank: its parameters at rest and whole. `grads` are their gradients.
 
     `param`, `held` and `master` are this rank's ranges under the table; `full` is the whole buffer, with an empty
@@ -67,7 +71,6 @@ class Flat(Updated):
         meter: ByteMeter,
         device: torch.device,
     ) -> None:
-        super().__init__()
         self.spec = spec
         self.slots = tuple(slots)
         self.params = tuple(params)
@@ -85,6 +88,11 @@ class Flat(Updated):
         self.owes_free = False
         """Whether a free was skipped for that reason and the buffer has not been requested since."""
         self._bytes_of_full: Releasable | None = None
+        self._full = torch.empty(0)
+        self._param = torch.empty(0)
+        self._await_update: Callable[[], None] | None = None
+        self.failed_update: Exception | None = None
+        """Why the last update will never be complete. Every reader gets it, and none gets a part of the update."""
         self.master: Tensor | None = None
         self.held: Tensor | None = None
         self.shared: SharedBuffer | None = None
@@ -136,6 +144,50 @@ class Flat(Updated):
         self.reading.land()
         if self.rows is not None and self.disk is not None:
             self.disk.forget_read(self.rows)
+
+    # -- parameters that are still being updated: see [Note: updates behind the step] -------------------
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether these parameters are still being gathered from the ranks that updated them."""
+        return self._await_update is not None
+
+    @property
+    def full(self) -> Tensor:
+        """The whole buffer; blocks while it is being updated, because readers cannot tell old values from new ones."""
+        if self._await_update is not None:
+            self._await_update()
+        return self._full
+
+    @full.setter
+    def full(self, tensor: Tensor) -> None:
+        self._full = tensor
+
+    @property
+    def param(self) -> Tensor:
+        """The range stored on this rank; blocks as `full` does."""
+        if self._await_update is not None:
+            self._await_update()
+        return self._param
+
+    @param.setter
+    def param(self, tensor: Tensor) -> None:
+        self._param = tensor
+
+    def begin_update(self, wait: Callable[[], None]) -> None:
+        """Note that the parameters are being gathered; `wait` blocks until they are, and calls `end_update`."""
+        self._await_update = wait
+
+    def fail_update(self, error: Exception) -> None:
+        """The update will never be complete."""
+        self.failed_update = error
+        self._await_update = self.end_update
+
+    def end_update(self) -> None:
+        """The parameters are up to date. Raises the error of an update that has failed."""
+        if self.failed_update is not None:
+            raise self.failed_update
+        self._await_update = None
 
     # -- birth ------------------------------------------------------------------------------------------
 
@@ -245,7 +297,7 @@ class Flat(Updated):
 
     def relax(self) -> None:
         """The whole buffer will not be read for a while: in shared memory its pages may go meanwhile, and it stays
-        whole."""
+        whole. So with the last unit, whose backward follows its forward but for the loss, where memory peaks."""
         if self.shared is not None and self.state is READY:
             self.shared.relax()
 

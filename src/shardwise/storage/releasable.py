@@ -11,6 +11,10 @@ Allocating, filling and freeing under the launcher's malloc settings, on one cor
 kept here too, because fresh pages cost several times a copy into warm ones. Small buffers keep their own pages,
 overwritten with NaN, up to a limit in total: moving pages away took 130 us of the 1,500 that a block of 16 small
 parameters took in forward and backward.
+
+Alternatives change the user's objects: with DeepSpeed `param.data` becomes an empty tensor of shape [0], and FSDP2
+replaces the parameter by a subclass. Torch's own guard for a storage, an error instead of the pointer, is private, made
+for CUDA graphs, and missing in CPU builds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The table of each parameter: the plan's own, or that of the first rule that fits."""
+"""The table of each parameter: the plan's own, or that of the first rule that fits.
+
+So a rule makes more flat buffers, not another scheme: a unit has one for each distinct table, and nothing above knows
+of rules.
+"""
 
 from __future__ import annotations
 

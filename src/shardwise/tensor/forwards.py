@@ -1,6 +1,8 @@
 """The forwards of split modules. Each is set as `module.forward`.
 
 Copies of a model are made for rehearsals only; in a copy the forwards do not communicate (`Line.__deepcopy__`).
+
+Modules keep their class, so hooks, names and `isinstance` stay as they are.
 """
 
 from __future__ import annotations

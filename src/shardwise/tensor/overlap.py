@@ -14,6 +14,11 @@ the gather), `_StartSum` (starts the sum), every `_DeferParamGrads` (the first w
 
 Which columns share a region is known from the previous forward; in the first forward, only the one that enters it is
 known. A backward with `create_graph` does everything at once, with plain functions.
+
+One autograd function around all columns of a region, with their parameters as inputs, would need a place for what
+happens between columns (rotary positions, norms of heads). Products of a forward are not cut into chunks to overlap
+with the gather before them: that means smaller products and more launches, for collectives that compete with them for
+the device, and whether it helps can only be measured on several devices.
 """
 
 from __future__ import annotations

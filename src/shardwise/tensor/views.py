@@ -5,6 +5,8 @@ features, and makes the same number of narrower heads from it: shapes fit, but r
 the unsplit and the split model both run on fake tensors, and their views are compared. Features are split by whole
 heads, so only the dimension of a view that counts heads (in each fused part) may change. If another one changes, such
 as tokens or the size of a head, the number of heads is hard-coded.
+
+Shapes of outputs would not show it: heads of half the width make as many features.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Reads and writes are collective: every rank calls the same function, which gathers the tensors it was given. A function
 that needs no special treatment runs on the values themselves. Whether it has changed them is read from their version
 counter, except for a few functions that do not increment it.
+
+Autograd saves a reference to a parameter at rest, not its values: a term of the loss over all parameters gathers each
+twice, and never holds the whole model.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ lives, the space stays in use.
 A job is known by a number that rank 0 draws and all ranks write into their files. Once all of them hold the folder,
 each looks at every other lock that is held: another number there is another job, whatever its ranks' numbers are. Of
 two jobs that come at once, at least one finds the other.
+
+Unlike the lock of checkpoints, whose folder may be anywhere, this one may rely on `flock`: a tier is on this machine.
 """
 
 from __future__ import annotations

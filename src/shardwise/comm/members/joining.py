@@ -9,13 +9,10 @@ point, and touches nothing that the next generation uses.
 from __future__ import annotations
 
 import datetime
-import importlib
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -25,59 +22,38 @@ from shardwise.comm.joining import LATER_SECONDS, MEMBER, Opened, agreed_device,
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.membership import Opening, StoreMembership
+from shardwise.comm.regrouping import W
 from shardwise.errors import CommError
 from shardwise.job_token import Seal
 from shardwise.process_rank import ProcessRank, address_of, process_rank_of
 
-if TYPE_CHECKING:
-    from shardwise.comm.world import World
-
-_PREPARING = "shardwise.elastic.preparing"
-"""Imported only on a newcomer: it belongs to a higher layer."""
 _LEFT_AFTER_SECONDS = 0.1
 """How long an opening that was nearly done may still take. See [Note: abandoned openings]."""
 
 
 def join_members(
     env: Mapping[str, str],
-    make: Callable[[Opening, Opened], World],
+    begin: Callable[[Opening[W], Opened, StoreMembership[W]], W],
     timeout_seconds: float,
-    *,
-    shares_memory: bool,
-) -> World:
+) -> W:
     """Enter the generation that admits this process, and set up its membership for later ones. See `World.join`.
 
-    `make` makes the world of a generation from what was opened for it, without communication.
+    `begin` makes the world of a generation from what was opened for it, and runs its first exchanges.
     """
 
-    def open_world(opening: Opening) -> World:
-        opened = open_generation(process_rank_of(env), opening, timeout_seconds)
-        world = make(opening, opened)
-        world.belong(opening.generation, opening.members, membership, opening.hosts)
-        if env is os.environ:
-            num_local = len(world.ranks_of_host)
-            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(num_local))
-        opening.watch_over(world)
-        try:
-            world.finish_joining(opened, timeout_seconds, shares_memory=shares_memory)
-        except (CommError, RuntimeError, OSError):
-            world.part()
-            raise
-        return world
+    def open_world(opening: Opening[W]) -> W:
+        return begin(opening, open_generation(process_rank_of(env), opening, timeout_seconds), membership)
 
     images = env.get("SHARDWISE_IMAGES", "")
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    first_announcement = int(env.get("SHARDWISE_FIRST_ANNOUNCEMENT", "0"))
     membership = StoreMembership(
         MemberChannel(launchers_store(env), attempt, int(env[MEMBER]), Seal.of(env)),
         open_world,
         folder=Path(images) if images else None,
-        first_announcement=first_announcement,
+        first_announcement=int(env.get("SHARDWISE_FIRST_ANNOUNCEMENT", "0")),
         timeout_seconds=timeout_seconds,
         least=int(env.get("SHARDWISE_ELASTIC", "").partition(":")[0] or 1),
     )
-    if first_announcement:
-        importlib.import_module(_PREPARING).prepare()
     entered = membership.enter()
     DEPARTURE.follow(membership)
     return entered
@@ -92,7 +68,7 @@ def launchers_store(env: Mapping[str, str]) -> TCPStore:
         raise CommError(f"The launcher does not answer at {host}:{port}: {error}.") from error
 
 
-def open_generation(process: ProcessRank, opening: Opening, timeout_seconds: float) -> Opened:
+def open_generation(process: ProcessRank, opening: Opening[W], timeout_seconds: float) -> Opened:
     """Connect to the other members of a generation. All its members call.
 
     Raises `CommError` as soon as the generation is over, and torch's `RuntimeError`.
@@ -121,7 +97,7 @@ def open_generation(process: ProcessRank, opening: Opening, timeout_seconds: flo
     raise CommError("The generation was over before it was opened.")
 
 
-def _open(process: ProcessRank, opening: Opening, size: int, timeout_seconds: float) -> Opened:
+def _open(process: ProcessRank, opening: Opening[W], size: int, timeout_seconds: float) -> Opened:
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
     compat.forget_groups()
     device, why = agreed_device(opening.store, opening.rank, size, process)

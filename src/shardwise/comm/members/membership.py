@@ -11,19 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Generic
 
 from torch._C._distributed_c10d import Store
 
 from shardwise.comm.fault import Fault
-from shardwise.comm.generation import Regrouped
 from shardwise.comm.journal import in_words
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.messages import TAKEN_FOR_LOST, Announcement, MemberMessage, MemberMessageKind
+from shardwise.comm.regrouping import Regrouped, W
 from shardwise.errors import CommError, ConfigError, TurnedAwayError
-
-if TYPE_CHECKING:
-    from shardwise.comm.world import World
 
 _BYE_SECONDS = 2
 _ANSWER_SECONDS = 60
@@ -31,7 +28,7 @@ _ANSWER_SECONDS = 60
 
 
 @dataclass
-class Opening:
+class Opening(Generic[W]):
     """A generation that is about to be entered."""
 
     generation: int
@@ -41,7 +38,7 @@ class Opening:
     """By rank: the host of each member; empty if all are on one."""
     store: Store
     """Its keys are used by this generation only, its connection by this opening only."""
-    watch_over: Callable[[World], None]
+    watch_over: Callable[[W], None]
     """Must be called with the world as soon as it can be interrupted, before ranks wait for each other in it."""
     answers: SimpleQueue[object] = field(default_factory=SimpleQueue)
     """The result of opening it; `None` if it is over, to release the thread that waits for the result."""
@@ -53,13 +50,13 @@ class Opening:
         self.answers.put(None)
 
 
-class StoreMembership:
+class StoreMembership(Generic[W]):
     """A `Membership` through a launcher's store."""
 
     def __init__(
         self,
         channel: MemberChannel,
-        open_world: Callable[[Opening], World],
+        open_world: Callable[[Opening[W]], W],
         *,
         folder: Path | None = None,
         first_announcement: int = 0,
@@ -74,7 +71,7 @@ class StoreMembership:
         self.step = 0
         self.folder = folder
         self.least = least
-        self.arrival: Regrouped | None = None
+        self.arrival: Regrouped[W] | None = None
         self._channel = channel
         self._open_world = open_world
         self._timeout_seconds = timeout_seconds
@@ -89,8 +86,8 @@ class StoreMembership:
         self._asking: list[threading.Thread] = []
         """Threads that send requests to leave."""
         self._lets_in = True
-        self._opening: Opening | None = None
-        self._world: World | None = None
+        self._opening: Opening[W] | None = None
+        self._world: W | None = None
         if channel.has_sent():
             raise ConfigError(
                 "An elastic job has one world, and this process has joined it before. Join once, and give that world "
@@ -126,7 +123,7 @@ class StoreMembership:
         """See `Membership`."""
         self._send("needs_all")
 
-    def enter(self) -> World:
+    def enter(self) -> W:
         """Wait until this process is admitted. The first callers are the first generation."""
         self._send("here")
         found = self._enter_next(-1)
@@ -135,7 +132,7 @@ class StoreMembership:
         found.world.is_newcomer = not is_first
         return found.world
 
-    def regroup(self, world: World, report: bytes, *, lets_in: bool = True) -> Regrouped:
+    def regroup(self, world: W, report: bytes, *, lets_in: bool = True) -> Regrouped[W]:
         """See `Membership`."""
         self._lets_in = lets_in
         fault = world.fault
@@ -171,7 +168,7 @@ class StoreMembership:
 
     # -- from generation to generation ------------------------------------------------------------------
 
-    def _enter_next(self, before: int) -> Regrouped:
+    def _enter_next(self, before: int) -> Regrouped[W]:
         """Enter announced generations until one of them is formed."""
         while True:
             entering = self._await_announcement()
@@ -190,7 +187,7 @@ class StoreMembership:
         lost = tuple(rank for member, rank in rank_before.items() if member not in entering.members)
         return Regrouped(world, origins, lost, self._channel.reports(entering.generation))
 
-    def _open(self, entering: Announcement) -> tuple[World | None, Exception | None]:
+    def _open(self, entering: Announcement) -> tuple[W | None, Exception | None]:
         """The world of a generation; or `None` and the error, if it is over already or could not be opened."""
         number, members = entering.generation, entering.members
         rank = members.index(self.member)
@@ -207,7 +204,7 @@ class StoreMembership:
             return None, error
         return world, None
 
-    def _watch_over(self, world: World) -> None:
+    def _watch_over(self, world: W) -> None:
         with self._changed:
             self._world = world
             over = self._over.get(world.generation)
@@ -291,7 +288,7 @@ class StoreMembership:
             self._channel.send(MemberMessage("heard", self.member, announcement.generation, text=announcement.kind))
         return announcement.kind != "end" and not (announcement.kind in ("out", "bye") and names_me)
 
-    def _note(self, announcement: Announcement) -> tuple[Opening | None, World | None]:
+    def _note(self, announcement: Announcement) -> tuple[Opening[W] | None, W | None]:
         """Note `announcement` for the thread that waits for it; returns the opening and the world of this moment."""
         with self._changed:
             match announcement.kind:
@@ -306,7 +303,7 @@ class StoreMembership:
             self._changed.notify_all()
             return self._opening, self._world
 
-    def _interrupt(self, world: World, over: Announcement) -> None:
+    def _interrupt(self, world: W, over: Announcement) -> None:
         """Raise a fault in `world`, which wakes all threads that wait in it."""
         lost = tuple(rank for rank, member in enumerate(world.members) if member in over.members)
         kind = "turned away" if over.kind == "out" else "lost" if lost else "over"

@@ -24,6 +24,8 @@ from shardwise.comm.shared_buffers import Part
 from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, give_back, has_own_pages, whole_pages
 from shardwise.comm.shm.neighbours import Neighbours
 
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
+
 Tensor = torch.Tensor
 
 

@@ -22,6 +22,8 @@ from shardwise.comm.work import Done, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
+SENDS_FOR_ITS_CALLER = True  # see `journal.py`
+
 
 class Shared:
     """A `Communicator` between neighbours; groups that reach beyond this host go by `pairs`.

@@ -399,10 +399,22 @@ def _set_precision(plan: dict[str, Any], values: _Values) -> None:
         }
     elif is_bf16:
         plan["precision"] = "bf16"
+        if _skips_in_bf16(values):
+            plan["skip_nonfinite"] = True
     if (wire := _dtype(values, "communication_data_type")) is not None:
         plan["wire"] = {"grad": wire}
     if (kept := _dtype(values, "data_types.grad_accum_dtype")) is not None:
         _edit(plan, "grad", dtype=kept)
+
+
+def _skips_in_bf16(values: _Values) -> bool:
+    """Whether DeepSpeed (`_do_optimizer_sanity_check` and `_configure_zero_optimizer` of 0.19) takes an optimizer that
+    looks for gradients that are not finite: those of stages 1 and 2. Stage 3 looks in fp16 alone, and stage 1 has
+    another optimizer, which never looks, where gradients are accumulated in fp32 on the device."""
+    stage = values.get("zero_optimization.stage")
+    accumulates_wide = _dtype(values, "data_types.grad_accum_dtype") == "fp32"
+    has_other = stage == 1 and accumulates_wide and _tier(values, "offload_optimizer", "cpu_offload") != "host"
+    return stage in (1, 2) and not has_other and values.flag("bf16.check_grad_overflow")
 
 
 def _dtype(values: _Values, path: str) -> str | None:

@@ -78,6 +78,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._config = config
         self._last_was_skipped = False
+        self._last_was_boundary = False
         self._is_boundary: bool | None = None
         """What `set_gradient_accumulation_boundary` has said last."""
         self._num_backwards = 0
@@ -174,6 +175,7 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         is_boundary = self.is_gradient_accumulation_boundary() or not self._is_managed
         norm = self.shardwise.step(is_last=is_boundary)
         self.micro_steps += 1
+        self._last_was_boundary = False
         num_batches = 1 if self._is_managed else self._num_backwards
         self._num_backwards = 0
         self.global_samples += self._config.micro_batch * self._config.num_replicas * num_batches
@@ -204,7 +206,9 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
 
     def _end_step(self, lr_kwargs: Mapping[str, Any] | None, norm: object) -> None:
         self.global_steps += 1
-        self._last_was_skipped = self.fp16_enabled() and isinstance(norm, float) and not math.isfinite(norm)
+        self._last_was_boundary = True
+        only_finite = self.shardwise.plan.takes_only_finite
+        self._last_was_skipped = only_finite and isinstance(norm, float) and not math.isfinite(norm)
         if self._last_was_skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -218,6 +222,11 @@ class DeepSpeedEngine(EngineProperties, nn.Module):
         self.shardwise.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
+        return self.shardwise.no_sync()
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Inside, backwards leave gradients on the rank that made them; the step, or whoever reads a gradient first,
+        sums all at once. All ranks enter."""
         return self.shardwise.no_sync()
 
     def empty_partition_cache(self) -> None:

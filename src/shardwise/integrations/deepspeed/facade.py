@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
@@ -75,7 +76,7 @@ def install() -> None:
         module.__dict__.update(content)
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
-        if parent:
+        if parent and not callable(getattr(sys.modules[parent], child, None)):  # a function may have its module's name
             setattr(sys.modules[parent], child, module)
 
 
@@ -110,7 +111,12 @@ def _entry_modules() -> dict[str, dict[str, Any]]:
             "log_dist": log_dist,
             "logger": logger,
         },
-        "deepspeed.git_version_info": {"version": VERSION, "git_hash": None, "git_branch": None},
+        "deepspeed.git_version_info": {
+            "version": VERSION,
+            "git_hash": None,
+            "git_branch": None,
+            "torch_info": torch_info(),
+        },
         "deepspeed.comm": comm,
         "deepspeed.comm.comm": comm,
         "deepspeed.checkpointing": _CHECKPOINTING,
@@ -374,6 +380,19 @@ def configure_recomputing(
             f"deepspeed.checkpointing.configure({', '.join(wanted)}) is not supported by shardwise. To keep "
             f"activations on the host, use `activations: offload` in a plan (docs/activations.md)."
         )
+
+
+def torch_info() -> dict[str, Any]:
+    """Versions of torch and of what it was built with, of two numbers each; `0.0` for what it lacks."""
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    found = {
+        "version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "hip_version": torch.version.hip,
+        "nccl_version": ".".join(map(str, nccl.version())) if has_nccl else None,  # type: ignore[no-untyped-call]
+    }
+    versions = {name: ".".join(map(str, _numbers(text))) if text else "0.0" for name, text in found.items()}
+    return {**versions, "bf16_support": get_accelerator().is_bf16_supported()}
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:

@@ -112,8 +112,8 @@ _FP16 = {
 _BF16 = {
     **_all(_HONOURED, "", enabled=False),
     **_all(
-        _ELSEWHERE,
-        "steps with gradients that are not finite are taken; see engine.get_global_grad_norm(). fp16 skips them",
+        _HONOURED,
+        "stages 1 and 2 skip steps whose gradients are not finite; stages 0 and 3 take them, as in DeepSpeed",
         check_grad_overflow=True,
     ),
     **_all(_NOT_NEEDED, "gradients are reduced and accumulated as backward produces them", immediate_grad_update=False),

@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError, nearest
+from shardwise.init import end_recording
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
 from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
+from shardwise.integrations.deepspeed.leaf_modules import mark_by_config
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.muon import make_muon
@@ -64,7 +66,7 @@ def initialize(
 
     All ranks call. The config is `config`, `config_params` or `args.deepspeed_config`: a mapping or a JSON file.
     A model that has an engine already gets a new one, with its present weights: the earlier engine ends, and its
-    optimizer states are dropped.
+    optimizer states are dropped. Inside `zero.Init` this ends that context.
     `optimizer` and `lr_scheduler` may be objects or functions that create them; they override those of the config.
     `world` is for ranks that have already joined one.
 
@@ -79,6 +81,7 @@ def initialize(
             "tensor_parallel or sequence_parallel_size in the config instead."
         )
     source = _config_of(args, config, config_params)
+    end_recording()
     joined = _joined(dist_init_required) if world is None else world
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
@@ -93,6 +96,7 @@ def initialize(
         inner = sw.shard(model, plan, optimizer=made, world=joined)
         if translated.sums_gradients:
             inner.weigh(1, of=1)  # a mean in which every rank has all there is counts each in full: a sum
+        mark_by_config(model, translated.value("zero_optimization.leaf_module") or {})
         if isinstance(model, PipelineModule) and translated.recomputed_run:
             model.activation_checkpoint_interval = translated.recomputed_run
         kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine

@@ -8,7 +8,7 @@ in the plan's `units`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -62,32 +62,51 @@ def _set(
         known = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
         return any(one in known if isinstance(one, str) else isinstance(module, one) for one in wanted)
 
-    return _marked(model, is_wanted, flag, f"of the classes {wanted}" if raise_if_not_found else None)
+    found = [module for name, module in model.named_modules() if is_wanted(name, module)]
+    if not found and raise_if_not_found:
+        raise ValueError(f"There are no modules of the classes {wanted} in the {type(model).__name__}.")
+    return _mark(found, flag)
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these full names in `model`; see `set_z3_leaf_modules`."""
-    wanted = list(module_names)
-    return _marked(model, lambda name, _: name in wanted, True, f"named {wanted}" if raise_if_not_found else None)
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these full names in `model`, or unmark them. Returns them, and the names without a module.
+
+    Raises `ValueError` if there are any such names, unless `raise_if_not_found` is false.
+    """
+    known = dict(model.named_modules())
+    matches = {name: [known[name]] if name in known else [] for name in module_names}
+    return _set_each(model, matches, flag, "named" if raise_if_not_found else None)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules whose names end so; see `set_z3_leaf_modules`."""
-    ends = tuple(module_name_suffixes)
-    what = f"whose names end with {list(ends)}" if raise_if_not_found else None
-    return _marked(model, lambda name, _: name.endswith(ends), True, what)
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for modules whose names end so; see `set_z3_leaf_modules_by_name`."""
+    known = dict(model.named_modules())
+    matches = {end: [module for name, module in known.items() if name.endswith(end)] for end in module_name_suffixes}
+    return _set_each(model, matches, flag, "whose names end with" if raise_if_not_found else None)
 
 
-def _marked(
-    model: nn.Module, is_wanted: Callable[[str, nn.Module], bool], flag: bool, required: str | None
-) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if is_wanted(name, module)]
-    if not found and required is not None:
-        raise ValueError(f"There are no modules {required} in the {type(model).__name__}.")
+def mark_by_config(model: nn.Module, section: Mapping[str, Iterable[str]]) -> None:
+    """Mark what `zero_optimization.leaf_module` lists, as far as there is such."""
+    set_z3_leaf_modules(model, section.get("classes", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, section.get("names", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, section.get("name_suffixes", ()), raise_if_not_found=False)
+
+
+def _set_each(
+    model: nn.Module, matches: dict[str, list[nn.Module]], flag: bool, required: str | None
+) -> tuple[list[nn.Module], list[str]]:
+    missing = [one for one, found in matches.items() if not found]
+    _mark([module for found in matches.values() for module in found], flag)
+    if missing and required is not None:
+        raise ValueError(f"There are no modules {required} {missing} in the {type(model).__name__}.")
+    return list(dict.fromkeys(module for found in matches.values() for module in found)), missing
+
+
+def _mark(found: list[nn.Module], flag: bool) -> list[nn.Module]:
     for module in found:
         set_z3_leaf_module(module, flag)
     return found

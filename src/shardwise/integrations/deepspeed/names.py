@@ -133,7 +133,7 @@ _MODULES: dict[str, Row] = {
     **_refused("use Python's logging", "deepspeed.utils.logging", "LoggerFactory get_current_level get_dist_msg"),
     **_refused("use Python's logging", "deepspeed.utils.logging", "print_configuration should_log_le"),
     **_refused(
-        "give the config's leaf_module to nothing: it has no effect",
+        "set zero_optimization.leaf_module in the config",
         "deepspeed.utils",
         "z3_leaf_module.apply_zero_leaf_module_config",
     ),
@@ -275,7 +275,7 @@ _ENGINE: dict[str, Row] = {
         "load_module_state_dict",
     ),
     **_refused("set gradient_clipping in the config", "engine", "clip_fp32_gradients"),
-    **_refused("see wire.grad of engine.shardwise.plan", "engine", "communication_data_type coalesce_grad_reduction"),
+    **_refused("see wire.grad of engine.shardwise.plan", "engine", "communication_data_type"),
     **_refused(_COMPILE, "engine", "compile compile_autosp compile_autotp compile_zero_optimization_stage"),
     **_refused(_COMPILE, "engine", "get_autosp_backend get_autotp_backend get_compile_time get_deepcompile_backend"),
     **_refused(

@@ -22,6 +22,7 @@ class EngineProperties:
     micro_steps: int
     _config: TranslatedConfig
     _last_was_skipped: bool
+    _last_was_boundary: bool
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -121,7 +122,7 @@ class EngineProperties:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because of an overflow."""
+        """Whether the last step was skipped because of an overflow, or of gradients that were not finite."""
         return self._last_was_skipped
 
     def train_batch_size(self) -> int:
@@ -191,7 +192,7 @@ class EngineProperties:
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated parameters."""
-        return self.micro_steps % self._config.accumulate == 0 and not self._last_was_skipped
+        return self._last_was_boundary and not self._last_was_skipped
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

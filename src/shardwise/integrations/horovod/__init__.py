@@ -8,4 +8,7 @@ coordinator, a thread of rank 0 (`session.py`, `links.py`). When all ranks have 
 checks that their requests agree (`negotiation.py`, `mismatches.py`) and sends a response, in the same order to all
 ranks. A thread in each rank executes the responses (`executor.py`), with collectives of `sw.World` (`collectives.py`).
 All-reduces that are ready at the same time are fused: while one is executed, others accumulate.
+
+In Horovod's cycles all ranks ask each other every millisecond what is new. Here messages are sent only when needed, and
+no thread wakes up for nothing.
 """

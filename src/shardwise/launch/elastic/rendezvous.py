@@ -20,13 +20,49 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage
-from shardwise.launch.elastic.deadlines import dies_too_long, is_stopped_too_long, too_late
-from shardwise.launch.elastic.leave_requests import LeaveRequests
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.report import ranks_in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
 _MAX_IN_VAIN = 5
+_HAS_ASKED = "This rank has asked to leave, and the others continue."
+STOPPED_SECONDS = 0.5
+"""After this time without an answer, a member that the system has stopped is given up."""
+DYING_SECONDS = 2
+"""How long a member that has raised may take to end."""
+SILENT_SECONDS = 30
+"""How long a running member may not answer."""
+
+
+class LeaveRequests:
+    """Members that ask to leave: which of them may at the next step boundary, and whether the whole job must end."""
+
+    def __init__(self) -> None:
+        self.needs_end = False
+        """Whether members that must leave cannot be spared, so that the whole job should be asked to end."""
+        self.is_stopping = False
+        """Whether the whole job was asked to end: no rank joins or leaves any more."""
+
+    def stop_together(self) -> None:
+        """The whole job was asked to end. Members that have asked to leave stay until it does, so that all can save."""
+        self.is_stopping = True
+
+    def add(self, process: Process, *, must_go: bool, may_go: bool) -> None:
+        """A member asks to leave. One that `must_go`, and cannot be spared, means the end of the job: alone, it could
+        not hand its state over."""
+        if self.is_stopping or process.is_leaving:
+            return
+        process.asks_to_leave = True
+        self.needs_end = self.needs_end or (must_go and process.is_member and not may_go)
+
+    def decide(self, living: Iterable[Process], may_go: Callable[[Process], bool]) -> None:
+        """Decide which `living` members leave at the next step boundary. If the job ends, none does: those that were
+        allowed to may be ready for the next generation already, which is to have all."""
+        for process in living:  # one by one: each may be the last that can be spared
+            if self.needs_end or self.is_stopping:
+                process.is_leaving = False
+            elif process.asks_to_leave and not process.is_leaving:
+                process.is_leaving = may_go(process)
 
 
 @dataclass
@@ -332,4 +368,23 @@ class Rendezvous:
         self.announcements.append(announcement)
 
 
-_HAS_ASKED = "This rank has asked to leave, and the others continue."
+def dies_too_long(process: Process, now: float) -> bool:
+    """Whether it has raised and should have ended by now."""
+    return process.is_dying_since is not None and now - process.is_dying_since > DYING_SECONDS
+
+
+def is_stopped_too_long(process: Process, seconds: float, is_stopped: Callable[[int, int], bool]) -> bool:
+    """Whether the system has stopped it, and the others have waited for it for `seconds`."""
+    return seconds > STOPPED_SECONDS and is_stopped(process.number, process.pid)
+
+
+def too_late(process: Process, seconds: float, *, has_heard: bool) -> str:
+    """Why it is given up, if the others have waited for it for `seconds`: words that continue "it"; empty if it is not.
+
+    `has_heard` tells whether it has read the announcement that the others follow.
+    """
+    if not has_heard and seconds > SILENT_SECONDS:
+        return f"did not answer for {SILENT_SECONDS} s"
+    if seconds > process.patience_seconds + SILENT_SECONDS:
+        return f"did not rejoin the others for {seconds:.0f} s"
+    return ""

@@ -50,10 +50,14 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the state and options of `root_rank`'s optimizer to all ranks.
 
-    An optimizer without state gets the root's, without taking a step. Raises `ValueError` for L-BFGS.
+    An optimizer without state gets the root's, without taking a step. As in Horovod its gradients are zeros afterwards,
+    which are sparse for `SparseAdam`, and for SGD over the sparse embeddings of `model`. Raises `ValueError` for
+    L-BFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("The state of L-BFGS depends on one rank's data and cannot be broadcast.")
+    if not optimizer.state:
+        _set_zero_gradients(optimizer, model)
     is_root = current_session().rank == root_rank
     tensors: dict[str, Tensor] = {}
     state = _without_tensors(optimizer.state_dict(), "optimizer", tensors) if is_root else None
@@ -70,6 +74,17 @@ def broadcast_optimizer_state(
         handle.wait()
     if not is_root:
         optimizer.load_state_dict(_with_tensors(state, tensors))
+
+
+def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Scripts use them: Horovod creates a state by a step with zeros."""
+    modules = model.modules() if model is not None and isinstance(optimizer, torch.optim.SGD) else ()
+    embeddings = [module for module in modules if isinstance(module, torch.nn.Embedding) and module.sparse]
+    sparse = {param for module in embeddings for param in module.parameters()}
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+        zeros = torch.zeros_like(param)
+        is_sparse = param in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+        param.grad = zeros.to_sparse() if is_sparse else zeros
 
 
 class _TensorReference:

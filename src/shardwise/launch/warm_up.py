@@ -12,7 +12,7 @@ _MODULES = ("shardwise.engine", "shardwise.elastic.session", "shardwise.data", "
 """What a loop comes to import between `World.join` and the end of its first step."""
 
 
-def prepare() -> None:
+def warm_up() -> None:
     """Import what training needs, and let torch take a step of a model of its own.
 
     Random numbers are as before. `numpy.ma` is what numpy imports when a loader first draws rows.

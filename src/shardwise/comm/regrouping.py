@@ -1,0 +1,116 @@
+"""How one generation of ranks follows another in the same processes, whatever the world is that they have in each.
+
+A process that an elastic launcher starts is a *member*, with a number that is never used again. A *generation* is an
+ordered list of members; their places in it are their ranks. All members agree on it, because only the launcher writes
+it. After a fault, or when members join or leave, those that are alive form the next generation.
+
+`World` has a membership, and a membership opens worlds: here the type of the world is left open, so that neither needs
+the other. `generation.py` has both for `World`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from shardwise.comm.fault import Fault
+
+
+class Ranks(Protocol):
+    """What a membership needs of the world of a generation."""
+
+    rank: int
+    size: int
+    generation: int
+    members: tuple[int, ...]
+    is_newcomer: bool
+
+    @property
+    def fault(self) -> Fault | None: ...
+
+    def break_off(self, fault: Fault) -> None: ...
+
+    def part(self) -> None: ...
+
+
+W = TypeVar("W", bound=Ranks)
+
+
+@dataclass(frozen=True)
+class Regrouped(Generic[W]):
+    """A generation that all its members have entered."""
+
+    world: W
+    """Of this generation; the old one is closed. `world.members` has the members' numbers, by rank."""
+    origins: tuple[int | None, ...]
+    """By rank: its rank in the generation before, `None` for a newcomer."""
+    lost: tuple[int, ...]
+    """Ranks of the generation before that are gone."""
+    reports: tuple[bytes, ...]
+    """By rank: the report that each passed to `regroup`; `b""` for a newcomer."""
+
+
+class Membership(Protocol[W]):
+    """The membership of one process, by which it goes from one generation to the next. Used by the main thread."""
+
+    @property
+    def member(self) -> int:
+        """This process's number."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """A folder in memory, shared by the host's processes, that outlives this process and is removed with the job.
+
+        `None` if there is none.
+        """
+        ...
+
+    @property
+    def arrival(self) -> Regrouped[W] | None:
+        """For a newcomer: the generation that `World.join` entered; `None` for a member of the first generation."""
+        ...
+
+    @property
+    def least(self) -> int:
+        """The fewest ranks that the job continues with."""
+        ...
+
+    step: int
+    """Steps committed so far, for the launcher's reports. Set by the engine."""
+
+    def changes_wanted(self) -> bool:
+        """Whether a process waits to join or a member asks to leave. Sends nothing, and may differ between ranks for a
+        moment: ranks must agree on it, in a step's verdict, so that all call `regroup` at the same step boundary."""
+        ...
+
+    def leave(self, *, must_go: bool = False) -> None:
+        """Ask to leave at the next step boundary at which enough others remain: `changes_wanted` becomes true on all,
+        and the `regroup` that follows raises `TurnedAwayError` here, with `has_asked`. From any thread.
+
+        With `must_go` this process ends soon in any case: if the job cannot spare it, all ranks are asked to end.
+        """
+        ...
+
+    def needs_all(self) -> None:
+        """Declare that the training cannot continue without a rank: if one is lost, the launcher restarts all, from the
+        last checkpoint."""
+        ...
+
+    def regroup(self, world: W, report: bytes, *, lets_in: bool = True) -> Regrouped[W]:
+        """Close `world` and enter the next generation. Every living member calls, after a fault, or once all have
+        agreed that changes are wanted. `report` is passed on to the others. Starts again if another member dies
+        meanwhile: all members have entered the generation that it returns.
+
+        Newcomers are admitted only if all callers pass `lets_in`. Otherwise `changes_wanted` is true from the start of
+        the new generation if a process waits to join, or if there are fewer ranks than the job needs. The members
+        should then call again soon, from a point where they can let others in.
+
+        Raises `TurnedAwayError` if the others continue without this rank, and `CommError` if no rank continues.
+        """
+        ...
+
+    def end(self, error: BaseException | None) -> None:
+        """This process has finished its part of the job, or raised `error`. Called by `World.close`."""
+        ...
