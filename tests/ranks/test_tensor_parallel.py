@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.tensor import draws
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -166,7 +167,7 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
             narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
                 loss = engine(tokens(0))
-            ledger = engine._sharded.parts.ledger
+            ledger = inside.ledger(engine)
             ledger.clear()
             engine.backward(loss)
             return saved, ledger.sent_bytes["gather", "tp"]
