@@ -1,6 +1,6 @@
 """Does the suite catch what it should? Seeds the faults of `faults.py`, one at a time, into copies of the source.
 
-python -m tests.mutations                        # all: about a quarter of an hour on two slow cores
+python -m tests.mutations                        # all: minutes
 python -m tests.mutations --only schedule norm   # those whose name has one of these texts
 python -m tests.mutations --list
 
@@ -12,12 +12,14 @@ with 1 unless all were caught.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +31,11 @@ from typing import Literal
 import pytest
 
 from tests.mutations.faults import FAULTS, Fault
+from tests.mutations.swapping import put_in
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
+_QUIETLY = ("-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
 Verdict = Literal["caught", "survived", "slow", "gone", "unclear"]
 
 
@@ -86,18 +90,20 @@ def tried(fault: Fault, sources: Mapping[Path, str], limit_seconds: float) -> Re
     except FaultError as error:
         return Result(fault, "gone", 0.0, str(error))
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        copy = Path(folder, "src")
+        copy = Path(folder, "src")  # for processes that tests start
         shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         (copy / path).write_text(text)
-        verdict, by = _run(files, copy, Path(folder, "output"), limit_seconds)
+        verdict, by = _run(files, (path, text), copy, Path(folder, "output"), limit_seconds)
     return Result(fault, verdict, time.monotonic() - started, by)
 
 
-def _run(files: list[Path], source: Path, output: Path, limit_seconds: float) -> tuple[Verdict, str]:
-    """Run the tests in a fork of this process, which has imported torch and pytest but nothing of the source."""
+def _run(
+    files: list[Path], fault: tuple[Path, str], source: Path, output: Path, limit_seconds: float
+) -> tuple[Verdict, str]:
+    """Run the tests in a fork of this process, which has imported them."""
     pid = os.fork()
     if pid == 0:
-        _be_tests(files, source, output)
+        _be_tests(files, fault, source, output)
     until = time.monotonic() + limit_seconds
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > until:
@@ -115,20 +121,31 @@ def _run(files: list[Path], source: Path, output: Path, limit_seconds: float) ->
     return ("caught", f"ended with {code}") if code < 0 else ("unclear", said[-300:])
 
 
-def _be_tests(files: list[Path], source: Path, output: Path) -> None:
+def _be_tests(files: list[Path], fault: tuple[Path, str], source: Path, output: Path) -> None:
     os.setpgid(0, 0)
     code: int = pytest.ExitCode.INTERNAL_ERROR
     try:
         handle = os.open(output, os.O_WRONLY | os.O_CREAT, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        os.chdir(ROOT)
-        sys.dont_write_bytecode = True
         os.environ.update(PYTHONPATH=f"{source}:{ROOT}", PYTHONDONTWRITEBYTECODE="1")
-        sys.path[:0] = [str(source), str(ROOT)]
-        code = pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)])
+        put_in(*fault, SOURCE)
+        code = pytest.main(["-x", *_QUIETLY, *map(str, files)])
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(int(code))
+
+
+def import_tests(faults: Iterable[Fault]) -> None:
+    """All that the faults name, here and now, and with them the source."""
+    files = set()
+    for fault in faults:
+        with contextlib.suppress(FaultError):
+            files.update(files_of(fault.tests, ROOT / "tests"))
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        pytest.main(["--collect-only", *_QUIETLY, *sorted(map(str, files))])
 
 
 def results(faults: Iterable[Fault], limit_seconds: float, num_jobs: int) -> Iterator[Result]:
@@ -150,6 +167,9 @@ def main(words: list[str]) -> int:
     if options.list:
         print(*(f"{fault.name}  ({' '.join(fault.tests)})" for fault in chosen), sep="\n")
         return 0
+    os.chdir(ROOT)
+    sys.path[:0] = [str(SOURCE), str(ROOT)]
+    import_tests(chosen)
     counts: Counter[str] = Counter()
     for result in results(chosen, options.limit, options.jobs):
         print(result, flush=True)
@@ -159,6 +179,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401  # before any fork, as it takes seconds
-
     sys.exit(main(sys.argv[1:]))

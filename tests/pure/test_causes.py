@@ -38,6 +38,16 @@ SIGNS = {
 }
 
 
+def test_alike_failures_of_few_of_many_ranks_are_not_the_codes() -> None:
+    ends = [end(rank, VALUE) for rank in (0, 1)]
+    assert [Classifier().classify(ends, num_ranks, 0.0).kind for num_ranks in (2, 3, 4, 8)] == [
+        "code",
+        "code",
+        "node",
+        "node",
+    ]
+
+
 @pytest.mark.parametrize("error", SIGNS)
 def test_words_of_exceptions_are_sorted(error: str) -> None:
     assert sign_of(end(0, error)) == SIGNS[error]

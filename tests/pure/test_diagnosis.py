@@ -202,6 +202,23 @@ def test_a_circle() -> None:
     assert set(message.ranks) == {0, 1}
 
 
+def test_who_waits_for_a_circle_is_not_in_it() -> None:
+    def waiting(rank: int, line: str, ranks: tuple[int, ...]) -> Status:
+        return replace(status(rank, [1], waits=1, line=line), awaited=(line, 1, ranks))
+
+    reports = [waiting(0, "a 0-1/2", (0, 1)), waiting(1, "b 1-2/2", (1, 2)), waiting(2, "c 1-2/2", (1, 2))]
+    finding = verdict(reports)
+    assert isinstance(finding, Circle)
+    assert [one.rank for one in finding.statuses] == [1, 2]
+
+
+def test_a_rank_that_raised_after_it_had_begun_is_not_waited_for() -> None:
+    """It need not have sent its part."""
+    finding = verdict([status(0, [1], waits=1), status(1, [1], waits=1), status(2, [1]).left("ValueError: bad")])
+    assert isinstance(finding, Fault)
+    assert (finding.kind, finding.ranks) == ("raised", (2,))
+
+
 def test_a_rank_that_has_left_is_named_with_its_words() -> None:
     for error, kind, words in (
         ("ValueError: bad", "raised", "Rank 2 raised ValueError: bad"),

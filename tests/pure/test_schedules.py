@@ -86,6 +86,17 @@ def test_activations_in_flight_are_those_of_theory(ranks: int, batches: int) -> 
         assert most_in_flight(zero_bubble(ranks, batches), rank) <= ranks
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_several_stages_of_a_rank_hold_what_the_warm_up_needs_and_no_more(ranks: int, chunks: int) -> None:
+    """Of Megatron-LM's schedule: two for each rank behind, and a round of every stage but the last."""
+    for rounds in (1, 2, 3):
+        made = interleaved(ranks, rounds * ranks, chunks)
+        for rank in range(ranks):
+            warm_up = (ranks - rank - 1) * 2 + (chunks - 1) * ranks
+            assert most_in_flight(made, rank) == min(rounds * ranks * chunks, warm_up + 1)
+
+
 @pytest.mark.parametrize(("ranks", "batches"), FEW)
 def test_few_micro_batches_wait_as_long_as_one_needs_to_go_through_all_stages(ranks: int, batches: int) -> None:
     """Times of `gpipe` and `1f1b` are (p + m - 1)(F + B) for any m; ZB-H1 overlaps no more than it has."""

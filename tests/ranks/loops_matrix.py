@@ -19,6 +19,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import FaultError, ShardwiseError
 from shardwise.testing import run_ranks
+from tests import inside
 
 Tensor = torch.Tensor
 Half = tuple[Tensor, Tensor]
@@ -300,7 +301,7 @@ def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Cou
 def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Every parameter that was sharded, from all ranks' pieces, under its original name."""
     pieces = []
-    for flat in engine._sharded.parts.flats:
+    for flat in inside.flats(engine):
         kept, span = (flat.param, flat.param_span) if flat.master is None else (flat.master, flat.optim_span)
         for slot in flat.slots:
             mine = slot.span.overlap(span)

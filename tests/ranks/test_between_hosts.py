@@ -18,6 +18,7 @@ from shardwise.comm.shm.file import is_possible
 from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -123,7 +124,7 @@ def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: s
     mesh = {"node": 2, "local": 2} if preset in ("hsdp", "hpz") else None
 
     def step(engine: sw.Engine, optimizer: Any, batch: Any) -> Tensor:
-        ledger = engine._sharded.parts.ledger
+        ledger = inside.ledger(engine)
         before = dict(ledger.crossed_bytes)
         loss = engine_step(engine, optimizer, batch)
         after = ledger.crossed_bytes
@@ -135,7 +136,7 @@ def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: s
         return loss
 
     def promised(engine: sw.Engine) -> dict[str, Any]:
-        program = engine._sharded.parts.runner.programs.program
+        program = inside.program(engine)
         return {"promised": program.sent_by_hosts(engine.mesh, 2)}
 
     steps: dict[int, list[int]] = {}

@@ -24,6 +24,7 @@ from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.session import ElasticSession
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
+from tests import inside
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
@@ -172,7 +173,7 @@ def test_a_rank_dies_whose_host_lives(name: str, at: int, tmp_path: Path) -> Non
 
 def mark_gathers(engine: sw.Engine, at_step: int, is_lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_lost[0]` is true while the gathers of the parameters that step `at_step` has updated are started."""
-    for mover in engine._sharded.parts.runner.gathering._executor.movers.values():
+    for mover in inside.runner(engine).gathering._executor.movers.values():
         gather = mover.params.gather_updated
 
         def gather_or_lose(action: Any, gather: Any = gather) -> None:
@@ -237,7 +238,7 @@ def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_p
                 rows = slice(member, None, NUM_RANKS)
                 engine.backward(loss_of(own(x[rows]), y[rows]))
                 engine.step()
-                updating.append(any(flat.is_updating for flat in engine._sharded.parts.flats))
+                updating.append(any(flat.is_updating for flat in inside.flats(engine)))
         return updating
 
     results = run_members(NUM_RANKS, work, tmp_path, hosts=HOSTS["2 2"])
@@ -277,7 +278,7 @@ def metered(
             engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
         engine.state_dict()
         engine._session.recovery.survival.await_copies()
-        specs = [flat.spec for flat in engine._sharded.parts.flats]
+        specs = [flat.spec for flat in inside.flats(engine)]
         found = engine._session.recovery.copy_meter, engine.memory(), copy_bytes(specs, 2, hosts)
         assert engine.copies == (asdict(found[0]) if found[0].num_copies else {})
         engine.close()

@@ -26,6 +26,7 @@ from shardwise.program import plan_step, straight_trace
 from shardwise.storage import choose_units, unit_numel
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -40,7 +41,7 @@ def model_of() -> Transformer:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    units = engine._sharded.parts.sharding.units
+    units = inside.units(engine)
     specs = tuple(unit.spec for unit in units)
     foreseen = plan_step(specs, straight_trace(specs)).footprint(states_per_param=0)
     return {

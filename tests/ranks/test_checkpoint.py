@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.checkpoint.index import Index
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state import content
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -130,7 +130,7 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
 
 def everything(engine: sw.Engine) -> dict[str, torch.Tensor]:
     """Copies of this rank's pieces, states and buffers."""
-    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._sharded).entries}
+    return {entry.key: entry.tensor.detach().clone() for entry in inside.entries(engine)}
 
 
 def saved(folder: Path) -> Path:
@@ -226,7 +226,7 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
     hurt(saved(tmp_path))
 
     def work(engine: sw.Engine) -> Any:
-        scheduler = torch.optim.lr_scheduler.StepLR(engine._sharded.require_optimizer().members[0], 2)
+        scheduler = torch.optim.lr_scheduler.StepLR(inside.member(engine), 2)
         train_steps(engine, range(2))
         scheduler.step()
         before, lr, last = everything(engine), scheduler.get_last_lr(), scheduler.state_dict()
@@ -259,7 +259,7 @@ def test_damage_found_before_the_first_step_leaves_nothing_behind(kind: str, tmp
         after = everything(engine)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
-        optimizer = engine._sharded.require_optimizer()
+        optimizer = inside.adopted(engine)
         assert not any(map(optimizer.state_of, optimizer.pieces))
         return str(caught.value)
 

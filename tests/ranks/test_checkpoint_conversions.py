@@ -22,6 +22,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import drawn, thorough_only, varies
 
 IN_MEMORY = sorted(name for name, one in PRESETS.items() if one.optim.tier != "disk")
@@ -55,7 +56,7 @@ def whole(engine: sw.Engine) -> Tensors:
     params = dict(engine.module.named_parameters())
     values = engine.state_dict()
     moments = engine.optimizer_state_dict()["state"]
-    groups = engine._sharded.require_optimizer().groups
+    groups = inside.adopted(engine).groups
     names = {param: name for name, param in params.items()}
     numbered = enumerate(names[param] for group in groups for param in group["params"])
     found: Tensors = {(name, "param"): values[name] for name in params}
@@ -88,7 +89,7 @@ def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
 
 def steps_of(engine: sw.Engine) -> set[float]:
     """The optimizer's step counters on this rank."""
-    optimizer = engine._sharded.require_optimizer()
+    optimizer = inside.adopted(engine)
     states = [optimizer.state_of(piece) for piece in optimizer.pieces]
     return {float(state["step"]) for state in states if state}
 

@@ -20,9 +20,9 @@ import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, saver, snapshot, write
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError, ConfigError, StateError
-from shardwise.state import content
 from shardwise.testing import run_ranks
 from shardwise.tiers import buffers
+from tests import inside
 from tests.thorough import sampled
 
 
@@ -42,7 +42,7 @@ def step(engine: sw.Engine, num_steps: int = 1) -> None:
 
 
 def values(engine: sw.Engine) -> dict[str, torch.Tensor]:
-    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._sharded).entries}
+    return {entry.key: entry.tensor.detach().clone() for entry in inside.entries(engine)}
 
 
 def refused(kind: type[Exception], words: str, work: Callable[[], object]) -> str:

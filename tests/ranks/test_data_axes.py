@@ -20,10 +20,10 @@ from shardwise.comm import DataGroup
 from shardwise.errors import ModelError
 from shardwise.mesh import MODEL_AXES, Mesh
 from shardwise.placement import PRESETS, Slot
-from shardwise.state import content
 from shardwise.storage import choose_units, tables_for
 from shardwise.storage.unit import unit_specs
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 MESH = Mesh(("dp", "parts"), (2, 2))
@@ -63,7 +63,7 @@ def trained(world: sw.World, preset: str, model: nn.Module, data_place: int) -> 
             engine.step()
             losses.append(loss.item())
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        entries = [entry for entry in content(engine._sharded).entries if entry.kind == "buffer"]
+        entries = [entry for entry in inside.entries(engine) if entry.kind == "buffer"]
         params = {name: value.clone() for name, value in engine.state_dict().items()}
         writes = sorted(entry.name for entry in entries if entry.written.numel)
         return {"losses": losses, "params": params, "buffers": buffers, "writes": writes}

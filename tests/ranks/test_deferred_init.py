@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.errors import ModelError, StateError
 from shardwise.init.deferred import Deferred
 from shardwise.testing import run_ranks
+from tests import inside
 
 
 def deferred(build: Callable[[], nn.Module], num: int, seed: Callable[[int], int] = lambda _: 0) -> list[nn.Module]:
@@ -110,7 +111,7 @@ def test_the_same_seeds_send_nothing_and_others_take_rank_0s() -> None:
 
         def rank(world: sw.World, models: list[nn.Module] = models) -> tuple[dict[str, torch.Tensor], int]:
             engine = sw.shard(models[world.rank], "zero3", world=world)
-            return engine.state_dict(), engine._sharded.parts.ledger.calls["broadcast", "world"]
+            return engine.state_dict(), inside.ledger(engine).calls["broadcast", "world"]
 
         for state, num_calls in run_ranks(3, rank):
             assert_equal(state, plain(Transformer, seed=7))

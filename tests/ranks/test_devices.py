@@ -36,6 +36,7 @@ from shardwise.storage.host_memory import HostMemory
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from shardwise.tiers import PAGE, BufferPool, Stage
+from tests import inside
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -339,14 +340,12 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
         batch = share_of(engine, batches(1)[0])
         take_step(engine, batch)
         engine.backward(engine(*batch))
-        before = [flat.param.clone() for flat in engine._sharded.parts.flats]
+        before = [flat.param.clone() for flat in inside.flats(engine)]
         world.collectives(CPU)._groups.journal = world.journal
         with pytest.raises(FaultError, match="Rank 1 is gone"):
             engine.step()
-        engine._sharded.unhook()
-        return all(
-            torch.equal(flat.param, kept) for flat, kept in zip(engine._sharded.parts.flats, before, strict=True)
-        )
+        inside.sharded(engine).unhook()
+        return all(torch.equal(flat.param, kept) for flat, kept in zip(inside.flats(engine), before, strict=True))
 
     assert devices.run(2, rank) == [True, True]
 

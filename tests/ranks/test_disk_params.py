@@ -22,6 +22,7 @@ from shardwise.storage.disk_reads import DiskReads
 from shardwise.testing import run_ranks
 from shardwise.tiers import BufferPool, DiskFile, IoQueue
 from shardwise.tiers.calls import SystemCalls
+from tests import inside
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
 ON_DISK = {"param": DISK, "optim": DISK, "grad": HOST}
@@ -235,4 +236,4 @@ def test_without_an_optimizer_frozen_parameters_take_their_own_bytes(tmp_path: P
         numel = sum(param.numel() for param in model.parameters())
         assert 4 * numel <= memory.promised_on_disk["param"] <= 4 * numel * 1.2
         assert memory.promised_on_disk["optim"] == 0
-        assert isinstance(engine._sharded.disk, DiskMemory)
+        assert isinstance(inside.disk(engine), DiskMemory)

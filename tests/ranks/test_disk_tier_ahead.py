@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
+from tests import inside
 from tests.thorough import sampled
 
 ON_DISK = {"param": {"tier": "disk"}, "optim": {"tier": "disk"}, "grad": {"tier": "host"}}
@@ -40,7 +41,7 @@ def test_a_step_finds_what_it_updates_first_in_memory(loop: str, tmp_path: Path)
         num = 2 if loop == "accumulated" else 1
         plan = {"preset": "infinity", "disk": str(tmp_path), "accumulate": num}
         with sw.shard(replica, plan, optimizer=optimizer, world=world) as engine:
-            disk = engine._sharded.disk
+            disk = inside.disk(engine)
             assert disk is not None
             with torch.no_grad():
                 replica(*data[0])
@@ -142,7 +143,7 @@ def test_a_read_that_failed_ahead_of_its_step_is_repeated(tmp_path: Path, monkey
     num_failed: list[bool] = []
 
     def failing_step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
-        memory = engine._sharded.disk
+        memory = inside.disk(engine)
         assert memory is not None
         disk.left = 1
         memory.expect_step()

@@ -25,6 +25,7 @@ from shardwise.errors import CheckpointError, ModelError, ShardwiseError, StateE
 from shardwise.storage import DiskMemory, disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
+from tests import inside
 from tests.thorough import sampled
 
 
@@ -384,7 +385,7 @@ def test_a_byte_that_has_changed_on_the_disk_is_found(tmp_path: Path) -> None:
         with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
             train(engine, data[:2])
             engine.save(tmp_path / "saved")
-            unit = next(unit for unit in engine._sharded.parts.sharding.units if unit.spec.name == "blocks.1")
+            unit = next(unit for unit in inside.units(engine) if unit.spec.name == "blocks.1")
             rows = unit.flats[0].rows
             assert rows is not None
             handle = rows.file.descriptor()
@@ -414,7 +415,7 @@ def test_a_byte_of_a_parameter_that_has_changed_on_the_disk_is_found(use: str, t
         plan = {"preset": "infinity", "rows": rows, "disk": str(tmp_path / "scratch"), "disk_checksums": True}
         with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
             train(engine, data[:2])
-            unit = next(unit for unit in engine._sharded.parts.sharding.units if unit.spec.name == "blocks.1")
+            unit = next(unit for unit in inside.units(engine) if unit.spec.name == "blocks.1")
             on_disk = unit.flats[0].rows
             assert on_disk is not None
             assert 0 < on_disk.resting_bytes < min(on_disk.file.num_bytes, on_disk.file.queue.block_bytes)

@@ -25,7 +25,7 @@ import shardwise as sw
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.safe_files import parse_json
-from shardwise.state import content
+from tests import inside
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 
@@ -66,7 +66,7 @@ def reader() -> Iterator[sw.Engine]:
 
 
 def values(engine: sw.Engine) -> dict[str, torch.Tensor]:
-    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._sharded).entries}
+    return {entry.key: entry.tensor.detach().clone() for entry in inside.entries(engine)}
 
 
 def copied(saved: Path, run: Path) -> Path:

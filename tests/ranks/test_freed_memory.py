@@ -14,6 +14,7 @@ from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_r
 import shardwise as sw
 from shardwise.storage.releasable import Pages, Resized, _System, releasable
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_a_freed_parameter_reads_as_nan() -> None:
         model = replicas[world.rank]
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             train(engine, batches(2))
-            flats = [flat for unit in engine._sharded.parts.sharding.units for flat in unit.flats]
+            flats = [flat for unit in inside.units(engine) for flat in unit.flats]
             return all(bool(flat.full.isnan().all()) for flat in flats)
 
     assert all(run_ranks(2, rank, shares_memory=False))

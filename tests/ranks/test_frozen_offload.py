@@ -17,6 +17,7 @@ from shardwise.config import Offload
 from shardwise.errors import ConfigError
 from shardwise.placement.offload import Offloaded, UnitNumel
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 HOST = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
@@ -57,7 +58,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def placed(engine: sw.Engine) -> dict[str, Any]:
     """The share of all elements kept on each tier, the share of trained ones updated on each tier, and reports."""
-    specs = [flat.spec for flat in engine._sharded.parts.flats]
+    specs = [flat.spec for flat in inside.flats(engine)]
     trained = [spec for spec in specs if spec.trainable]
 
     def share(tier: str, buffer: Any, of: Any) -> float:

@@ -17,6 +17,7 @@ from twins import (
 )
 
 import shardwise as sw
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -53,13 +54,13 @@ def twin(model: Transformer) -> Run:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    ledger = engine._sharded.parts.ledger
+    ledger = inside.ledger(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
     engine.world.barrier()
     ledger.clear()
     engine.backward(engine(x, y))
     engine.step()
-    planned = engine._sharded.parts.runner.programs.program
+    planned = inside.program(engine)
     return {"report": engine.memory(), "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes())}
 
 

@@ -29,6 +29,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.storage import Flat
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -92,7 +93,7 @@ def test_what_an_optimizer_counts_it_counts_once(preset: str) -> None:
     model, data = model_of(), batches(3)
 
     def taken(engine: sw.Engine) -> dict[str, Any]:
-        return {"taken": engine._sharded.require_optimizer().groups[0]["taken"]}
+        return {"taken": inside.adopted(engine).groups[0]["taken"]}
 
     run = sharded_run(model, data, preset, 2, None, OPTIMIZERS["counting"], after=taken)
     assert run.extra["taken"] == 3
@@ -293,8 +294,8 @@ def test_a_share_of_the_units(preset: str, share: dict[str, float]) -> None:
     model, data = model_of(), batches(4)
 
     def report(engine: sw.Engine) -> dict[str, Any]:
-        updated = [unit.name for unit in engine._sharded.parts.sharding.units if unit.flats[0].spec.updates_below]
-        return {"report": engine.memory(), "updated": updated, "num_units": len(engine._sharded.parts.sharding.units)}
+        updated = [unit.name for unit in inside.units(engine) if unit.flats[0].spec.updates_below]
+        return {"report": engine.memory(), "updated": updated, "num_units": len(inside.units(engine))}
 
     run = sharded_run(model, data, preset, 2, None, after=report, offload=share, clip_grad_norm=0.5)
     assert_same(run, plain_run(model, data, clip=0.5))

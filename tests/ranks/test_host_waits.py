@@ -27,6 +27,7 @@ from shardwise.comm.fault import Fault
 from shardwise.errors import FaultError
 from shardwise.precision import LateFloat
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 LIBRARY = str(Path(sw.__file__).parent)
@@ -147,7 +148,7 @@ class WithTable(nn.Module):
 
 def steps_of(engine: sw.Engine) -> set[int]:
     """The ids of the tensors that count an optimizer's steps."""
-    optimizer = engine._sharded.require_optimizer()
+    optimizer = inside.adopted(engine)
     return {id(optimizer.state_of(piece).get("step")) for piece in optimizer.pieces}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.program.images import image_bytes
+from tests import inside
 from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled
 
@@ -43,8 +44,8 @@ def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Pat
         for _ in range(3):
             engine.backward(engine(torch.ones(4, WIDTH)).float().sum())
             engine.step()
-        specs = [flat.spec for flat in engine._sharded.parts.flats]
-        promised = image_bytes(specs, 2, engine._sharded.mesh.coordinate(world.rank))
+        specs = [flat.spec for flat in inside.flats(engine)]
+        promised = image_bytes(specs, 2, inside.sharded(engine).mesh.coordinate(world.rank))
         held = engine.memory().image_bytes
         num_pieces = len(list(model.parameters()))
         engine.close()

@@ -18,6 +18,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.inference import Inference
 from shardwise.storage import Unit
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}
@@ -46,7 +47,7 @@ def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str)
         engine = sw.shard(replicas[world.rank], "zero3", world=world)
         with engine.inference(KEEP[keep]):
             tokens = engine.module.generate(given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False)
-        return tokens, engine._sharded.parts.sharding.meter.now["working"]
+        return tokens, inside.meter(engine).now["working"]
 
     for (tokens, working), theirs in zip(run_ranks(3, rank), expected, strict=True):
         assert torch.equal(tokens, theirs)
@@ -183,10 +184,8 @@ def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, t
                     tokens = engine.module.generate(
                         given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False
                     )
-            meter = engine._sharded.parts.sharding.meter
-            sizes = sorted(
-                sum(flat.spec.full_bytes for flat in unit.flats) for unit in engine._sharded.parts.sharding.units
-            )
+            meter = inside.meter(engine)
+            sizes = sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in inside.units(engine))
             assert meter.peak["working"] <= sum(sizes[-3:])
             return tokens, meter.now["working"], meter.now["param"]
 

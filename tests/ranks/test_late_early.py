@@ -41,6 +41,7 @@ from shardwise.placement import PRESETS
 from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
+from tests import inside
 from tests.thorough import drawn, sampled, varies
 
 Tensor = torch.Tensor
@@ -80,7 +81,7 @@ def run_on_devices(
                 run.losses.append(world.mean(loss.item()))
                 run.norms.append(engine.gradient_norm or 0.0)
             run.params = full_params(engine)
-            assert engine._sharded.parts.sharding.meter.now["working"] == 0
+            assert inside.meter(engine).now["working"] == 0
         return run
 
     runs = devices.run(num_ranks, rank)
@@ -277,10 +278,10 @@ def test_an_update_behind_the_step_is_there_for_whoever_reads(
             ) as engine:
                 for batch in batches(2):
                     engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch))
-                    flats = engine._sharded.parts.flats
+                    flats = inside.flats(engine)
                     assert all(flat.is_updating for flat in flats), "it goes on behind the step"
                     if awaits:
-                        engine._sharded.parts.runner.gathering.await_updates()
+                        inside.runner(engine).gathering.await_updates()
                     read_here.append(read(engine))
             return read_here
 
@@ -305,7 +306,7 @@ def test_an_update_behind_the_step_comes_to_its_end(when: When, end: str, tmp_pa
         engine = sw.shard(mine, "zero1", optimizer=adamw(mine), world=world)
         for batch in data:
             engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch))
-        assert any(flat.is_updating for flat in engine._sharded.parts.flats)
+        assert any(flat.is_updating for flat in inside.flats(engine))
         if end == "reshard":
             engine.reshard("zero3")
         elif end == "another step":  # in which no module is used, and so no parameter has a gradient
@@ -338,13 +339,13 @@ def test_an_update_behind_the_step_that_another_stream_reads_first(monkeypatch: 
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
             first, other = accelerator.current_stream(), accelerator.new_stream()
-            assert any(flat.is_updating for flat in engine._sharded.parts.flats)
+            assert any(flat.is_updating for flat in inside.flats(engine))
             before = len(accelerator.noted)
             with accelerator.on(other):
                 assert not model.weight.detach().clone().isnan().any()
             noted = [one.about for one in accelerator.noted[before:] if one.what == "wait_stream"]
             assert (other, first) in noted
-            assert not any(flat.is_updating for flat in engine._sharded.parts.flats)
+            assert not any(flat.is_updating for flat in inside.flats(engine))
 
     monkeypatch.setattr(FakeWork, "wait", noting)
     devices.run(2, rank)
@@ -362,7 +363,7 @@ def test_a_second_step_on_the_same_gradients_waits_for_the_first_update(when: Wh
         loss = engine(*batch)
         engine.backward(loss)
         optimizer.step()
-        num_on_their_way.append(sum(flat.is_updating for flat in engine._sharded.parts.flats))
+        num_on_their_way.append(sum(flat.is_updating for flat in inside.flats(engine)))
         optimizer.step()
         optimizer.zero_grad()
         return loss

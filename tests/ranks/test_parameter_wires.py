@@ -20,6 +20,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.errors import PlacementError
+from tests import inside
 
 CASES = [
     ("zero1", 2, None),
@@ -72,13 +73,13 @@ def test_trains_like_a_plain_model_that_computes_with_rounded_parameters(
     """And sends and holds what its program says."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = engine._sharded.parts.ledger
+        ledger = inside.ledger(engine)
         x, y = batches(1, rows=4 * engine.world.size)[0]
         engine.world.barrier()
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = engine._sharded.parts.runner.programs.program
+        planned = inside.program(engine)
         return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
 
     run = sharded_run(
@@ -108,7 +109,7 @@ def test_the_rounding_shows(model: Transformer, twin: Run) -> None:
 
 def test_half_the_bytes_are_gathered(model: Transformer) -> None:
     def gathered(engine: sw.Engine) -> dict[str, Any]:
-        planned = engine._sharded.parts.runner.programs.program
+        planned = inside.program(engine)
         actions = [action for block in planned.micro_batch for action in block.actions]
         return {"bytes": sum(action.sent_bytes for action in actions if action.verb == "gather")}
 

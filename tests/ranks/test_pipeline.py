@@ -16,6 +16,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -50,7 +51,7 @@ def pipelined(
                     told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
                 engine.step()
                 told.norms.append(float(engine.gradient_norm or 0.0))
-                told.extra.setdefault("recordings", []).append(engine._sharded.parts.runner.programs.num_recordings)
+                told.extra.setdefault("recordings", []).append(inside.programs(engine).num_recordings)
             told.extra["own"] = sorted(name for name, _ in mine.named_parameters())
             told.params = engine.state_dict()
         return told

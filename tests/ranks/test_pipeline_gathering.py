@@ -19,6 +19,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import DataError, StateError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 Mesh = dict[str, int]
@@ -98,7 +99,7 @@ def test_fewer_bytes_are_held() -> None:
     def rank(world: sw.World, keep_bytes: int | None, trained: nn.Module) -> tuple[int, int, int, float]:
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         with sw.shard(trained, plan_of(PAIRS, "zero3"), optimizer=optimizer, world=world) as engine:
-            sharding = engine._sharded.parts.sharding
+            sharding = inside.sharding(engine)
             two = sum(sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in sharding.units)[-2:])
             with engine.inference(keep_bytes):
                 for x, _ in data:

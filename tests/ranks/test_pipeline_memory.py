@@ -18,6 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -68,7 +69,7 @@ def promised_and_made(
             for _ in range(2):
                 engine.train_step((x, y))
             world.barrier()
-            there = [*tensors_there(), *(flat.full for flat in engine._sharded.parts.flats if flat.full is not None)]
+            there = [*tensors_there(), *(flat.full for flat in inside.flats(engine) if flat.full is not None)]
             world.barrier()
             living = LivingBytes(there)
             with living:

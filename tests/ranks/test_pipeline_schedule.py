@@ -16,6 +16,7 @@ from twins import Block, adamw
 import shardwise as sw
 from shardwise.program import parse
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -56,7 +57,7 @@ def decoder(*, recomputes: bool) -> Decoder:
 
 def counted(engine: sw.Engine) -> dict[str, Any]:
     """For the last step: what was sent along the data axis, and what the program predicts."""
-    ledger, program = engine._sharded.parts.ledger, engine._sharded.parts.runner.programs.program
+    ledger, program = inside.ledger(engine), inside.program(engine)
     text = parse(engine.program())
     assert text == (*program.micro_batch, *program.step)
     verbs = ("gather", "reduce_scatter", "all_reduce")
@@ -72,15 +73,15 @@ def counted(engine: sw.Engine) -> dict[str, Any]:
             if action.communicates:
                 in_schedule["gather" if action.verb == "gather" else "reduce"] += 1
     sent = {verb: ledger.sent_bytes.get((verb, "dp"), 0) for verb in verbs}
-    flats = [flat for flat in engine._sharded.parts.flats if not flat.spec.resident]
+    flats = [flat for flat in inside.flats(engine) if not flat.spec.resident]
     report = engine.memory()
     return {
         "sent": {verb: num_bytes for verb, num_bytes in sent.items() if num_bytes},
         "promised": promised,
         "in_schedule": in_schedule,
         "num_gathered": len(flats),
-        "num_trained": len(engine._sharded.parts.flats),
-        "is_followed": engine._sharded.parts.runner.passes._scripts["schedule", True].is_finished(),
+        "num_trained": len(inside.flats(engine)),
+        "is_followed": inside.runner(engine).passes._scripts["schedule", True].is_finished(),
         "held": {kind: (report.measured[kind], report.promised[kind]) for kind in ("param", "grad", "working")},
     }
 
@@ -98,9 +99,9 @@ def trained(
             for step, (x, y) in enumerate(data):
                 if each_step is not None:
                     each_step(engine, step)
-                engine._sharded.parts.ledger.clear()
+                inside.ledger(engine).clear()
                 loss = engine.forward_backward((rows_of(engine, x), rows_of(engine, y)))
-                sent = engine._sharded.parts.ledger.sent_bytes.copy()
+                sent = inside.ledger(engine).sent_bytes.copy()
                 told.losses.append(engine.mean(loss.item()))
                 if step + 1 == len(data):
                     told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
@@ -111,7 +112,7 @@ def trained(
             engine.step()
             told.norms.append(float(engine.gradient_norm or 0.0))
             told.params = engine.state_dict()
-            assert engine._sharded.parts.sharding.meter.now["working"] == 0
+            assert inside.meter(engine).now["working"] == 0
         return told
 
     return run_ranks(len(models), rank, shares_memory=shares_memory)

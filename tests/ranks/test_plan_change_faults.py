@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError, ShardwiseError, StateError, TierEr
 from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import TierFolder
+from tests import inside
 from tests.thorough import sampled
 
 Losses = Callable[[sw.World], list[float]]
@@ -75,10 +76,10 @@ def test_a_file_that_cannot_be_made_leaves_the_old_plan(
                     assert engine.plan.clip_grad_norm is None
                     world.barrier()
                     disk.breaks = ""
-                    former_disk = engine._sharded.disk
+                    former_disk = inside.disk(engine)
                     files = former_disk.folder._files if former_disk is not None else []
                     num_open = sum(file._close.alive for file in files)
-                    assert num_open == sum(flat.rows is not None for flat in engine._sharded.parts.flats)
+                    assert num_open == sum(flat.rows is not None for flat in inside.flats(engine))
                     assert former_disk is not None or not any((tmp_path / "one").iterdir())
                 losses += train(engine, data[1:2])
                 engine.reshard(new)

@@ -23,6 +23,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import each_value, sampled
 
 pytestmark = sampled
@@ -61,13 +62,13 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
     """What is counted is one more step after training."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = engine._sharded.parts.ledger
+        ledger = inside.ledger(engine)
         x, y = batches(1, rows=4 * engine.world.size)[0]
         engine.world.barrier()
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = engine._sharded.parts.runner.programs.program
+        planned = inside.program(engine)
         calls = [
             action.verb.replace("agree", "all_reduce")
             for block in (*planned.micro_batch, *planned.step)
@@ -78,7 +79,7 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
         return {
             "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()),
             "calls": (sum(ledger.calls.values()), len(calls)),
-            "recordings": engine._sharded.parts.runner.programs.num_recordings,
+            "recordings": inside.programs(engine).num_recordings,
             "report": report,
         }
 
@@ -138,7 +139,7 @@ def test_gradient_memory_is_kept_between_steps_as_far_as_messages_would_fill_it(
     """All of it where gradients have one dtype, none where the update reads a wider one."""
 
     def held(engine: sw.Engine) -> dict[str, Any]:
-        return {"between": engine._sharded.parts.sharding.meter.now["grad"], "report": engine.memory()}
+        return {"between": inside.meter(engine).now["grad"], "report": engine.memory()}
 
     run = sharded_run(model, batches(3), preset, 2, None, after=held, **plan)
     measured, promised = run.extra["report"].measured, run.extra["report"].promised

@@ -22,6 +22,7 @@ from twins import Transformer, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.ranks.test_lost_ranks import PLANS, TIERS, DiesAt, Net, race
 from tests.thorough import sampled
 
@@ -154,7 +155,7 @@ def test_each_rank_keeps_its_part_of_the_codes() -> None:
         def rank(world: sw.World) -> int:
             mine = models[world.rank]
             with sw.shard(mine, preset, optimizer=adamw_of_trainable(mine), world=world) as engine:
-                return engine._sharded.parts.sharding.meter.now["param"]
+                return inside.meter(engine).now["param"]
 
         return run_ranks(2, rank)
 

@@ -15,6 +15,7 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batch
 
 import shardwise as sw
 from shardwise.errors import StateError
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -79,7 +80,7 @@ def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any],
         loss = engine(*batch)
         engine.backward(loss)
         engine.step()
-        assert engine._sharded.parts.sharding.meter.now["working"] == 0
+        assert inside.meter(engine).now["working"] == 0
         count["steps"] += 1
         return loss
 
@@ -201,7 +202,7 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bo
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
         parts = list(zip(batch[0].chunk(3), batch[1].chunk(3), strict=True))
         total = torch.zeros(())
-        ledger = engine._sharded.parts.ledger
+        ledger = inside.ledger(engine)
         for index, (x, y) in enumerate(parts):
             before = sum(n for (verb, _), n in ledger.sent_bytes.items() if verb in ("reduce_scatter", "all_reduce"))
             if index < 2 or last_inside:

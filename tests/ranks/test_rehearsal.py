@@ -29,6 +29,7 @@ from shardwise.rehearsal.rehearse import process_bytes_for
 from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_specs
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -271,7 +272,7 @@ def test_a_live_engine_is_asked_and_stays_as_it_is(preset: str, kind: type[Trans
         replica = replicas[2 * asks + world.rank]
         engine = sw.shard(replica, preset, optimizer=adamw(replica), world=world)
         before = engine.rehearse(data[0]) if asks else None
-        losses = [engine_step(engine, engine._sharded.parts.optimizer.members[0], batch).item() for batch in data[:3]]
+        losses = [engine_step(engine, inside.member(engine), batch).item() for batch in data[:3]]
         if asks:
             footprint = engine.rehearse(data[0])
             assert footprint == before
@@ -282,7 +283,7 @@ def test_a_live_engine_is_asked_and_stays_as_it_is(preset: str, kind: type[Trans
             alone = rehearsed(model, data[0])
             assert footprint.activations <= peak_of(alone)
             assert footprint.peak_at in [mark.moment for mark in alone.marks]
-        losses.append(engine_step(engine, engine._sharded.parts.optimizer.members[0], data[3]).item())
+        losses.append(engine_step(engine, inside.member(engine), data[3]).item())
         engine.close()
         return losses
 
@@ -299,8 +300,8 @@ def test_moments_come_in_the_order_in_which_they_come_in_training(kind: type[Tra
         replica = replicas[world.rank]
         engine = sw.shard(replica, "zero3", optimizer=adamw(replica), world=world)
         for _ in range(3):
-            engine_step(engine, engine._sharded.parts.optimizer.members[0], batch)
-        return [str(moment) for moment in engine._sharded.parts.runner.programs.trace]
+            engine_step(engine, inside.member(engine), batch)
+        return [str(moment) for moment in inside.programs(engine).trace]
 
     trace = [str(moment) for moment in rehearsed(model, batch).trace]
     assert run_ranks(2, rank) == [trace, trace]

@@ -19,6 +19,7 @@ import shardwise.optim  # its tables are not counted
 from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -145,7 +146,7 @@ def test_only_what_is_missing_travels() -> None:
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(2))
             for plan in ("zero1", "ddp", "zero3"):
-                ledger = engine._sharded.parts.ledger
+                ledger = inside.ledger(engine)
                 before = ledger.sent_bytes["all_to_all", "world"]
                 engine.reshard(plan)
                 sent.append(ledger.sent_bytes["all_to_all", "world"] - before)
@@ -167,8 +168,8 @@ def test_buffers_of_the_old_plan_wait_for_no_garbage_collection(preset: str) -> 
         with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(3))
             model.positions.weight.detach().clone()  # a read of a parameter at rest
-            old = {flat.name: weakref.ref(flat) for flat in engine._sharded.parts.flats}
-            old["runner"] = weakref.ref(engine._sharded.parts.runner)
+            old = {flat.name: weakref.ref(flat) for flat in inside.flats(engine)}
+            old["runner"] = weakref.ref(inside.runner(engine))
             engine.reshard("zero1")
             left = [name for name, known in old.items() if known() is not None]
             world.barrier()  # collection is enabled again when all have looked

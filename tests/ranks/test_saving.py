@@ -20,6 +20,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 
@@ -96,7 +97,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def step_of(engine: sw.Engine) -> None:
-    engine._sharded.require_optimizer().members[0].step()
+    inside.member(engine).step()
 
 
 def set_a_weight(engine: sw.Engine) -> None:
@@ -153,7 +154,7 @@ def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threa
         late.clear()
         engine.world.barrier()
         engine.save(tmp_path, wait=False)
-        optimizer = engine._sharded.require_optimizer()
+        optimizer = inside.adopted(engine)
         piece = next(piece for piece in optimizer.pieces if piece.span.numel)
         with torch.no_grad():
             (piece.tensor if what == "shard" else optimizer.state_of(piece)["exp_avg"]).mul_(2)
@@ -362,7 +363,7 @@ def test_what_an_engine_remembers(tmp_path: Path) -> None:
     """Nested schedulers with integer keys, and each rank's position in a loader. In another world, all get rank 0's."""
 
     def schedule(engine: sw.Engine) -> torch.optim.lr_scheduler.LRScheduler:
-        optimizer = engine._sharded.require_optimizer().members[0]
+        optimizer = inside.member(engine)
         first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
         second = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4, 4])
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[3])
@@ -372,7 +373,7 @@ def test_what_an_engine_remembers(tmp_path: Path) -> None:
         for _ in range(num_steps):
             train(engine)
             scheduler.step()
-            rates.append(engine._sharded.require_optimizer().members[0].param_groups[0]["lr"])
+            rates.append(inside.member(engine).param_groups[0]["lr"])
         return rates
 
     def work(engine: sw.Engine) -> list[float]:
@@ -446,7 +447,7 @@ def test_numbers_stay_numbers_and_dtypes_stay_theirs(tmp_path: Path) -> None:
                 engine.backward(engine(torch.ones(2, 6)).sum())
                 engine.step()
             engine.save(tmp_path)
-            adopted = engine._sharded.require_optimizer()
+            adopted = inside.adopted(engine)
             expected = [dict(adopted.state_of(piece)) for piece in adopted.pieces]
             optimizer.state.clear()
             group = optimizer.param_groups[0]

@@ -19,6 +19,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import thorough_only
 
 Tensor = torch.Tensor
@@ -107,7 +108,7 @@ def sent_in_a_step(kind: str) -> list[tuple[int, dict[str, int]]]:
         with sw.shard(model, PLANS[kind], optimizer=optimizer, world=world) as engine:
             step(engine, kind)
             step(engine, kind)
-            ledger = engine._sharded.parts.ledger
+            ledger = inside.ledger(engine)
             ledger.clear()
             step(engine, kind)
             sent: Counter[str] = Counter()

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.program import Footprint
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -49,7 +50,7 @@ def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]
             step()
             world.barrier()
             there = [one for one in gc.get_objects() if type(one) is Tensor]
-            there += [flat.full for flat in engine._sharded.parts.flats if flat.full is not None]
+            there += [flat.full for flat in inside.flats(engine) if flat.full is not None]
             world.barrier()
             living = LivingBytes(there)
             with living:

@@ -30,6 +30,7 @@ from shardwise.comm.shm.arena import Arena
 from shardwise.comm.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.shm.offers import NUM_OFFERS
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -55,11 +56,11 @@ def test_one_copy_is_read_by_all(model: Transformer) -> None:
     """What one rank writes to parameters at rest is read by all others, without messages."""
 
     def work(engine: sw.Engine) -> list[float]:
-        flat = engine._sharded.parts.flats[0]
-        engine._sharded.parts.ledger.clear()
-        engine._sharded.parts.runner.step.open_params()
+        flat = inside.flats(engine)[0]
+        inside.ledger(engine).clear()
+        inside.runner(engine).step.open_params()
         flat.param.fill_(engine.world.rank + 1)
-        engine._sharded.parts.runner.step.close_params()
+        inside.runner(engine).step.close_params()
         engine.world.barrier()
         return sorted(set(flat.full.tolist()))
 
@@ -86,9 +87,7 @@ def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: T
     x, y = batches(1)[0]
 
     def work(engine: sw.Engine) -> tuple[bool, int]:
-        [flat] = [
-            flat for flat in engine._sharded.parts.flats if any(slot.name == "head.weight" for slot in flat.slots)
-        ]
+        [flat] = [flat for flat in inside.flats(engine) if any(slot.name == "head.weight" for slot in flat.slots)]
         for _ in range(2):  # then the program is followed
             engine_step(engine, None, (x, y))  # type: ignore[arg-type]
         loss = engine(x, y)
@@ -220,7 +219,7 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
     monkeypatch.setattr(SharedFile, "map_privately", refuse)
 
     def after(engine: sw.Engine) -> dict[str, Any]:
-        return {"how": str(engine), "rests_apart": all(flat.shared is None for flat in engine._sharded.parts.flats)}
+        return {"how": str(engine), "rests_apart": all(flat.shared is None for flat in inside.flats(engine))}
 
     data = batches(5, rows=12)
     run = sharded_run(model, data, "zero3", 3, None, after=after)
@@ -377,7 +376,7 @@ def test_a_buffer_that_has_moved_gives_its_pages_back() -> None:
     def rank(world: sw.World) -> tuple[int, int]:
         model = nn.Linear(1024, 1023)
         with sw.shard(model, "zero3", optimizer=torch.optim.SGD(model.parameters()), world=world) as engine:
-            (flat,) = engine._sharded.parts.flats
+            (flat,) = inside.flats(engine)
             assert flat.shared is not None
             own = flat.shared.own
             assert own.count_nonzero() > 0.9 * own.numel()

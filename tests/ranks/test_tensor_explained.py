@@ -14,6 +14,7 @@ from test_split_products import CUT, net
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -56,7 +57,7 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
             for _ in range(3):
                 engine.backward(engine(tokens(0)))
                 engine.step()
-            ledger = engine._sharded.parts.ledger
+            ledger = inside.ledger(engine)
             ledger.clear()
             engine.backward(engine(tokens(0)))
             engine.step()

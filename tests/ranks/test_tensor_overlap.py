@@ -29,6 +29,7 @@ from shardwise.comm import Line, Started
 from shardwise.errors import CommError
 from shardwise.tensor import products
 from shardwise.testing import InjectedError, run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -409,7 +410,7 @@ def test_ten_steps_equal_those_without_overlap() -> None:
                 for step in range(10):
                     engine.backward(engine(tokens(step).chunk(2)[world.rank // 2]))
                     engine.step()
-                sent = dict(engine._sharded.parts.ledger.sent_bytes)
+                sent = dict(inside.ledger(engine).sent_bytes)
                 return {"params": engine.state_dict(), "sent": sent}
 
         return run_ranks(4, rank, **where)

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.tensor import draws
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -166,7 +167,7 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
             narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
                 loss = engine(tokens(0))
-            ledger = engine._sharded.parts.ledger
+            ledger = inside.ledger(engine)
             ledger.clear()
             engine.backward(loss)
             return saved, ledger.sent_bytes["gather", "tp"]
@@ -412,13 +413,13 @@ def test_a_rehearsal_and_an_evaluation() -> None:
         with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
             held = engine.rehearse(tokens(0)).by_kind["activations"]
             with engine.inference():
-                inside = float(model(tokens(0)))
+                in_inference = float(model(tokens(0)))
             with torch.no_grad():
-                return held, inside, float(model(tokens(0)))
+                return held, in_inference, float(model(tokens(0)))
 
-    for held, inside, outside in run_ranks(4, rank):
+    for held, in_inference, outside in run_ranks(4, rank):
         assert held > 0
-        assert (inside, outside) == pytest.approx((expected, expected), rel=1e-5)
+        assert (in_inference, outside) == pytest.approx((expected, expected), rel=1e-5)
 
 
 def test_recomputed_blocks() -> None:

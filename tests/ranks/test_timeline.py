@@ -14,6 +14,7 @@ from twins import Transformer, adamw, batches
 import shardwise as sw
 from shardwise.calibration import Calibration, DiskFigures, write_calibration
 from shardwise.testing import run_ranks
+from tests import inside
 
 
 def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
                 with engine.timeline(path):
                     engine.backward(engine(x, y))
                     engine.step()
-            planned = engine._sharded.parts.runner.programs.program
+            planned = inside.program(engine)
             return [str(action) for block in (*planned.micro_batch, *planned.step) for action in block.actions]
 
     planned = run_ranks(2, rank)
@@ -63,10 +64,10 @@ def test_nothing_is_recorded_outside(tmp_path: Path) -> None:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 3)).sum())
             engine.step()
-        assert not engine._sharded.parts.timeline.events
+        assert not inside.sharded(engine).parts.timeline.events
         with engine.timeline(tmp_path / "empty.json"):
             pass
-        assert not engine._sharded.parts.timeline.events
+        assert not inside.sharded(engine).parts.timeline.events
 
 
 def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> N
         with sw.shard(models[world.rank], plan, optimizer=adamw(models[world.rank]), world=world) as engine:
             with engine.timeline(path):
                 engine.train_step(torch.ones(3, 4), loss_fn=torch.sum)
-            layout = engine._sharded.parts.pipeline.layout  # type: ignore[union-attr]
+            layout = inside.sharded(engine).parts.pipeline.layout  # type: ignore[union-attr]
             return [f"{op.kind}{op.micro_batch}@{op.stage}" for op in layout.schedule.rows[world.rank]]
 
     rows = run_ranks(2, rank)
@@ -102,13 +103,13 @@ def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, mo
     model, (x, y) = Transformer(), batches(1)[0]
     plan = {"preset": "infinity", "disk": str(tmp_path / "scratch")}
     with sw.shard(model, plan, optimizer=adamw(model)) as engine:
-        assert engine._sharded.disk is not None
-        queue = engine._sharded.disk._queue
+        assert inside.disk(engine) is not None
+        queue = inside.disk(engine)._queue
         assert (queue.depth, queue.block_bytes) == (3, 2**16)
         with engine.timeline(tmp_path / "step.json"):
             engine.backward(engine(x, y))
             engine.step()
-        units = [unit.name for unit in engine._sharded.parts.sharding.units]
+        units = [unit.name for unit in inside.units(engine)]
     events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     for verb in ("read", "write"):
         expected = [f"{verb} {unit} states" for unit in units]

@@ -13,6 +13,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -57,7 +58,7 @@ def test_trains_unchanged(build: Any, preset: str, num_ranks: int, checkpointing
             replica.eval()
             text = replica.generate(tokens[0, :1, :4], max_new_tokens=4, do_sample=False, use_cache=True)
         assert text.shape == (1, 8)
-        return losses, len(engine._sharded.parts.sharding.units)
+        return losses, len(inside.units(engine))
 
     for losses, num_units in run_ranks(num_ranks, rank):
         assert losses == pytest.approx(expected, rel=2e-6)

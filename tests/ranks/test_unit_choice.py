@@ -11,6 +11,7 @@ from twins import Batch, Transformer, assert_rounds_like_the_plain_model, assert
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from tests import inside
 from tests.thorough import sampled
 
 CHOICES: dict[str, tuple[Any, list[str]]] = {
@@ -39,7 +40,7 @@ def test_units_of_ones_choice_train_like_the_plain_model(name: str, preset: str,
     model, data = Transformer(), batches(5, rows=12)
 
     def names(engine: sw.Engine) -> dict[str, Any]:
-        return {"units": [unit.name for unit in engine._sharded.parts.sharding.units]}
+        return {"units": [unit.name for unit in inside.units(engine)]}
 
     run = sharded_run(model, data, preset, num_ranks, None, units=units, after=names)
     assert set(expected) <= set(run.extra["units"])

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.state import content
 from shardwise.testing import run_ranks
+from tests import inside
 
 Tensor = torch.Tensor
 Batch = tuple[Tensor, Tensor]
@@ -268,7 +268,7 @@ def course_of(engine: sw.Engine, data: Iterable[Tensor], loss_of: Callable[[int,
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return Course(losses, full_params(engine), engine._sharded.parts.sharding.meter.now["working"])
+    return Course(losses, full_params(engine), inside.meter(engine).now["working"])
 
 
 def mean_losses(courses: Sequence[Course]) -> list[float]:
@@ -290,7 +290,7 @@ def full_params(engine: sw.Engine) -> dict[str, Tensor]:
 def _packed(engine: sw.Engine) -> bytes:
     pieces = [
         (entry.name, entry.span.start, entry.tensor.detach().float().clone())
-        for entry in content(engine._sharded).entries
+        for entry in inside.entries(engine)
         if entry.kind == "param" and entry.span.numel and entry.tensor.is_floating_point()
     ]
     stream = io.BytesIO()
