@@ -145,11 +145,12 @@ else:
 class _InOurWords(ModelMetaclass):
     """Makes `Plan(stagee=3)` raise what a file with that key does, not pydantic's `ValidationError`."""
 
-    def __call__(cls, *args: Any, **values: Any) -> Any:
+    def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805  # the first argument is a class
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise as_config_error(error, values, root=cls, name=cls.__name__) from None
+            root: Any = cls
+            raise as_config_error(error, values, root=root, name=cls.__name__) from None
 
 
 class Strict(BaseModel, metaclass=_InOurWords):
