@@ -105,7 +105,8 @@ ATTENDED = ((16, 64, 197, 16), (4, 16, 1024, 64), (4, 16, 4096, 128), (1, 32, 81
 def of_attention(rows: Rows, kernel: str) -> dict[str, Any]:
     """Bytes by which the allocator's peak is above the gradients that a backward returns, and FlashAttention's by its
     shapes."""
-    backend, beyond, chosen = SDPBackend.__members__[kernel], {}, {}
+    backend, chosen = SDPBackend.__members__[kernel], {}
+    beyond: dict[str, dict[str, Any]] = {}
     for shape in ATTENDED if rows.is_real else ((2, 4, 16, 8),):
         q, k, v = (torch.randn(shape, device=rows.device).bfloat16().requires_grad_() for _ in range(3))
         try:

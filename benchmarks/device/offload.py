@@ -100,13 +100,18 @@ def norm_of_gradients(rows: Rows) -> dict[str, Any]:
     """Seconds for the sum of squares of bf16 gradients on the host, ours and torch's, and how far off they are."""
     numel = 64 << 20 if rows.is_real else 1 << 16
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    exact = sum(float(part.double().square().sum()) for part in grad.split(1 << 20))
+    exact = sum(float(part.double().square().sum()) for part in torch.split(grad, 1 << 20))
 
     def whole() -> torch.Tensor:
-        return torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+        norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        return norm.square()
 
     row: dict[str, Any] = {"numel": numel}
-    for name, work in (("ours", lambda: sum_of_squares(grad, torch.float32)), ("torch", whole)):
+    works: dict[str, Callable[[], torch.Tensor]] = {
+        "ours": lambda: sum_of_squares(grad, torch.float32),
+        "torch": whole,
+    }
+    for name, work in works.items():
         work()
         start = time.perf_counter()
         squares = float(work())
@@ -129,7 +134,9 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
             engine.backward(loss)
             return loss.detach()
 
-        losses, forward_backward, whole = [], [], []
+        losses: list[torch.Tensor] = []
+        forward_backward: list[float] = []
+        whole: list[float] = []
         for _ in range(NUM_STEPS):
             if len(whole) >= LEAST_STEPS and rows.seconds_left < SECONDS_TO_SPARE * whole[-1]:
                 break

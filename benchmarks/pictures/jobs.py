@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.elastic import RANKS, Job
 from benchmarks.elastic_rank import ROWS
-from benchmarks.pictures.style import BLUE, FAINT, ORANGE, PALE, RED, area, card, plain
+from benchmarks.pictures.style import BLUE, BUSY, FAINT, ORANGE, PALE, RED, area, card, is_busy, plain
 
 CALM_SECONDS = 5.0
 LOST = 2
@@ -26,7 +26,7 @@ NUM_BINS = 60
 
 def measure_lost_rank() -> dict[str, Any]:
     """Four ranks, of which one is killed and replaced, and then a job in which nothing happens. Each step once."""
-    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+    busy = is_busy()
     job = Job("shardwise", Path(tempfile.mkdtemp(prefix="shardwise-pictures-")))
     job.start()
     try:
@@ -49,7 +49,7 @@ def measure_lost_rank() -> dict[str, Any]:
     calm.look()
     return {
         "killed": killed,
-        "busy": is_busy,
+        "busy": busy,
         "steps": steps,
         "calm": [(one["step"], one["loss"]) for one in _steps(calm)],
     }
@@ -90,7 +90,7 @@ def draw_lost_rank(measured: dict[str, Any]) -> Figure:
         4.5,
         f"Rank {LOST} of {RANKS} is killed: the others repeat the step, and a new rank joins",
         f"shardwise launch --nproc 4 --elastic 2:4, zero3. From the kill to the next step: {after * 1e3:.0f} ms; "
-        f"a step usually takes {usual * 1e3:.0f} ms" + ", on a machine that has other work" * measured["busy"],
+        f"a step usually takes {usual * 1e3:.0f} ms" + BUSY * measured["busy"],
     )
     first, last = max(steps[0]["at"], -0.4 * joined), min(steps[-1]["at"], 1.4 * joined)
     shown = [step for step in steps if first <= step["at"] <= last]

@@ -11,6 +11,7 @@ from benchmarks.fresh import run_ranks
 from benchmarks.pictures.rank import SIZE
 from benchmarks.pictures.style import (
     BLUE,
+    BUSY,
     FAINT,
     GREEN,
     INK,
@@ -22,6 +23,7 @@ from benchmarks.pictures.style import (
     bare,
     box,
     card,
+    is_busy,
     plain,
 )
 
@@ -32,8 +34,10 @@ Span = tuple[float, float, str]
 
 
 def measure_overlap() -> dict[str, Any]:
+    busy = is_busy()
     figures = run_ranks(MODULE, ["timeline", "zero3"], num_ranks=2, timeout_seconds=PATIENCE_SECONDS)
-    return {"events": [event for event in figures[0]["events"] if event["pid"] == 0 and event["ph"] in "Xbe"]}
+    events = [event for event in figures[0]["events"] if event["pid"] == 0 and event["ph"] in "Xbe"]
+    return {"busy": busy, "events": events}
 
 
 def draw_overlap(measured: dict[str, Any]) -> Figure:
@@ -48,8 +52,8 @@ def draw_overlap(measured: dict[str, Any]) -> Figure:
     figure = card(
         9.6,
         3.6,
-        "A step of zero3 on one of two ranks, which send each other messages",
-        f"From engine.timeline(). Gathers and sums travel while blocks compute; waiting takes {waited / whole:.0%} of "
+        "A step of zero3 on one of two ranks" + BUSY * measured["busy"],
+        f"From engine.timeline(). Messages travel while blocks compute; waiting takes {waited / whole:.0%} of "
         "the step. A bar ends where its result is first needed",
     )
     axes = area(figure, 1.25, 0.62, 8.1, 2.0)

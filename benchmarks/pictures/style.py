@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,12 @@ INK, FAINT, LINE, CARD = "#1f2937", "#6b7280", "#d1d5db", "#ffffff"
 BLUE, ORANGE, GREEN, VIOLET, RED = "#2563eb", "#ea580c", "#059669", "#7c3aed", "#dc2626"
 PALE = {BLUE: "#dbeafe", ORANGE: "#ffedd5", GREEN: "#d1fae5", VIOLET: "#ede9fe", RED: "#fee2e2", FAINT: "#f3f4f6"}
 MONO = "DejaVu Sans Mono"
+BUSY = ", on a machine that has other work"
+
+
+def is_busy() -> bool:
+    """Whether this machine has other work than what is about to be measured, which a picture then says."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def card(width: float, height: float, title: str, said: str = "") -> Figure:

@@ -16,13 +16,15 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 
 MAX_JSON_BYTES = 10**8
 """The limit of the safetensors library for the header of a file."""
 MAX_JSON_DEPTH = 100
 """Nesting of lists and objects."""
 MAX_NAME_CHARS = 4096
+MAX_CONFIG_BYTES = 2**20
+"""Of a file that people write, such as a host file."""
 HUB_LINKS, HUB_FILES = "snapshots", "blobs"
 """The cache of huggingface_hub: `snapshots/REVISION/` has links to files in the neighbouring `blobs/`."""
 _PORTABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
@@ -167,6 +169,22 @@ def read_own_bytes(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise CheckpointError(f"{path} has more than {max_bytes} bytes, which is more than it can mean.")
     return content
+
+
+def read_config_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
+    """The text of a file that people write and name, with line breaks `\\n`; it may be a link, or a shell's pipe.
+
+    No more than the limit is read. Raises `ConfigError` if it is larger, or not UTF-8, and `OSError` for errors of the
+    system.
+    """
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ConfigError(f"{path} has more than {max_bytes} bytes, which is more than such a file can mean.")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8.") from error
 
 
 def as_text(content: bytes, name: Path | str) -> str:

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import PlaceEdit, Plan, Rows, Wire, load_plan, plan_table, schema_table
+from shardwise.config.schema import Strict
 from shardwise.errors import ConfigError
 
 DTYPES = st.none() | st.sampled_from(["fp64", "fp32", "bf16"])
@@ -255,6 +256,36 @@ def test_an_unknown_key_gets_the_nearest_name_at_its_level(write: Any) -> None:
         "plan.yaml:5: unknown key 'grd' in rows. Did you mean 'grad'?",
         "plan.yaml:6: unknown key 'shart' in rows.grad. Did you mean 'shard'?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Plan(stagee=3), "unknown key 'stagee' in Plan. Known: accumulate, "),
+        (lambda: Plan(acumulate=3), "unknown key 'acumulate' in Plan. Did you mean 'accumulate'?"),
+        (lambda: Plan(wire={"grd": "bf16"}), "unknown key 'grd' in wire. Did you mean 'grad'?"),
+        (lambda: Plan(rules={"a": {"params": ["*"], "rowz": {}}}), "unknown key 'rowz' in rules.a. Did you mean"),
+        (lambda: Rows(parm=3), "unknown key 'parm' in Rows. Did you mean 'param'?"),
+        (lambda: Plan(accumulate="x"), "accumulate is 'x'; expected a whole number of at least 1."),
+        (lambda: Plan(mesh={"dp": "x"}), "mesh.dp is 'x'; expected a whole number."),
+        (lambda: Plan(rows=Rows(param=PlaceEdit(tier="dsk"))), "tier is 'dsk'; expected device, host, disk or null."),
+        (lambda: Plan(rows=Wire()), "rows is Wire(grad=None); expected a mapping with param, held, grad or optim."),
+    ],
+)
+def test_python_says_what_files_say(made: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        made()
+    assert str(raised.value).startswith(f"argument: {message}")
+    assert raised.value.__suppress_context__
+
+
+def test_every_section_made_in_python_raises_our_error() -> None:
+    def sections(kind: Any) -> list[Any]:
+        return [kind, *(below for one in kind.__subclasses__() for below in sections(one))]
+
+    for section in sections(Strict)[1:]:
+        with pytest.raises(ConfigError, match=f"unknown key 'zzz' in {section.__name__}. Known: "):
+            section(zzz=1)
 
 
 def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -> None:

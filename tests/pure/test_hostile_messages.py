@@ -270,6 +270,26 @@ class TestMembers:
         assert heard.empty()
         assert "is no message of its members, or a copy of an earlier one" in caplog.text
 
+    def test_a_forged_announcement_is_read_again_after_a_pause(self) -> None:
+        """Until the launcher has written its own; here that happens in the pause."""
+        store = TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=30))
+        launcher, member = LauncherChannel(store, "0", Seal("token")), MemberChannel(store, "0", 2, Seal("token"))
+        store.set("shardwise/members-0/news/0", "forged")
+        said, heard, pauses = Announcement("end", 1), list[Announcement](), list[int]()
+
+        def pause() -> None:
+            pauses.append(len(heard))
+            if len(pauses) == 3:
+                launcher.publish(said)
+
+        def read(announcement: Announcement) -> bool:
+            heard.append(announcement)
+            return False
+
+        member.listen(0, read, pause).join(30)
+        assert heard == [said]
+        assert pauses == [0, 0, 0]
+
     def test_an_announcement_that_was_overwritten_ends_the_job(self) -> None:
         """Its successor is there, so it will not come again."""
         store = TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=30))

@@ -371,7 +371,6 @@ def test_an_output_without_anything_to_send_back_is_refused() -> None:
         rehearsed(Silent(), torch.ones(8, 4))
 
 
-@one_in(1)
 @pytest.mark.parametrize(
     ("query", "key", "expected"),
     [

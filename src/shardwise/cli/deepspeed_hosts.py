@@ -13,6 +13,7 @@ from shardwise.cli import launch, launch_places
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.job import Job
 from shardwise.launch.places.hosts import parse_host_file
+from shardwise.safe_files import read_config_text
 
 _LAUNCHERS = {
     "": ["--where", "ssh"],
@@ -113,10 +114,9 @@ def deepspeed_env(environment: Mapping[str, str] | None = None) -> dict[str, str
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise ConfigError(f"{file} cannot be read: {why}.") from error
+        return read_config_text(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
 
 
 def _listed() -> str:

@@ -23,6 +23,7 @@ from shardwise.launch.places import k8s, mpi, pods, slurm, slurm_hosts, ssh
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, Share, choose, parse_host_file, parse_hosts, shares
 from shardwise.launch.places.k8s_run import run_k8s
+from shardwise.safe_files import read_config_text
 
 PLACES = ("local", "ssh", "slurm", "mpi", "k8s", "pods")
 # The places where each option applies; elsewhere it is refused.
@@ -350,10 +351,9 @@ def _named_hosts(args: argparse.Namespace) -> list[Host]:
     if not args.hostfile:
         raise ConfigError(f"--where {args.where} needs hosts: --hosts gpu1:4,gpu2:4, or --hostfile FILE.")
     try:
-        text = args.hostfile.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise ConfigError(f"--hostfile {str(args.hostfile)!r} cannot be read: {why}.") from error
+        text = read_config_text(args.hostfile)
+    except OSError as error:
+        raise ConfigError(f"--hostfile {str(args.hostfile)!r} cannot be read: {error.strerror}.") from error
     return choose(parse_host_file(text, str(args.hostfile)), args.include, args.exclude)
 
 

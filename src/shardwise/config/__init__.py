@@ -1,6 +1,7 @@
 """The configuration: strict, and every value remembers where it came from."""
 
 from shardwise.config.describe import plan_table, schema_table
+from shardwise.config.formats import flatten
 from shardwise.config.load import PlanSource, load_plan
 from shardwise.config.schema import (
     Activations,
@@ -17,7 +18,6 @@ from shardwise.config.schema import (
     StyleName,
     TensorParallel,
     Wire,
-    flatten,
 )
 
 __all__ = [

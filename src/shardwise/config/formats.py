@@ -39,3 +39,13 @@ def as_mapping(values: object) -> dict[str, Any]:
     if isinstance(values, Mapping):
         return dict(values)
     raise SourceError(f"a plan is a mapping of keys to values, such as 'preset: zero3', not {values!r:.60}.", 1)
+
+
+def flatten(values: Mapping[str, Any]) -> dict[KeyPath, object]:
+    """Every key at every depth with its value, in the order in which they were written."""
+    flat: dict[KeyPath, object] = {}
+    for key, value in values.items():
+        flat[(key,)] = value
+        if isinstance(value, Mapping):
+            flat.update({(key, *rest): below for rest, below in flatten(value).items()})
+    return flat

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise.config.formats import KeyPath, SourceError
+from shardwise.config.formats import KeyPath, SourceError, flatten
 from shardwise.config.messages import as_config_error
-from shardwise.config.schema import Plan, flatten
+from shardwise.config.schema import Plan
 from shardwise.config.sources import parse_value, read_source
 from shardwise.errors import ConfigError
 
@@ -33,7 +33,7 @@ def load_plan(source: PlanSource, overrides: Sequence[str] = ()) -> Plan:
     try:
         plan = Plan.model_validate(values)
     except ValidationError as error:
-        raise as_config_error(error, values, origins) from None
+        raise as_config_error(error, values, origins, root=Plan) from None
     plan._origins.update({".".join(path): origin for path, origin in origins.items()})
     return plan
 

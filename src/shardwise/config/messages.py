@@ -6,23 +6,33 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from shardwise.config.formats import KeyPath
-from shardwise.config.schema import Plan, flatten
+from shardwise.config.formats import KeyPath, flatten
 from shardwise.config.words import known_keys, words_at
 from shardwise.errors import ConfigError, nearest
 
 
-def as_config_error(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> ConfigError:
-    """One error for everything that is wrong with `values`, one line each, in the order in which they were written."""
+def as_config_error(
+    error: ValidationError,
+    values: Mapping[str, Any],
+    origins: Mapping[KeyPath, str] | None = None,
+    *,
+    root: type[BaseModel],
+    name: str = "the plan",
+) -> ConfigError:
+    """One error for everything that is wrong with `values`, one line each, in the order in which they were written.
+
+    `root` is what they should be, and `name` what a message calls it. Values without an origin are arguments.
+    """
+    origins = origins or {}
     messages: dict[KeyPath, str] = {}
     for problem in error.errors():
         path = _path(problem["loc"], values)
         if problem["type"] == "extra_forbidden":
-            messages[path] = _unknown_key(path)
+            messages[path] = _unknown_key(path, root, name)
         else:
-            messages[path] = _wrong_value(path, _at(values, path), problem["msg"])
+            messages[path] = _wrong_value(path, _at(values, path), problem["msg"], root, name)
     written = list(flatten(values))
     in_order = sorted(messages, key=lambda path: written.index(path) if path in written else -1)
     return ConfigError("\n".join(f"{origins.get(path, 'argument')}: {messages[path]}" for path in in_order))
@@ -46,12 +56,12 @@ def _at(values: Mapping[str, Any], path: KeyPath) -> object:
     return here
 
 
-def _unknown_key(path: KeyPath) -> str:
-    section = ".".join(path[:-1]) or "the plan"
-    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(Plan, path[:-1]))}"
+def _unknown_key(path: KeyPath, root: type[BaseModel], name: str) -> str:
+    section = ".".join(path[:-1]) or name
+    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(root, path[:-1]))}"
 
 
-def _wrong_value(path: KeyPath, value: object, message: str) -> str:
-    expected = words_at(Plan, path)
+def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseModel], name: str) -> str:
+    expected = words_at(root, path)
     hint = f"expected {expected}" if expected else message
-    return f"{'.'.join(path) or 'the plan'} is {reprlib.repr(value)}; {hint}."
+    return f"{'.'.join(path) or name} is {reprlib.repr(value)}; {hint}."

@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
+from shardwise.config.formats import flatten
+from shardwise.config.messages import as_config_error
 from shardwise.config.words import unknown_at
 from shardwise.errors import ConfigError
 from shardwise.units import parse_bytes
@@ -125,7 +136,19 @@ StepWindow = Annotated[
 ]
 
 
-class Strict(BaseModel):
+class _InOurWords(type(BaseModel)):  # type: ignore[misc]  # pydantic's metaclass has no public name
+    """Makes `Plan(stagee=3)` raise what a file with that key does, not pydantic's `ValidationError`."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise as_config_error(error, values, root=cls, name=cls.__name__) from None
+
+
+class Strict(BaseModel, metaclass=_InOurWords):
+    """What all sections are. Made in Python, they raise `ConfigError` for unknown keys and wrong values."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -460,13 +483,3 @@ class Plan(Strict):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
-
-
-def flatten(values: Mapping[str, Any]) -> dict[tuple[str, ...], object]:
-    """Every key at every depth with its value, in the order in which they were written."""
-    flat: dict[tuple[str, ...], object] = {}
-    for key, value in values.items():
-        flat[(key,)] = value
-        if isinstance(value, Mapping):
-            flat.update({(key, *rest): below for rest, below in flatten(value).items()})
-    return flat

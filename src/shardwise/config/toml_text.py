@@ -7,8 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.config.formats import KeyPath, Source, SourceError
-from shardwise.config.schema import flatten
+from shardwise.config.formats import KeyPath, Source, SourceError, flatten
 
 _MAX_LINES = 200
 

@@ -62,6 +62,9 @@ class Accelerator(BatchSharingAccelerator):
     Raises `ConfigError` for a plan with pipeline stages (axis `pp`), and for plugins of other engines.
     """
 
+    _optimizers: list[Any]
+    """accelerate's own list, of what it has prepared."""
+
     default_plan: PlanLike = "zero3"
     """The plan if `plan` is not given."""
     num_made: ClassVar[int] = 0

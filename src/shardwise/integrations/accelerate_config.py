@@ -13,6 +13,7 @@ from shardwise.config.formats import SourceError
 from shardwise.config.yaml_text import read_plainly
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import read_config
+from shardwise.safe_files import read_config_text
 
 _STRATEGIES = {
     "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero3-kept", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp",
@@ -71,8 +72,8 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
 def values_of(path: Path) -> dict[str, Any]:
     """The contents of a file. Raises `ConfigError` if it is not a file of `accelerate config`."""
     try:
-        values = read_plainly(path.read_text())
-    except (OSError, UnicodeDecodeError, SourceError, yaml.YAMLError) as error:
+        values = read_plainly(read_config_text(path))
+    except (OSError, SourceError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a file of `accelerate config`: {error}") from error
     if not isinstance(values, dict) or "distributed_type" not in values:
         raise ConfigError(f"{path} has no distributed_type, so it is not a file of `accelerate config`.")

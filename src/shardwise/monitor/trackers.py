@@ -8,17 +8,19 @@ Comet write offline, MLflow and trackio into the folder of the run.
 from __future__ import annotations
 
 import csv
+import errno
 import importlib
 import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.safe_files import regular_descriptor
 
 Options = Mapping[str, Any]
 PACKAGES = {
@@ -31,6 +33,8 @@ PACKAGES = {
 """The package that each tracker imports."""
 PROJECT = "shardwise"
 _STEP = "step"
+_MAX_LINE_CHARS = 2**20
+"""Of a table: some hundred thousand numbers."""
 _START_OPTIONS = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
 """The options of `comet_ml.start` itself."""
 
@@ -85,14 +89,18 @@ class CSV(Tracker):
     """One table in `metrics.csv` of the run: a row for each `log`, a column for each name. Options: `file`.
 
     As in the record, a resumed run continues the table without the rows of later steps, and a new run replaces it. A
-    new name becomes the last column, empty in earlier rows.
+    new name becomes the last column, empty in earlier rows. Others may write to the folder, so links are not followed.
     """
 
     def __init__(self, folder: Path, _config: Mapping[str, Any], options: Options) -> None:
         if not {"file"} >= set(options):
             raise TypeError("it has file")
         self._path = folder / str(options.get("file", "metrics.csv"))
-        if self._columns()[:1] != [_STEP]:
+        try:
+            is_ours = self._columns()[:1] == [_STEP]
+        except OSError:
+            is_ours = False
+        if not is_ours:
             raise ConfigError(
                 f"{self._path} is not a table of this tracker, whose first column is {_STEP}. Move it away, or name "
                 f"another: trackers: [{{csv: {{file: other.csv}}}}]."
@@ -112,7 +120,7 @@ class CSV(Tracker):
             columns = [*columns, *new]
             self._rewrite(columns)
         row = {**values, _STEP: step}
-        with self._path.open("a", encoding="utf-8", newline="") as file:
+        with open(self._path, "a", encoding="utf-8", newline="", opener=_without_links) as file:
             csv.writer(file, lineterminator="\n").writerow([row.get(name, "") for name in columns])
 
     def close(self, *, failed: bool) -> None:
@@ -123,22 +131,39 @@ class CSV(Tracker):
             return next(rows, [_STEP])
 
     def _rows(self) -> Generator[list[str]]:
-        """The rows of the file; a last line without a line break is skipped, because its writer died."""
-        if not self._path.exists():
+        """The rows of the file; a last line without a line break is skipped, because its writer died. Raises `OSError`
+        for what is no table."""
+        if not os.path.lexists(self._path):
             return
-        with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
-            yield from csv.reader(line for line in file if line.endswith("\n"))
+        try:
+            descriptor = regular_descriptor(self._path, follows_links=False)
+            with open(descriptor, encoding="utf-8", errors="replace", newline="") as file:
+                yield from csv.reader(line for line in _lines_of(file) if line.endswith("\n"))
+        except (CheckpointError, csv.Error) as error:
+            raise OSError(errno.EINVAL, f"it is no table: {error}") from error
 
     def _rewrite(self, columns: list[str], last_step: float = math.inf) -> None:
         """Atomically rewrite the table up to `last_step`, with more `columns` at the end."""
         fresh = self._path.with_name(self._path.name + ".new")
-        with fresh.open("w", encoding="utf-8", newline="") as file, closing(self._rows()) as old:
+        fresh.unlink(missing_ok=True)
+        with fresh.open("x", encoding="utf-8", newline="") as file, closing(self._rows()) as old:
             writer = csv.writer(file, lineterminator="\n")
             next(old, None)
             writer.writerow(columns)
             kept = (row for row in old if row and _step(row[0]) <= last_step)
             writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in kept)
         os.replace(fresh, self._path)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def _lines_of(file: TextIO) -> Iterator[str]:
+    while line := file.readline(_MAX_LINE_CHARS):
+        if len(line) == _MAX_LINE_CHARS:
+            raise csv.Error(f"a line has more than {_MAX_LINE_CHARS} characters")
+        yield line
 
 
 class TensorBoard(Tracker):

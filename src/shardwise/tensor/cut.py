@@ -8,6 +8,10 @@ views, compute on the part and communicate nothing. Those that read along the vo
 Any other operator gathers the logits, which is right and costs what it is meant to avoid, so the first one of each
 kind is logged. What would need the memory of the whole (`data_ptr`, a write to chosen words) raises `ModelError`.
 
+No write is lost. A view that the part has too shares its memory, and is a view of the logits to autograd. One that it
+lacks (`logits[..., 3]`, `logits.view(-1)`) has to be a copy: a `GatheredView`, which reads like any tensor and refuses
+writes. An array of numpy is a copy as well, and read-only.
+
 Gradients are those of a loss that all ranks of the line compute alike.
 """
 
@@ -18,10 +22,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
@@ -39,6 +44,10 @@ _log = logging.getLogger("shardwise")
 _CURE = (
     "Call shardwise.tensor.full_tensor(logits) first, or give the head the style vocabulary, without tensor.cut_logits."
 )
+_CURE_OF_WORDS = (
+    "Use torch.where(mask, value, logits) or logits.masked_fill(mask, value) with a mask of the vocabulary. Or: "
+    + _CURE
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class Cut:
     sizes: tuple[int, ...]
     gathered: set[str] = field(compare=False, repr=False, default_factory=set)
     """Operators for which logits have been gathered; each is logged once."""
+    sliced_from: Cut | None = field(compare=False, repr=False, default=None)
+    """How the tensor is cut of which these words are a range."""
 
     @property
     def size(self) -> int:
@@ -67,7 +78,7 @@ class Cut:
 
     def at(self, dim: int) -> Cut:
         """The same parts along another dimension."""
-        return Cut(self.line, dim, self.sizes, self.gathered)
+        return replace(self, dim=dim)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that all ranks have whole."""
@@ -91,12 +102,10 @@ class CutLogits(torch.Tensor):
     _cut: Cut
 
     @staticmethod
-    def __new__(cls, local: Tensor, cut: Cut) -> CutLogits:
-        shape, strides = list(local.shape), list(local.stride())
-        for dim, stride in enumerate(strides):
-            if dim != cut.dim and cut.own and stride >= strides[cut.dim] * cut.own:
-                strides[dim] = stride // cut.own * cut.size
+    def __new__(cls, local: Tensor, cut: Cut, strides: Iterable[int] | None = None) -> CutLogits:
+        shape = list(local.shape)
         shape[cut.dim] = cut.size
+        strides = _scaled(local.stride(), cut) if strides is None else list(strides)
         with torch.inference_mode(local.is_inference()):  # which a view of a tensor from outside of it is not
             made = torch.Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, dtype=local.dtype, device=local.device, layout=local.layout
@@ -120,8 +129,8 @@ class CutLogits(torch.Tensor):
         return ["_local"], self._cut
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, Tensor], cut: Cut, size: object, stride: object) -> CutLogits:
-        return CutLogits(inner["_local"], cut)
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], cut: Cut, size: object, stride: Iterable[int]) -> CutLogits:
+        return CutLogits(inner["_local"], cut, stride)
 
     @classmethod
     def __torch_function__(
@@ -146,12 +155,63 @@ class CutLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        name = func._schema.name.partition("::")[2]
+        name = _name(func)
         found = _OPERATORS.get(name) or (_pointwise if _is_pointwise(name.removesuffix("_")) else None)
-        made = NotImplemented if found is None else found(func, args, given)
+        has_out = any(argument.is_out for argument in func._schema.arguments)
+        made = NotImplemented if found is None or has_out else found(func, args, given)
         if made is NotImplemented:
             made = func.decompose(*args, **given)  # in torch.inference_mode, where autograd does not do it
-        return _gathered(func, args, given) if made is NotImplemented else made
+        if made is NotImplemented:
+            return _gathered(func, args, given)
+        return tree_map(partial(_laid_out, func, args, given), made) if _is_view(func) else made
+
+
+class GatheredView(torch.Tensor):
+    """A view of logits that are split, and that has words in another order than their parts; see [Note: cut logits].
+
+    Its values are a copy. Other views of it are of this class as well, results of other operators are plain tensors.
+    """
+
+    _values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> GatheredView:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device, layout=values.layout
+        )
+        made._values = values
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
+        return f"GatheredView({self._values!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _FUNCTIONS_OF_VIEWS.get(func, func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is no class method
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if any(isinstance(leaf, GatheredView) for leaf in _written(func, args, given)):
+            raise ModelError(
+                f"{_name(func)}() writes to a view of logits that are split by vocabulary over ranks. The view is a "
+                f"copy, as no rank has its words alone, so the logits would not change. {_CURE_OF_WORDS}"
+            )
+        made = func(*tree_map(_values_of, args), **tree_map(_values_of, given))
+        return tree_map(_as_view, made) if _is_view(func) else made
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -186,7 +246,9 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if isinstance(grad, CutLogits):
-            return part_of(grad), None
+            if grad._cut.is_like(ctx.cut) and grad._cut.dim == ctx.cut.dim:
+                return part_of(grad), None
+            grad = grad.full_tensor()
         return scatter_to(grad, ctx.cut.line, ctx.cut.dim, ctx.cut.sizes), None
 
 
@@ -199,6 +261,16 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return cut_logits(grad, ctx.cut)
+
+
+class _AsView(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        return GatheredView(values.detach())
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Any:
+        return grad
 
 
 class _Gather(torch.autograd.Function):
@@ -220,14 +292,9 @@ def _whole(logits: CutLogits) -> Tensor:
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operator: on whole logits."""
-    name = func._schema.name.partition("::")[2]
+    name = _name(func)
     logits = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CutLogits)]
-    written = [
-        value
-        for argument, value in _bound(func, args, kwargs)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    if any(isinstance(leaf, CutLogits) for leaf in tree_leaves(written)):
+    if any(isinstance(leaf, CutLogits) for leaf in _written(func, args, kwargs)):
         raise ModelError(
             f"{name}() writes to logits that are split by vocabulary over ranks, which it cannot do in parts. {_CURE}"
         )
@@ -241,11 +308,62 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 name,
                 format_bytes(sum(one.numel() * one.element_size() for one in logits)),
             )
-    return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    made = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    return tree_map(_as_view, made) if _is_view(func) else made
 
 
 def _plain(leaf: Any) -> Any:
     return _whole(leaf) if isinstance(leaf, CutLogits) else leaf
+
+
+def _values_of(leaf: Any) -> Any:
+    return leaf._values if isinstance(leaf, GatheredView) else leaf
+
+
+def _as_view(leaf: Any) -> Any:
+    """A tensor without elements cannot be written to."""
+    return GatheredView(leaf) if type(leaf) is Tensor and leaf.numel() else leaf
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2])
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether results share memory with an argument that is not written to."""
+    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What is in the arguments to which an operator writes."""
+    if not func._schema.is_mutable:
+        return []
+    bound = _bound(func, args, kwargs)
+    return tree_leaves([value for argument, value in bound if argument.alias_info and argument.alias_info.is_write])
+
+
+def _scaled(strides: Iterable[int], cut: Cut) -> list[int]:
+    """Strides that the whole has if a part's are `strides`, and the part has memory of its own."""
+    given = list(strides)
+    inner = given[cut.dim]
+    is_outer = [dim != cut.dim and cut.own > 0 and stride >= inner * cut.own for dim, stride in enumerate(given)]
+    return [stride // cut.own * cut.size if outer else stride for stride, outer in zip(given, is_outer, strict=True)]
+
+
+def _laid_out(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> Any:
+    """A view with the strides that it has on one rank, by which torch decides what `reshape` and `contiguous` copy."""
+    if not isinstance(made, CutLogits):
+        return made
+    on_one_rank = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+    found = next(one for one in tree_leaves(on_one_rank) if one.shape == made.shape)
+    return made if made.stride() == found.stride() else CutLogits(made._local, made._cut, found.stride())
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -275,8 +393,6 @@ def _is_pointwise(name: str) -> bool:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if "out" in kwargs:
-        return NotImplemented
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     logits = [leaf for leaf in leaves if isinstance(leaf, CutLogits)]
     cut, last = logits[0]._cut, logits[0]._cut.dim - logits[0].dim()  # counted from the last, as broadcasting does
@@ -302,8 +418,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`view`: the vocabulary stays a dimension of its own."""
-    logits, shape = args[0], list(args[1])
-    cut = logits._cut
+    logits, shape = args
+    if isinstance(shape, torch.dtype):
+        return NotImplemented
+    shape, cut = list(shape), logits._cut
     if -1 in shape:
         shape[shape.index(-1)] = logits.numel() // max(1, -math.prod(shape))
     behind = math.prod(logits.shape[cut.dim + 1 :])
@@ -373,16 +491,23 @@ def _words(cut: Cut, words: slice) -> tuple[slice, Cut]:
     bounds = [(sum(cut.sizes[:at]), size) for at, size in enumerate(cut.sizes)]
     parts = [[min(max(edge - start, 0), size) for edge in (words.start, words.stop)] for start, size in bounds]
     sizes = tuple(stop - start for start, stop in parts)
-    return slice(*parts[cut.line.index]), Cut(cut.line, cut.dim, sizes, cut.gathered)
+    return slice(*parts[cut.line.index]), Cut(cut.line, cut.dim, sizes, cut.gathered, sliced_from=cut)
 
 
 def _slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, shape, dim, *rest = args
-    cut, shape = grad._cut, list(shape)
-    if dim % len(shape) == cut.dim:
+    grad, shape, dim, first, end, step = args
+    cut, shape, dim = grad._cut, list(shape), dim % len(shape)
+    if dim != cut.dim:
+        shape[cut.dim] = cut.own
+        return CutLogits(func(grad._local, shape, dim, first, end, step), cut)
+    if cut.sliced_from is None or cut.sliced_from.size != shape[dim] or step != 1:
         return NotImplemented
-    shape[cut.dim] = cut.own
-    return CutLogits(func(grad._local, shape, dim, *rest), cut)
+    of_all = cut.sliced_from.at(dim)
+    own, part = _words(of_all, slice(*slice(first, end).indices(of_all.size)[:2]))
+    if part.sizes != cut.sizes:
+        return NotImplemented
+    shape[dim] = of_all.own
+    return CutLogits(func(grad._local, shape, dim, own.start, own.stop, 1), of_all)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -682,7 +807,10 @@ def _item(logits: Any, index: Any) -> Any:
     if places is None:
         return NotImplemented
     *rows, words = places
+    is_view = not any(isinstance(one, Tensor) for one in places)
     if isinstance(words, slice):
+        if is_view:
+            return NotImplemented
         words = slice(*words.indices(logits.shape[-1])[:2])
         if words.start >= words.stop:
             return NotImplemented
@@ -699,8 +827,8 @@ def _item(logits: Any, index: Any) -> Any:
     require_words(wanted, cut.size)
     is_here = (wanted >= cut.start) & (wanted < cut.start + cut.own)
     local = (wanted - cut.start).masked_fill(~is_here, 0)
-    found = part_of(logits)[(*rows, local)].masked_fill(~is_here, 0)
-    return reduce_from(found, cut.line)
+    found = reduce_from(part_of(logits)[(*rows, local)].masked_fill(~is_here, 0), cut.line)
+    return apply(_AsView, found) if is_view and found.numel() else found
 
 
 def _places(logits: Any, index: Any) -> list[Any] | None:
@@ -735,9 +863,7 @@ def _set_item(logits: Any, index: Any, value: Any) -> Any:
         places = _places(logits, index)
         if places is None or not isinstance(places[-1], slice):
             raise ModelError(
-                f"Single words of logits that are split by vocabulary over ranks cannot be assigned. Use "
-                f"torch.where(mask, value, logits) or logits.masked_fill(mask, value) with a mask of the vocabulary. "
-                f"Or: {_CURE}"
+                f"Single words of logits that are split by vocabulary over ranks cannot be assigned. {_CURE_OF_WORDS}"
             )
     return NotImplemented
 
@@ -769,12 +895,12 @@ def _extreme(largest: bool, made: Any) -> Callable[..., Any]:
 
 def _refused(name: str) -> Callable[..., Any]:
     def run(*_: Any, **__: Any) -> Any:
-        raise ModelError(f"{name} reads memory, of which logits that are split by vocabulary have none. {_CURE}")
+        raise ModelError(f"{name} needs memory, of which logits that are split by vocabulary have none. {_CURE}")
 
     return run
 
 
-def _copied(logits: CutLogits, memo: dict[int, Any]) -> Tensor:
+def _copied(logits: Tensor, memo: dict[int, Any]) -> Tensor:
     """A copy of a line is for rehearsals, in which nothing is sent."""
     copied = logits.detach().clone().requires_grad_(logits.requires_grad)
     memo[id(logits)] = copied
@@ -782,13 +908,27 @@ def _copied(logits: CutLogits, memo: dict[int, Any]) -> Tensor:
 
 
 def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
-    def run(logits: CutLogits, *args: Any, **kwargs: Any) -> Any:
-        return func(_whole(logits), *args, **kwargs)
+    """An array is read-only, as a write to this copy would be lost."""
+
+    def run(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = func(_values_of(_plain(logits)), *args, **kwargs)
+        if isinstance(made, np.ndarray):
+            made.flags.writeable = False
+        return made
 
     return run
 
 
 _READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__reduce_ex__)
+_MEMORY = {
+    **{getattr(torch.Tensor, name): f"{name}()" for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage")},
+    torch.Tensor.data.__set__: "Assigning to .data",  # type: ignore[attr-defined]
+}
+_FUNCTIONS_OF_VIEWS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__deepcopy__: _copied,
+    **{func: _of_whole(func) for func in _READS},
+    **{func: _refused(name) for func, name in _MEMORY.items()},
+}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _cross_entropy,
     functional.nll_loss: _nll_loss,
@@ -798,7 +938,5 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.topk, torch.Tensor.topk), _top),
     **dict.fromkeys((torch.max, torch.Tensor.max), _extreme(True, torch.return_types.max)),
     **dict.fromkeys((torch.min, torch.Tensor.min), _extreme(False, torch.return_types.min)),
-    torch.Tensor.__deepcopy__: _copied,
-    **{func: _of_whole(func) for func in _READS},
-    **{getattr(torch.Tensor, name): _refused(f"{name}()") for name in ("data_ptr", "__dlpack__")},
+    **_FUNCTIONS_OF_VIEWS,
 }

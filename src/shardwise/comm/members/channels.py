@@ -57,6 +57,11 @@ def _report_key(member: int, number: int) -> str:
     return f"report-of/{member}/{number}"
 
 
+def _pause() -> None:
+    """Until a forged announcement may have been overwritten by the launcher's."""
+    time.sleep(_PAUSE_SECONDS)
+
+
 class Forged:
     """The keys that hold what no member has written, each named in one warning."""
 
@@ -202,8 +207,11 @@ class MemberChannel:
         with self._lock:
             return PrefixStore(generation_prefix(self._attempt, generation), compat.twin(self._root))
 
-    def listen(self, first: int, read: Callable[[Announcement], bool]) -> threading.Thread:
+    def listen(
+        self, first: int, read: Callable[[Announcement], bool], pause: Callable[[], object] = _pause
+    ) -> threading.Thread:
         """Start a thread that calls `read` with each announcement from number `first` on, until that returns false.
+        `pause` is called before a forged one is read again.
 
         [Note: threads at exit] A thread that returns from torch's store while Python shuts down ends the process
         (`terminate called`). So this thread must end before; the last announcement to a member serves that purpose.
@@ -225,7 +233,7 @@ class MemberChannel:
                         if is_overwritten and _is_genuine(store, f"news/{number + 1}"):
                             raise
                         forged.ignore(key)
-                        time.sleep(_PAUSE_SECONDS)
+                        pause()
                         continue
                     goes_on = read(announcement)
                     number += 1

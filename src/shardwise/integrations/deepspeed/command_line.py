@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.safe_files import read_config_text
 
 LOCAL = ("localhost", "127.0.0.1")
-_SLOTS = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?$")
+_SLOTS = re.compile(r"(?P<host>\S++)\s++slots=(?P<slots>[0-9]{1,9})\s*(#.*)?")
 _REFUSED: dict[str, str] = {
     "no_python": "ranks must be Python scripts. Start other programs with torchrun --no-python.",
     "save_pid": "the launcher's process number is not written to a file. Use `$!` in the shell.",
@@ -107,18 +108,27 @@ def _notes(args: Any) -> list[str]:
     return notes
 
 
+def _text_of(hostfile: str) -> str:
+    try:
+        return read_config_text(Path(hostfile))
+    except OSError as error:
+        raise ConfigError(f"--hostfile {hostfile} cannot be read: {error.strerror}.") from error
+
+
 def _slots(hostfile: str | None) -> int | None:
     """The slots of the only host in `hostfile`; `None` without a file."""
     if hostfile is None or not Path(hostfile).is_file():
         return None
-    lines = [line.strip() for line in Path(hostfile).read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in _text_of(hostfile).splitlines()]
     hosts = []
     for line in lines:
         if not line or line.startswith("#"):
             continue
-        match = _SLOTS.match(line)
+        match = _SLOTS.fullmatch(line)
         if match is None:
-            raise ConfigError(f"{hostfile}: {line!r} is not a valid line; write, for example, `localhost slots=4`.")
+            raise ConfigError(
+                f"{hostfile}: {line!r:.100} is not a valid line; write, for example, `localhost slots=4`."
+            )
         hosts.append(int(match["slots"]))
     if len(hosts) != 1:
         raise LaunchError(

@@ -22,6 +22,7 @@ from shardwise.integrations.deepspeed.fields import (
     FieldStatus,
     why_unknown,
 )
+from shardwise.safe_files import read_config_text
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -145,14 +146,12 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         return dict(source)
     path, text = Path(source), None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_config_text(path)
     except OSError as error:
         text = _decoded(str(source))
         if text is None:
             raise ConfigError(f"{path}: the DeepSpeed config cannot be read: {error.strerror}.") from error
         path = Path("(base64)")
-    except UnicodeError as error:
-        raise ConfigError(f"{path}: this is neither JSON nor HJSON: {error}.") from error
     try:
         config = hjson.parse(text, lambda pairs: _unique(path, pairs))
     except ConfigError:

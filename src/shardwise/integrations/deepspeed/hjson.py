@@ -47,6 +47,8 @@ class _Reader:
         found = _SPACE.match(self.text, self.at)
         assert found is not None
         self.at = found.end()
+        if self.text.startswith("/*", self.at):
+            self.fail("a comment has no end")  # each search for it would read all of the rest
 
     def root(self) -> Any:
         """The whole, an object whose braces may be left out."""

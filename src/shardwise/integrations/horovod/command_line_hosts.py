@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LaunchError
+from shardwise.safe_files import read_config_text
 
 SSH_OPTIONS = ("--ssh-port", "--ssh-identity-file", "--network-interfaces")
 """Options that have an effect only with other hosts."""
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_SLOTS = re.compile(r"\s+slots\s*=\s*")
+_SLOTS = re.compile(r"(?<!\s)\s++slots\s*+=\s*+")
+_COUNT = re.compile(r"[1-9][0-9]{0,8}")
 _HOST_VARIABLES = re.compile(
     r"HOME|USER|LOGNAME|MAIL|SHELL|SHLVL|PWD|OLDPWD|HOSTNAME|TERM|DISPLAY|TMPDIR|PYTHONPATH|_"
     r"|SHARDWISE_(LAUNCHER_PID|CORES)|(SSH|XDG|DBUS|LC|BASH_FUNC)_.*"
@@ -59,8 +61,8 @@ def parse_hosts(hosts: str | None, hostfile: Path | None) -> Hosts | None:
         items = hosts.split(",")
     elif hostfile is not None:
         try:
-            lines = [line.partition("#")[0].strip() for line in hostfile.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
+            lines = [line.partition("#")[0].strip() for line in read_config_text(hostfile).splitlines()]
+        except OSError as error:
             raise LaunchError(f"--hostfile cannot be read: {error}.") from error
         items = [_SLOTS.sub(":", line) for line in lines if line]
     if not items:
@@ -68,8 +70,8 @@ def parse_hosts(hosts: str | None, hostfile: Path | None) -> Hosts | None:
     slots: dict[str, int] = {}
     for item in items:
         host, _, count = item.strip().rpartition(":") if ":" in item else (item.strip(), "", "1")
-        if not count.isdigit() or int(count) < 1:
-            raise LaunchError(f"{item} has no valid number of slots. Write {host}:2.")
+        if not _COUNT.fullmatch(count):
+            raise LaunchError(f"{item:.100} has no valid number of slots. Write {host:.100}:2.")
         slots[host] = slots.get(host, 0) + int(count)
     return Hosts(slots)
 

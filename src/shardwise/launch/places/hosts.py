@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError, nearest
+
+_COUNT = "[0-9]{1,9}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def parse_host_file(text: str, name: str) -> list[Host]:
         host = _parse_host(words[0], place)
         for word in words[1:]:
             key, _, value = word.partition("=")
-            if key not in ("slots", "max_slots", "max-slots") or not value.isdigit():
+            if key not in ("slots", "max_slots", "max-slots") or not re.fullmatch(_COUNT, value):
                 raise ConfigError(f"{place}: {word!r} is not understood; write `host slots=4`, `host:4` or `host`.")
             if key == "slots":
                 host = replace(host, slots=_at_least_one(int(value), place))
@@ -126,7 +129,7 @@ def _expand_one(part: str) -> list[str]:
 
 def _parse_host(word: str, place: str) -> Host:
     user, at, address = word.rpartition("@")
-    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+)(?::(\d+))?", address)
+    match = re.fullmatch(rf"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+)(?::({_COUNT}))?", address)
     # ssh would read a name that begins with a dash as an option
     if match is None or address.startswith("-") or (at and not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*", user)):
         raise ConfigError(f"{place}: {word!r} is not a host; write `host`, `host:4` or `user@host:4`.")
@@ -141,9 +144,8 @@ def _at_least_one(slots: int, place: str) -> int:
 
 
 def _distinct(hosts: list[Host], place: str) -> list[Host]:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(host.name for host in hosts).items():
+        if count > 1:
             raise ConfigError(f"{place}: {name} is named twice. Name each host once, with all of its slots.")
     if not hosts:
         raise ConfigError(f"{place}: it lists no host.")

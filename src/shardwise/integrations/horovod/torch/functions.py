@@ -51,7 +51,8 @@ def broadcast_optimizer_state(
     """Copy the state and options of `root_rank`'s optimizer to all ranks.
 
     An optimizer without state gets the root's, without taking a step. As in Horovod its gradients are zeros afterwards,
-    which are sparse for `SparseAdam`, and for SGD over the sparse embeddings of `model`. Raises `ValueError` for L-BFGS.
+    which are sparse for `SparseAdam`, and for SGD over the sparse embeddings of `model`. Raises `ValueError` for
+    L-BFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("The state of L-BFGS depends on one rank's data and cannot be broadcast.")
