@@ -68,7 +68,7 @@ VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 """What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
 _INTERNAL_WORDS = re.compile(
-    r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b|"
+    r"\bds_(?!config|engine)[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b|"
     r"\bdeepspeed_experts\b|accelerator\.__path__|\bnumel\(\) == 0"
 )
 """What DeepSpeed leaves on parameters, modules and optimizers, and what tests count and log of its own functions."""
