@@ -68,14 +68,15 @@ VERDICTS = (PASSED, SKIPPED, REFUSED, INTERNALS, ACCEPTED, OURS, NOT_DRAWN)
 """What becomes of a test. `REFUSED`: shardwise names what it does not support. `INTERNALS`: the test uses what
 DeepSpeed does not document as its interface. `ACCEPTED`: DeepSpeed refuses what works here. `OURS`: anything else."""
 _INTERNAL_WORDS = re.compile(
-    r"\bds_[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b|"
-    r"\bdeepspeed_experts\b|accelerator\.__path__"
+    r"\bds_(?!config|engine)[a-z]\w*|\b(pre|post)_bwd_fn\b|\bbit16_groups\w*|\bzero3_linear_wrap\b|\baccel_path_logs\b|\bcall_counts\b|"
+    r"\bdeepspeed_experts\b|accelerator\.__path__|\bnumel\(\) == 0"
 )
 """What DeepSpeed leaves on parameters, modules and optimizers, and what tests count and log of its own functions."""
 _STAND_IN = re.compile(
     r"<class 'benchmarks\.deepspeed_suite_plugin\.(deepspeed\.[\w.]+)'>|"
     r"Expected a BaseException type, but got '(deepspeed\.[\w.]+)'|_StandIn"
 )
+_OTHER_DEVICES = ("module 'torch.cpu' has no attribute", "need torch >=", "Cannot access accelerator device when none")
 _REFUSALS = ("ConfigError", "StateError", "ModelError", "CheckpointError", "DataError")
 
 
@@ -209,7 +210,7 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
         return SKIPPED, f"needs the package {package[1]}"
     if (kind, message[:13]) == ("Failed", "DID NOT RAISE") or (kind, message[:9]) == ("AssertionError", "Expected "):
         return ACCEPTED, result["test"].partition("[")[0]
-    if "module 'torch.cpu' has no attribute" in message or "need torch >=" in message:
+    if any(words in message for words in _OTHER_DEVICES):
         return SKIPPED, "needs another device than a CPU"
     if kind == "FixtureLookupError":
         return SKIPPED, "its fixtures need an older pytest"
