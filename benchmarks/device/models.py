@@ -42,7 +42,6 @@ FIFTH = Shape(12, 1024, 2816, 16, 8, 32_000, 1024, 4)
 TINY = Shape(2, 64, 96, 4, 2, 128, 32, 2)
 ONE_BILLION = Shape(20, 2048, 5632, 16, 8, 32_000, 4096, 4)
 """1.03 billion parameters."""
-TWO_BILLION = Shape(24, 2560, 6912, 20, 10, 32_000, 2048, 4)
 
 
 def llama(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
