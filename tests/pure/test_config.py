@@ -269,7 +269,10 @@ def test_an_unknown_key_gets_the_nearest_name_at_its_level(write: Any) -> None:
         (lambda: Plan(accumulate="x"), "accumulate is 'x'; expected a whole number of at least 1."),
         (lambda: Plan(mesh={"dp": "x"}), "mesh.dp is 'x'; expected a whole number."),
         (lambda: Plan(rows=Rows(param=PlaceEdit(tier="dsk"))), "tier is 'dsk'; expected device, host, disk or null."),
-        (lambda: Plan(rows=Wire()), "rows is Wire(grad=None); expected a mapping with param, held, grad or optim."),
+        (
+            lambda: Plan(rows=Wire()),
+            "rows is Wire(param=None, grad=None); expected a mapping with param, held, grad or optim.",
+        ),
     ],
 )
 def test_python_says_what_files_say(made: Any, message: str) -> None:

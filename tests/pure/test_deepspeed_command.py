@@ -152,7 +152,7 @@ def test_a_hostfile_that_is_not_text_is_refused(hosts: Path, capsys: pytest.Capt
     """It ended the command with a traceback of UnicodeDecodeError."""
     hosts.write_bytes(b"gpu\xe9 slots=2\ngpu2 slots=2\n")
     assert dry("--hostfile", "hosts") == 2
-    assert capsys.readouterr().err == "shardwise: hosts cannot be read: it is not a text file.\n"
+    assert capsys.readouterr().err == "shardwise: hosts is not a text file: byte 3 is not UTF-8.\n"
 
 
 def test_one_host_of_a_file_only_by_force(hosts: Path, capsys: pytest.CaptureFixture[str]) -> None:
