@@ -13,7 +13,7 @@ from benchmarks.machine import header
 from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 NUM_RANKS = 2
 LOADS_OVER_A_STATE = {"load over a state": "dcp load", "load over a state, warm": "dcp load, warm"}

@@ -11,7 +11,7 @@ from benchmarks.fresh import run_ranks
 from benchmarks.machine import header
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 TIMED_RANKS = 2
 CHECKED_RANKS = (2, 3, 4)

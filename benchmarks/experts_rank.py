@@ -19,7 +19,7 @@ from torch.nn import functional
 import shardwise as sw
 from benchmarks.figures import write_figures
 from shardwise.comm import World
-from shardwise.experts import MoE
+from shardwise.parallel.experts import MoE
 
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 512, 8, 2
 Call = Callable[[Tensor], Tensor]

@@ -27,9 +27,9 @@ from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from benchmarks.tiers import read_through
-from shardwise.machine import num_cores
-from shardwise.tiers import BufferPool, IoQueue, TierFolder
-from shardwise.units import format_bytes
+from shardwise.system.disk import BufferPool, IoQueue, TierFolder
+from shardwise.system.machine import num_cores
+from shardwise.system.units import format_bytes
 
 BATCHES = (1, 8, 32)
 NUM_TOKENS, PROMPT = 6, 8

@@ -18,7 +18,7 @@ from benchmarks.fresh import ROOT, RunError, environment, run_ranks
 from benchmarks.machine import header
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 RANKS = 2
 MODULE = "benchmarks.horovod_rank"

@@ -16,7 +16,7 @@ import shardwise as sw
 from benchmarks.engines import adamw
 from benchmarks.llama import LlamaSize, transformers_config
 from benchmarks.worker import warm_up
-from shardwise.monitor import PeakOverBaseline
+from shardwise.system.process_memory import PeakOverBaseline
 
 SIZES = {
     "tiny": LlamaSize(num_blocks=2, dim=128, seq=32, batch=1),

@@ -17,7 +17,7 @@ from benchmarks.machine import header
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from shardwise.errors import LaunchError
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 NUM_RANKS = 2
 WAYS = ("ours", "backend", "gloo", "raw")

@@ -22,7 +22,7 @@ from benchmarks.pipeline_sizes import PIPELINE_SIZES, PipelineSize
 from benchmarks.turns import Trainer, take_turns
 from benchmarks.worker import warm_up
 from shardwise import Engine, World, shard
-from shardwise.monitor import PeakOverBaseline
+from shardwise.system.process_memory import PeakOverBaseline
 
 NUM_TIMELINES = 5
 

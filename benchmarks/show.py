@@ -11,7 +11,7 @@ from rich.text import Text
 from benchmarks.names import is_ours
 from benchmarks.neighbours import BUSY_CORES
 from benchmarks.summary import Ratio, Row, Run, failures_of, ratios_of, rows_of
-from shardwise.units import format_count
+from shardwise.system.units import format_count
 
 
 def show_race(runs: list[Run], race: dict[str, Any], console: Console) -> None:

@@ -28,13 +28,13 @@ from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from benchmarks.summary import TOLERANCE
 from benchmarks.turns import standings
-from shardwise.calibrate.disk import Grid, best_of, bounded, measure_disk
-from shardwise.machine import num_cores
+from shardwise.fit.calibrate.disk import Grid, best_of, bounded, measure_disk
 from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import AdamTensors, HostAdam
-from shardwise.telemetry import Timeline, hidden_share
-from shardwise.tiers import BufferPool, DiskFile, IoQueue, SystemCalls, TierFolder
-from shardwise.units import format_bytes
+from shardwise.system.disk import BufferPool, DiskFile, IoQueue, SystemCalls, TierFolder
+from shardwise.system.machine import num_cores
+from shardwise.system.telemetry import Timeline, hidden_share
+from shardwise.system.units import format_bytes
 
 DD_BLOCK = 16 * 2**20
 Times = dict[str, list[float]]

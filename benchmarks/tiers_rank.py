@@ -26,9 +26,9 @@ from benchmarks.sizes import SIZES, Size
 from benchmarks.turns import Trainer, take_turns
 from benchmarks.worker import warm_up
 from shardwise import Engine, World, shard
-from shardwise.storage.disk_memory import WAIT
-from shardwise.telemetry import ON_THE_WAY, UNITS, hidden_share
-from shardwise.telemetry.timeline import HOST, Event
+from shardwise.memory.disk_memory import WAIT
+from shardwise.system.telemetry import ON_THE_WAY, UNITS, hidden_share
+from shardwise.system.telemetry.timeline import HOST, Event
 
 OURS = {"shardwise-offload": "offload", "shardwise-zero3-offload": "zero3-offload", "shardwise-infinity": "infinity"}
 DEEPSPEED = {"deepspeed-2 cpu": (2, "cpu"), "deepspeed-3 cpu": (3, "cpu"), "deepspeed-3 nvme": (3, "nvme")}

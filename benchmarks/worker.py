@@ -18,7 +18,7 @@ from benchmarks.model import GPT, batch_of, build_model
 from benchmarks.names import REFERENCE
 from benchmarks.sizes import DTYPES, SIZES, Race, Size
 from benchmarks.traffic import tcp_sent_bytes
-from shardwise.monitor import PeakOverBaseline
+from shardwise.system.process_memory import PeakOverBaseline
 
 
 @dataclass(frozen=True)

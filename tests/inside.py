@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.memory import Flat, Unit
 from shardwise.optim import AdoptedOptimizer
 from shardwise.runtime import Runner
-from shardwise.sharded_model import ShardedModel
-from shardwise.state import content
-from shardwise.storage import Flat, Unit
-from shardwise.telemetry import ByteMeter, Ledger
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.state import content
+from shardwise.system.telemetry import ByteMeter, Ledger
 
 
 def sharded(engine: sw.Engine) -> ShardedModel:

@@ -5,7 +5,7 @@ what torch's allocator was asked for at most, what it handed out, and what it ha
 more than it is asked for where it does not split a large block: one of its segments unless they are expandable.
 
 Before that: what each of torch's attention kernels takes in its backward beside its results, which a rehearsal knows of
-one of them alone (`shardwise.rehearsal.kernel_memory`).
+one of them alone (`shardwise.runtime.rehearsal.kernel_memory`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shardwise as sw
 from benchmarks.device.allocations import live_at_peak
 from benchmarks.device.models import FAMILIES, Family
 from benchmarks.device.rows import Rows
-from shardwise.rehearsal.kernel_memory import flash_backward_bytes
+from shardwise.runtime.rehearsal.kernel_memory import flash_backward_bytes
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "offload", "zero3-offload")
 NUM_STEPS = 4

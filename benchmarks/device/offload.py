@@ -21,7 +21,7 @@ from benchmarks.device.rows import Rows
 from benchmarks.device.speed import shape_params
 from benchmarks.engines import adamw
 from shardwise.optim.host_adam import AdamTensors, HostAdam
-from shardwise.precision.verdict import sum_of_squares
+from shardwise.optim.precision.verdict import sum_of_squares
 
 COPIED_BYTES = 1 << 30
 NUM_STEPS, LEAST_STEPS = 7, 3

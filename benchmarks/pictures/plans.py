@@ -25,9 +25,9 @@ from benchmarks.pictures.style import (
     box,
     card,
 )
-from shardwise.config import Plan
-from shardwise.mesh import Mesh
-from shardwise.placement import KINDS, table_for
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import KINDS, table_for
 from shardwise.program import parse
 from shardwise.program.schedule import SCHEDULES, Op, schedule_for, timed
 from shardwise.testing import run_ranks

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 import shardwise as sw
-from shardwise.monitor import Progress, plot_loss, process_memory
-from shardwise.units import format_bytes
+from shardwise.observe import Progress, plot_loss
+from shardwise.system.process_memory import process_memory
+from shardwise.system.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwise.report import MemoryReport
+    from shardwise.sharded.engine_report import MemoryReport
 
 KINDS = {
     "param": "parameters",

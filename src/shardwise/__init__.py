@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
-    from shardwise import data, experts, optim, tensor
+    from shardwise import data, optim
     from shardwise.checkpoint import Keep
+    from shardwise.checkpoint.formats import convert, inspect
     from shardwise.comm import World
-    from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
-    from shardwise.formats import convert, inspect
     from shardwise.init import deferred_init
-    from shardwise.mesh import Mesh
+    from shardwise.parallel import experts, tensor
+    from shardwise.plan import Plan, load_plan
+    from shardwise.plan.mesh import Mesh
 
 __all__ = [
     "Engine",
@@ -49,21 +50,28 @@ __all__ = [
 _HOMES = {
     "Engine": "shardwise.engine",
     "Keep": "shardwise.checkpoint",
-    "Mesh": "shardwise.mesh",
-    "Plan": "shardwise.config",
+    "Mesh": "shardwise.plan.mesh",
+    "Plan": "shardwise.plan",
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
-    "convert": "shardwise.formats",
+    "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
-    "inspect": "shardwise.formats",
-    "load_plan": "shardwise.config",
+    "inspect": "shardwise.checkpoint.formats",
+    "load_plan": "shardwise.plan",
     "shard": "shardwise.engine",
+}
+
+_PACKAGES = {
+    "data": "shardwise.data",
+    "experts": "shardwise.parallel.experts",
+    "optim": "shardwise.optim",
+    "tensor": "shardwise.parallel.tensor",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name in ("data", "experts", "optim", "tensor"):
-        return _imported(f"shardwise.{name}")
+    if name in _PACKAGES:
+        return _imported(_PACKAGES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(_imported(_HOMES[name]), name)

@@ -1,8 +1,9 @@
 """`shard` a model by a plan, and train it as before.
 
-`Engine` is what a user holds. It checks its calls, and leaves the work to what knows how: steps to `sharded_model.py`
-and `training.py`, checkpoints and changes of plan to `state.py`, whole tensors to `access.py`, reports for people to
-`report.py`, the log of a run to `run_log.py`, and lost ranks to `elastic/`.
+`Engine` is what a user holds. It checks its calls, and leaves the work to what knows how: steps to
+`sharded/sharded_model.py` and `sharded/training.py`, checkpoints and changes of plan to `sharded/state.py`, whole
+tensors to `sharded/access.py`, reports for people to `sharded/engine_report.py`, the log of a run to
+`observe/run_log.py`, and lost ranks to `elastic/`.
 """
 
 from __future__ import annotations
@@ -18,35 +19,34 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from shardwise import formats
-from shardwise.access import refuse_to_arriving
-from shardwise.checkpoint import Begun, Keep, Saver, encode
-from shardwise.checkpoint.codec import decode
+from shardwise.checkpoint import Begun, Keep, Saver, encode, formats
+from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
-from shardwise.config import Plan, Profile, load_plan
-from shardwise.data_ranks import DataRanks, Reader
 from shardwise.errors import ConfigError, ModelError, StateError
-from shardwise.experts import EXPERT_LOAD
-from shardwise.fitting import Limits, fit_activations
 from shardwise.init import Init, Wishes, end_recording
-from shardwise.mesh import Mesh
-from shardwise.micro_batches import LossFunction
-from shardwise.pipeline import PLAIN_LOOP
-from shardwise.placement import Table
-from shardwise.precision import LossScaler, Norm
+from shardwise.optim.precision import LossScaler, Norm
+from shardwise.parallel.experts import EXPERT_LOAD
+from shardwise.parallel.pipeline import PLAIN_LOOP
+from shardwise.plan import Plan, Profile, load_plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Table
 from shardwise.program import Footprint, render
-from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
-from shardwise.sharded_model import Progress, ShardedModel, scaler_for
-from shardwise.sharding import lay
-from shardwise.state import State, reshard, trained_as_before, unshard
-from shardwise.training import Session, evaluate, inference
-from shardwise.units import bytes_of
+from shardwise.runtime.micro_batches import LossFunction
+from shardwise.sharded.access import refuse_to_arriving
+from shardwise.sharded.engine_report import MemoryReport, describe, memory_of, rehearsed, write_timeline
+from shardwise.sharded.fitting import Limits, fit_activations
+from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
+from shardwise.sharded.sharding import lay
+from shardwise.sharded.state import State, reshard, trained_as_before, unshard
+from shardwise.sharded.training import Session, evaluate, inference
+from shardwise.system.data_ranks import DataRanks, Reader
+from shardwise.system.units import bytes_of
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
     from shardwise.elastic.arrival import Arrival
-    from shardwise.rehearsal import Loss
-    from shardwise.run_log import RunLog
+    from shardwise.observe.run_log import RunLog
+    from shardwise.runtime.rehearsal import Loss
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 
@@ -856,7 +856,7 @@ class Engine:
         _ask_for_room_first(self._sharded)
 
     def _replan(self) -> None:
-        """See [Note: unfrozen later] in `unfreezing.py`. All ranks call."""
+        """See [Note: unfrozen later] in `sharded/unfreezing.py`. All ranks call."""
         sharded = self._sharded
         if self._is_open and sharded.parts.unfreezing.can_plan:
             sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
@@ -1027,7 +1027,7 @@ def _open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | Non
     asks = plan.run is not None or plan.trackers is not None or plan.profile != Profile()
     if not (asks or always or os.environ.get(PROFILE_VARIABLE)):
         return None
-    from shardwise.run_log import RunLog
+    from shardwise.observe.run_log import RunLog
 
     return RunLog(plan, world)
 
@@ -1037,7 +1037,7 @@ def _session_for(host: EngineHost, sharded: ShardedModel, arrival: Arrival | Non
     plan, membership = sharded.plan, sharded.world.membership
     if membership is None and plan.survive not in ("host", "buddy") and plan.bad_batch == "stop":
         return Session(sharded)
-    from shardwise.elastic.losing import survives
+    from shardwise.elastic.survivable import survives
 
     if not survives(sharded, membership) or membership is None:
         return Session(sharded)
@@ -1049,6 +1049,6 @@ def _session_for(host: EngineHost, sharded: ShardedModel, arrival: Arrival | Non
 def _ask_for_room_first(sharded: ShardedModel) -> None:
     """Let the first forward that trains ask for disk space, if activations need any."""
     if sharded.plan.has_activations_on_disk:
-        from shardwise.activation_room import ask_before_first_forward  # only these jobs load it
+        from shardwise.sharded.activation_disk import ask_before_first_forward  # only these jobs load it
 
         ask_before_first_forward(sharded)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 import shardwise as sw
-from shardwise.comm.nccl import NcclGroups
-from shardwise.comm.process_groups import ProcessGroup
+from shardwise.comm.transport.nccl import NcclGroups
+from shardwise.comm.transport.process_groups import ProcessGroup
 
 Tensor = torch.Tensor
 

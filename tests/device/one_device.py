@@ -23,8 +23,8 @@ import torch
 from fake_devices import HANG_SECONDS, Devices, FakeAccelerator, FakeGroups, Group, outside_of, wrong_values
 
 import shardwise as sw
-from shardwise.comm.pairwise import Nobody
-from shardwise.devices import Accelerator, RankDevice, TorchAccelerator
+from shardwise.comm.transport.pairwise import Nobody
+from shardwise.system.devices import Accelerator, RankDevice, TorchAccelerator
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor

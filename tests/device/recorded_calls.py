@@ -20,9 +20,9 @@ import torch
 from fake_devices import Devices, FakeGroups, FakeWork, Group
 
 import shardwise as sw
-from shardwise.comm.joining import LATER_SECONDS, world_group
-from shardwise.comm.nccl import NcclGroups
-from shardwise.comm.process_groups import ProcessGroup, ProcessGroups, TorchGroups
+from shardwise.comm.bootstrap import LATER_SECONDS, world_group
+from shardwise.comm.transport.nccl import NcclGroups
+from shardwise.comm.transport.process_groups import ProcessGroup, ProcessGroups, TorchGroups
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.sequence import Layout, Visibility, Weighing, fused, ring_attention
+from shardwise.parallel.sequence import Layout, Visibility, Weighing, fused, ring_attention
 
 Tensor = torch.Tensor
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -134,13 +134,13 @@ def test_what_was_alive_at_the_peak() -> None:
 
     trace = [
         event("alloc", 1, 4_000_000, "/x/site-packages/transformers/models/llama.py"),
-        event("alloc", 2, 6_000_000, "/x/shardwise/storage/flat.py"),
+        event("alloc", 2, 6_000_000, "/x/shardwise/memory/flat.py"),
         event("free_completed", 1, 4_000_000),
         event("alloc", 3, 1_000_000, "/x/other.py"),
     ]
     first, *sites = sites_at_peak(trace)
     assert first == "10.0 MB at the peak"
-    assert sites[0] == "1 x 6.00 MB: /x/shardwise/storage/flat.py:3 f"
+    assert sites[0] == "1 x 6.00 MB: /x/shardwise/memory/flat.py:3 f"
     assert len(sites) == 2
 
 

@@ -35,7 +35,7 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.placement import PRESETS
+from shardwise.plan.placement import PRESETS
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate_config import read_accelerate_config
-from shardwise.monitor import read_record
+from shardwise.observe import read_record
 
 pytestmark = pytest.mark.timeout(300)
 

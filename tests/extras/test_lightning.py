@@ -19,7 +19,7 @@ from rank_processes import begin, on_ranks
 
 from shardwise.integrations.lightning import ShardwiseStrategy
 from shardwise.integrations.lightning_parts.settings import PRESETS
-from shardwise.placement import PRESETS as KNOWN
+from shardwise.plan.placement import PRESETS as KNOWN
 
 pytestmark = pytest.mark.timeout(600)
 

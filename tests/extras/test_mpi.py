@@ -142,7 +142,7 @@ def test_the_main_job(tmp_path: Path) -> None:
 
 
 def test_narrow_numbers_are_rounded_once() -> None:
-    from shardwise.comm.mpi.algorithms import combined
+    from shardwise.comm.transport.mpi.algorithms import combined
 
     terms = [torch.tensor([256.0, 1.0], dtype=torch.bfloat16), *[torch.ones(2, dtype=torch.bfloat16)] * 4]
     assert combined(terms, "SUM").to(torch.bfloat16).tolist() == [260.0, 5.0]

@@ -15,7 +15,7 @@ import torch
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import ConfigError
-from shardwise.monitor import Record, read_record
+from shardwise.observe import Record, read_record
 
 NAMES = ("tensorboard", "wandb", "mlflow")
 

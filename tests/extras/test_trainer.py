@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.cli.main import main
-from shardwise.monitor import read_record
+from shardwise.observe import read_record
 
 pytestmark = pytest.mark.timeout(300)
 

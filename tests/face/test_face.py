@@ -23,7 +23,7 @@ import pytest
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
-from shardwise.config import schema_table
+from shardwise.plan import schema_table
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 

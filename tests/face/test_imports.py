@@ -48,7 +48,7 @@ def test_to_shard_a_model_takes_little_beyond_torch() -> None:
         "psutil",
     }
     assert not packages & FOR_PEOPLE
-    assert not [name for name in found if name.startswith(("shardwise.cli", "shardwise.launch", "shardwise.monitor"))]
+    assert not [name for name in found if name.startswith(("shardwise.cli", "shardwise.launch", "shardwise.observe"))]
     assert len(found) <= 380, "see `python -X importtime`"
 
 

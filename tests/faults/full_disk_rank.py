@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.monitor import read_record
+from shardwise.observe import read_record
 from shardwise.testing import run_ranks
 
 MANY = {f"value{number}": float(number) for number in range(400)}

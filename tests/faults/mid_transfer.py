@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import shardwise as sw
-from shardwise.comm.gloo import GlooTransport
+from shardwise.comm.transport.gloo import GlooTransport
 from shardwise.errors import FaultError
 
 NUM_RANKS, NUM_ELEMENTS = 3, 2**26

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.gloo import GlooTransport
-from shardwise.comm.journal import FIRST_SIDE_TAG
-from shardwise.comm.shm import Neighbours
+from shardwise.comm.transport.gloo import GlooTransport
+from shardwise.comm.transport.shm import Neighbours
+from shardwise.comm.watch.journal import FIRST_SIDE_TAG
 from shardwise.elastic import copies
 from shardwise.errors import TurnedAwayError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import warm
-from shardwise.monitor import read_record
+from shardwise.observe import read_record
 from tests.faults.bad_batch import BAD_STEP, NUM_STEPS, bad_sample, build, loader
 from tests.thorough import thorough_only
 

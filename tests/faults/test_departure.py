@@ -15,8 +15,8 @@ import pytest
 
 import warm
 from shardwise.comm.members.departure import ENDING, Departure
+from shardwise.comm.members.member_messages import Announcement, MemberMessage
 from shardwise.comm.members.membership import StoreMembership
-from shardwise.comm.members.messages import Announcement, MemberMessage
 from shardwise.errors import CommError
 from tests.thorough import soak
 

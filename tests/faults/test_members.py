@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 import warm
-from shardwise.launch.elastic.images import Images
+from shardwise.launch.elastic.image_folder import Images
 from tests.thorough import drawn, soak
 
 RANK = Path(__file__).with_name("elastic_rank.py")

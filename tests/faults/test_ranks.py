@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.board import BoardError
 from shardwise.comm.group import Group
-from shardwise.comm.journal import Awaited, Journal
-from shardwise.comm.threads import PostOffice, ThreadTransport
-from shardwise.comm.watchdog import Watchdog
+from shardwise.comm.transport.threads import PostOffice, ThreadTransport
+from shardwise.comm.watch.journal import Awaited, Journal
+from shardwise.comm.watch.status_board import BoardError
+from shardwise.comm.watch.watchdog import Watchdog
 from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
@@ -307,7 +307,7 @@ def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch
     def broken(mine: object, *_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr("shardwise.comm.watchdog.judge", broken)
+    monkeypatch.setattr("shardwise.comm.watch.watchdog.judge", broken)
 
     def rank(world: sw.World) -> FaultError:
         if world.rank == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
-from shardwise.comm.sockets import Sockets, opened_inside
+from shardwise.comm.watch.sockets import Sockets, opened_inside
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import warm
-from shardwise.monitor import read_record
+from shardwise.observe import read_record
 from tests.faults.survivor import ROWS, batch_of, build, loss_of
 from tests.thorough import drawn, sampled, soak
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.config import Plan
-from shardwise.mesh import Mesh
-from shardwise.placement import PRESETS, mesh_for, pack, padded_numel, table_for
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import PRESETS, mesh_for, pack, padded_numel, table_for
 from shardwise.program import (
     FlatSpec,
     PlacedUpdate,

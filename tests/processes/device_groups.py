@@ -10,9 +10,9 @@ import torch
 from preset_races import Transformer, race
 
 import shardwise as sw
-from shardwise.comm.joining import world_group
-from shardwise.comm.process_groups import TorchGroups
-from shardwise.mesh import Mesh
+from shardwise.comm.bootstrap import world_group
+from shardwise.comm.transport.process_groups import TorchGroups
+from shardwise.plan.mesh import Mesh
 
 SHELVES = [(0, torch.float32), (2, torch.float32), (4, torch.bfloat16)]
 CASES = [("zero3", "fp32"), ("zero2", "bf16"), ("ddp", "bf16"), ("zero1", "fp32")]

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import recipe, write
+from shardwise.checkpoint import read_plan, write
+from shardwise.memory import DiskMemory
 from shardwise.optim import host_step
-from shardwise.storage import DiskMemory
-from shardwise.tiers import calls
+from shardwise.system.disk import calls
 
 WIDTH, LAYERS, EVERY = 48, 6, 2
 
@@ -73,7 +73,7 @@ def prepare(killer: Killer, phase: str, model: nn.Module) -> None:
         case "saving":
             killer.before(write, "write_at")
         case "resuming":
-            killer.before(recipe, "_stream")
+            killer.before(read_plan, "_stream")
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 import warm
 from shardwise.errors import TierError
-from shardwise.tiers import TierFolder
+from shardwise.system.disk import TierFolder
 
 WRITES_WITHOUT_END = """
 import os, sys
 from pathlib import Path
-from shardwise.tiers import PAGE, BufferPool, IoQueue, TierFolder
+from shardwise.system.disk import PAGE, BufferPool, IoQueue, TierFolder
 
 home = Path(sys.argv[1])
 file = TierFolder(home).create("states", 2**24, IoQueue(depth=2, block_bytes=PAGE))
@@ -34,7 +34,7 @@ while True:
 STEPS_IN_LITTLE_MEMORY = """
 import os, sys, torch
 from shardwise.optim.disk_states import DiskStates
-from shardwise.tiers import BufferPool, IoQueue, TierFolder
+from shardwise.system.disk import BufferPool, IoQueue, TierFolder
 
 def held(what):
     with open("/proc/self/status") as lines:

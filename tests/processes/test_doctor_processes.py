@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 import warm
 from shardwise.cli import loopback_rank
-from shardwise.cli.between_hosts import check_links, examine_hosts, measure_links
 from shardwise.cli.checks import check_loopback
 from shardwise.cli.loopback import run_loopback
 from shardwise.cli.main import main
 from shardwise.cli.nccl import examine_gpus, examine_nccl
 from shardwise.cli.remote import Remote
+from shardwise.cli.several_hosts import check_links, examine_hosts, measure_links
 from tests.thorough import thorough_only
 
 

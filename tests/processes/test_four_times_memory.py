@@ -19,7 +19,7 @@ MODEL_BYTES = (2 + 12) * NUMEL
 GATHERED_BYTES = 3 * 2 * 768**2
 ADDRESSES = 2 * NUMEL - GATHERED_BYTES
 """The kernel counts as private memory also the addresses of parameters that are not gathered, behind all of which lies
-one and the same page (`storage/releasable.py`): of all of the model's, but for a few units at a time."""
+one and the same page (`memory/releasable.py`): of all of the model's, but for a few units at a time."""
 
 ALL_PRIVATE = {"OMP_NUM_THREADS": "1", "SHARDWISE_SHARED_MEMORY": "0"}
 NO_GAPS = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}

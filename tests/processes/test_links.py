@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import warm
-from shardwise.calibrate import links
 from shardwise.errors import LaunchError
+from shardwise.fit.calibrate import links
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])

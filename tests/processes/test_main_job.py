@@ -12,7 +12,7 @@ import pytest
 
 import warm
 from shardwise.checkpoint.lock import FolderLock
-from shardwise.monitor import Record, read_record
+from shardwise.observe import Record, read_record
 from tests.thorough import sampled, thorough_only
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 from tests.thorough import thorough_only
 
 WITHOUT_GAPS = {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-"""See [Note: process memory] in `rehearsal/rehearse.py`."""
+"""See [Note: process memory] in `runtime/rehearsal/rehearse.py`."""
 
 
 def told_by(way: str, name: str, precision: str) -> int:

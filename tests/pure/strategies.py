@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardwise.mesh import Mesh
-from shardwise.placement import KINDS, PRESETS, WIDTH, Axes, Dtype, Kind, Place, Preset, Table, Wire
-from shardwise.placement.table import narrows
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import KINDS, PRESETS, WIDTH, Axes, Dtype, Kind, Place, Preset, Table, Wire
+from shardwise.plan.placement.table import narrows
 from shardwise.program import FlatSpec, Moment, Trace, UnitSpec
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.placement import Box, Span, common_runs
-from shardwise.storage import part_of, put_part
+from shardwise.memory import part_of, put_part
+from shardwise.plan.placement import Box, Span, common_runs
 
 
 @st.composite

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Plan
-from shardwise.mesh import Mesh
-from shardwise.placement import table_for
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import table_for
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import buddies, copy_bytes, keepers
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.calibrate import disk, host, links
-from shardwise.calibrate.disk import DiskRow, Grid, bounded, measure_disk
-from shardwise.calibrate.host import HostRow, measure_host
-from shardwise.calibration import (
+from shardwise.cli.main import main
+from shardwise.errors import ConfigError, TierError
+from shardwise.fit.calibrate import disk, host, links
+from shardwise.fit.calibrate.disk import DiskRow, Grid, bounded, measure_disk
+from shardwise.fit.calibrate.host import HostRow, measure_host
+from shardwise.system.calibration import (
     Calibration,
     DiskFigures,
     HostFigures,
@@ -21,9 +23,7 @@ from shardwise.calibration import (
     read_calibration,
     write_calibration,
 )
-from shardwise.cli.main import main
-from shardwise.errors import ConfigError, TierError
-from shardwise.tiers import PAGE, Holder, TierFolder
+from shardwise.system.disk import PAGE, Holder, TierFolder
 
 FULL = Calibration(
     "here",

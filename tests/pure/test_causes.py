@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.elastic.causes import Cause, Classifier, Disconnection, Policy
-from shardwise.elastic.signs import End, sign_of
+from shardwise.elastic.failure_signatures import End, sign_of
 
 VALUE = "ValueError: expected 7 columns, found 8 in row 1523"
 FAULT = "shardwise.errors.FaultError: Rank 2 raised RuntimeError: CUDA error: out of memory"

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from shardwise.checkpoint import Content, Entry, Keep, checkpoints_in, newest
-from shardwise.checkpoint.codec import decode, encode
 from shardwise.checkpoint.folder import tidy
 from shardwise.checkpoint.image import WINDOW, Sums, image_of
+from shardwise.checkpoint.json_codec import decode, encode
 from shardwise.checkpoint.lock import LOCK, FolderLock
 from shardwise.checkpoint.snapshot import Snapshot, staged
 from shardwise.checkpoint.write import Copying, live
-from shardwise.devices import RankDevice
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.placement import Span
-from shardwise.tiers import PAGE, Holder
+from shardwise.plan.placement import Span
+from shardwise.system.devices import RankDevice
+from shardwise.system.disk import PAGE, Holder
 
 # --- what stays ------------------------------------------------------------------------------------------
 

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from shardwise.checkpoint import transfer
 from shardwise.checkpoint.index import INDEX, Chunk, Index, read_body
 from shardwise.checkpoint.transfer import PORTION_BYTES, Carrier, OpenFile, Portion, Read, portions
-from shardwise.checksum import crc32
 from shardwise.errors import CheckpointError
-from shardwise.placement import Span
-from shardwise.safe_files import nests_deeper
-from shardwise.tiers import tensors_in_pages
+from shardwise.plan.placement import Span
+from shardwise.system.checksum import crc32
+from shardwise.system.disk import tensors_in_pages
+from shardwise.system.safe_files import nests_deeper
 
 BLOCK = 2**16
 SIZES = st.sampled_from([0, 1, 3, 100, BLOCK // 4 - 1, BLOCK // 4, BLOCK, PORTION_BYTES // 4 + 5])

@@ -14,9 +14,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import PlaceEdit, Plan, Rows, Wire, load_plan, plan_table, schema_table
-from shardwise.config.schema import Strict
 from shardwise.errors import ConfigError
+from shardwise.plan import PlaceEdit, Plan, Rows, Wire, load_plan, plan_table, schema_table
+from shardwise.plan.schema import Strict
 
 DTYPES = st.none() | st.sampled_from(["fp64", "fp32", "bf16"])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

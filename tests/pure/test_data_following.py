@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from shardwise.data import Loader, Workers, from_iterable
 from shardwise.data.sampling import Share
-from shardwise.data_ranks import DataRanks
 from shardwise.errors import ConfigError, StateError
+from shardwise.system.data_ranks import DataRanks
 from tests.thorough import thorough_only
 
 

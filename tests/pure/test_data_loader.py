@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from shardwise.data import Loader, Mixture, Samples, Workers
-from shardwise.data.prefetch import THREAD_NAME
-from shardwise.data.transfer import on_tensors
+from shardwise.data.read_ahead import THREAD_NAME
+from shardwise.data.to_device import on_tensors
 from shardwise.errors import ConfigError, DataError
 
 IN_ORDER = Samples(shuffle=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.wire import packed, unpacked
+from shardwise.data.worker_wire import packed, unpacked
 
 TENSORS = {
     "float": torch.arange(6.0).view(2, 3),

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from shardwise.cli.main import main
-from shardwise.config import load_plan
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed import hjson
 from shardwise.integrations.deepspeed.config import load_config, read_config
 from shardwise.integrations.deepspeed.fields import FIELDS, FieldStatus
+from shardwise.plan import load_plan
 
 FP16 = {"dynamic": True, "initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
 STAGE_3: dict[str, Any] = {

@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from shardwise.comm.board import last_status
-from shardwise.comm.diagnosis import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
-from shardwise.comm.fault import Fault
-from shardwise.comm.status import Entered, PassPath, Status, Track
+from shardwise.comm.watch.diagnosis import (
+    Circle,
+    Lateness,
+    contradiction,
+    departure,
+    disappearance,
+    judge,
+    overdue,
+)
+from shardwise.comm.watch.fault import Fault
+from shardwise.comm.watch.status import Entered, PassPath, Status, Track
+from shardwise.comm.watch.status_board import last_status
 
 LINE = "dp 0-2/3"
 RANKS = (0, 1, 2)

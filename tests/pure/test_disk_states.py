@@ -15,8 +15,8 @@ from shardwise.errors import ModelError, StateError, TierError
 from shardwise.optim import AdamW, Lamb, Lion
 from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import HostAdam
-from shardwise.telemetry import Timeline, hidden_share, write_trace
-from shardwise.tiers import PAGE, BufferPool, IoQueue, SlicedFile, SystemCalls, TierFolder
+from shardwise.system.disk import PAGE, BufferPool, IoQueue, SlicedFile, SystemCalls, TierFolder
+from shardwise.system.telemetry import Timeline, hidden_share, write_trace
 
 Tensor = torch.Tensor
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -17,7 +17,7 @@ import yaml
 
 from shardwise.cli.main import COMMANDS, command_parser, main
 from shardwise.cli.plan_lint import lint
-from shardwise.machine import TorchFacts
+from shardwise.system.machine import TorchFacts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,8 +142,8 @@ def test_a_deepspeed_config_becomes_a_plan(folder: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("name", plans())
 def test_a_yaml_block_is_a_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folders are made elsewhere; disks, compilers and packages of trackers are not those of this machine."""
-    monkeypatch.setattr("shardwise.monitor.trackers.check_trackers", lambda *_: None)
-    monkeypatch.setattr("shardwise.tiers.mounts.check_local", lambda _: None)
+    monkeypatch.setattr("shardwise.observe.trackers.check_trackers", lambda *_: None)
+    monkeypatch.setattr("shardwise.system.disk.mounts.check_local", lambda _: None)
     monkeypatch.setenv("CXX", "sh")
     monkeypatch.chdir(tmp_path)
     text = plans()[name].replace("/scratch", str(tmp_path))

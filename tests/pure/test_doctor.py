@@ -14,7 +14,7 @@ from shardwise.cli.checks import Check
 from shardwise.cli.console import waiting_for
 from shardwise.cli.doctor import print_table
 from shardwise.cli.loopback import LoopbackResult
-from shardwise.machine import Cgroups, Gpu, Memory, TorchFacts, host_memory, num_cores
+from shardwise.system.machine import Cgroups, Gpu, Memory, TorchFacts, host_memory, num_cores
 
 GIB = 2**30
 GPU = Gpu("H100", 80 * GIB, 79 * GIB)

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from shardwise.cli import host_checks, host_facts
-from shardwise.cli.between_hosts import (
+from shardwise.cli.checks import Check
+from shardwise.cli.host_facts import DiskRates, Leftovers
+from shardwise.cli.main import main
+from shardwise.cli.plan_lint import lint
+from shardwise.cli.remote import Remote
+from shardwise.cli.several_hosts import (
     Probe,
     check_folders,
     check_links,
@@ -19,14 +24,9 @@ from shardwise.cli.between_hosts import (
     check_skew,
     measure_links,
 )
-from shardwise.cli.between_hosts import probe as ask_host
-from shardwise.cli.checks import Check
-from shardwise.cli.host_facts import DiskRates, Leftovers
-from shardwise.cli.main import main
-from shardwise.cli.plan_lint import lint
-from shardwise.cli.remote import Remote
+from shardwise.cli.several_hosts import probe as ask_host
 from shardwise.launch.hosts.facts import Interface, interface_of, interfaces, versions
-from shardwise.machine import Gpu, TorchFacts
+from shardwise.system.machine import Gpu, TorchFacts
 
 GIB = 2**30
 LO, ETH = Interface("lo", "127.0.0.1", 0), Interface("eth0", "10.0.0.2", 25000)

@@ -17,7 +17,7 @@ from shardwise.cli.nccl import check_all_reduce, check_nccl, examine_gpus, exami
 from shardwise.cli.nccl_facts import matching_interfaces
 from shardwise.cli.remote import Remote
 from shardwise.launch.hosts.facts import Interface
-from shardwise.machine import TorchFacts
+from shardwise.system.machine import TorchFacts
 
 LO, ETH = Interface("lo", "127.0.0.1", 0), Interface("eth0", "10.0.0.2", 25000)
 CUDA = TorchFacts("2.13", "CUDA 12.8", ("gloo", "nccl"), nccl="2.27.3")

@@ -12,18 +12,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from shardwise.comm.members import MemberMessage
 from shardwise.comm.members.channels import MemberChannel
-from shardwise.job_token import Seal, new_token
-from shardwise.launch.elastic.agent import ElasticAgent
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
-from shardwise.launch.elastic.notes import FolderNotes
+from shardwise.launch.elastic.job_notes import FolderNotes
+from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.elastic.workers import Ended, Event
 from shardwise.launch.environment import Attempt
-from shardwise.launch.folder import Folder
 from shardwise.launch.job import Elastic, Job
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.signals import SignalLog
+from shardwise.system.job_token import Seal, new_token
 
 TOKEN = new_token()
 CUT = "Ranks 0 and 1 could not reach each other, though both are alive. The connection to rank 1 broke: reset."
@@ -87,7 +87,7 @@ def said_by_the_launcher(
             channel.send(MemberMessage(kind, number, generation, patience_seconds=20, **only))
 
     members: Any = Members(script(send))
-    monkeypatch.setattr("shardwise.launch.elastic.agent.time", SimpleNamespace(monotonic=lambda: members.now))
+    monkeypatch.setattr("shardwise.launch.elastic.main_loop.time", SimpleNamespace(monotonic=lambda: members.now))
     elastic = Elastic(2, 2, retries=0)
     slots = Slots(2, Budget(0, 600))
     slots.ready("", 2, 0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, SequentialLR, StepLR
 
-from shardwise.checkpoint.codec import decode, encode
+from shardwise.checkpoint.json_codec import decode, encode
 from shardwise.elastic.arrival import NeverSaved
 from shardwise.elastic.loop_state import matched
 from shardwise.errors import StateError

@@ -9,15 +9,15 @@ from typing import Any
 
 from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.data import Loader, Mixture
-from shardwise.data_ranks import HANDED_OUT, DataRanks
 from shardwise.elastic.causes import Classifier
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.ended_ranks import BeforeJoining, EndedRanks
-from shardwise.launch.elastic.notes import FolderNotes, OomKills
+from shardwise.launch.elastic.job_notes import FolderNotes, OomKills
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.worker import _record
-from shardwise.monitor import read_record
-from shardwise.monitor.record import RunRecord
+from shardwise.observe import read_record
+from shardwise.observe.record import RunRecord
+from shardwise.system.data_ranks import HANDED_OUT, DataRanks
 
 
 def outcome(rank: int, exit_code: int, summary: str = "", **more: Any) -> Outcome:

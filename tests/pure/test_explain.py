@@ -13,8 +13,8 @@ import pytest
 
 from shardwise.cli import explain
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
-from shardwise.mesh import MODEL_AXES
-from shardwise.placement import PRESETS
+from shardwise.plan.mesh import MODEL_AXES
+from shardwise.plan.placement import PRESETS
 from shardwise.program import parse, shortened
 
 MODEL = """

@@ -35,9 +35,9 @@ EVERY_PLAN = [
     ("changed", "expected"),
     [
         (["CHANGELOG.md"], []),
-        (["src/shardwise/pipeline/schedule.py"], [PIPELINE]),
+        (["src/shardwise/parallel/pipeline/schedule.py"], [PIPELINE]),
         (["src/shardwise/launch/job.py"], [Check("test-cluster", ("tests/cluster/test_launch_ssh.py",))]),
-        (["src/shardwise/sharding.py"], EVERY_PLAN),  # no line of its own
+        (["src/shardwise/sharded/sharding.py"], EVERY_PLAN),  # no line of its own
         (["a_new_folder/x.py"], EVERY_PLAN),
         (["tests/ranks/test_comm.py"], []),
         (["tests/ranks/test_pipeline.py"], [Check("thorough", ("tests/ranks/test_pipeline.py",))]),

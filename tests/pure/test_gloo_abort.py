@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm import gloo_abort
+from shardwise.comm.transport import gloo_abort
 
 
 def test_it_is_used_for_nothing_else() -> None:

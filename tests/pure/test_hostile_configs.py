@@ -19,8 +19,8 @@ from shardwise.integrations.deepspeed.command_line import _slots
 from shardwise.integrations.deepspeed.config import load_config
 from shardwise.integrations.horovod.command_line_hosts import parse_hosts
 from shardwise.launch.places.hosts import parse_host_file
-from shardwise.monitor.trackers import CSV
-from shardwise.safe_files import MAX_CONFIG_BYTES, read_config_text
+from shardwise.observe.trackers import CSV
+from shardwise.system.safe_files import MAX_CONFIG_BYTES, read_config_text
 
 CPU_SECONDS = 5
 """Quadratic time takes minutes for a file of the allowed size."""

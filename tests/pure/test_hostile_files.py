@@ -21,11 +21,11 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import shardwise as sw
+from shardwise.checkpoint.formats.cover import why_not_covered
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError
-from shardwise.formats.cover import why_not_covered
 from shardwise.init.files import WeightFiles
-from shardwise.placement import Span
+from shardwise.plan.placement import Span
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 TENSORS = {

@@ -24,35 +24,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from shardwise import plain_data
 from shardwise.comm import StartupBarrier
-from shardwise.comm.board import KEY, StoreBoard, last_status
-from shardwise.comm.fault import Fault
 from shardwise.comm.members import Announcement, LauncherChannel, MemberMessage, generation_prefix, scope_of
 from shardwise.comm.members.channels import MemberChannel
-from shardwise.comm.members.messages import reports_as_text, reports_of_text
-from shardwise.comm.mpi.address import Invitation
-from shardwise.comm.status import Status
+from shardwise.comm.members.member_messages import reports_as_text, reports_of_text
+from shardwise.comm.transport.mpi.address import Invitation
+from shardwise.comm.watch.fault import Fault
+from shardwise.comm.watch.status import Status
+from shardwise.comm.watch.status_board import KEY, StoreStatusBoard, last_status
 from shardwise.elastic.causes import Classifier
-from shardwise.elastic.signs import End
+from shardwise.elastic.failure_signatures import End
 from shardwise.errors import CommError, FaultError
 from shardwise.integrations.horovod.links import Listener, connect
-from shardwise.job_token import VARIABLE, ForgedError, Seal, new_token
 from shardwise.launch import Attempt, Job
-from shardwise.launch.hosts import facts, wire
+from shardwise.launch.hosts import facts, host_messages
 from shardwise.launch.hosts.connection import Connection
 from shardwise.launch.hosts.gather import job_as_message
 from shardwise.launch.job import Elastic
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.ssh import SshSettings, plan_ssh
-from shardwise.listening import address_towards, listen_at
+from shardwise.system import plain_data
+from shardwise.system.job_token import VARIABLE, ForgedError, Seal, new_token
+from shardwise.system.listening import address_towards, listen_at
 from tests.pure.test_diagnosis import status
 from tests.thorough import drawn, varies
 
 FUZZED = settings(max_examples=drawn(25, 300))
 
-MARK = wire.packed({})[:1]
+MARK = host_messages.packed({})[:1]
 FAULT = Fault("lost", (1,), "Rank 1 is gone.", origin=0)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -129,10 +129,10 @@ class TestSeal:
         assert seal.open("n", Seal("t", "3").close("n", b"x")) == b"x"
 
 
-def boards(token: str, size: int = 2) -> tuple[Store, list[StoreBoard]]:
+def boards(token: str, size: int = 2) -> tuple[Store, list[StoreStatusBoard]]:
     store = HashStore()
     attempt = PrefixStore("attempt-0", store)
-    return store, [StoreBoard(attempt, size, Seal(token)) for _ in range(size)]
+    return store, [StoreStatusBoard(attempt, size, Seal(token)) for _ in range(size)]
 
 
 @varies
@@ -179,7 +179,7 @@ def test_a_generations_board_believes_nothing_of_another_generation() -> None:
     store = HashStore()
     places = [generation_prefix("0", generation) for generation in range(2)]
     before, after = (
-        StoreBoard(PrefixStore(place, store), 1, Seal("token").within(scope_of(generation)))
+        StoreStatusBoard(PrefixStore(place, store), 1, Seal("token").within(scope_of(generation)))
         for generation, place in enumerate(places)
     )
     before.claim(FAULT)
@@ -357,7 +357,12 @@ class TestWire:
     @given(st.data())
     def test_any_line_is_a_message_or_none(self, data: st.DataObject) -> None:
         key, shapes, read = data.draw(
-            st.sampled_from([("do", wire.ORDERS, wire.order), ("kind", wire.REPORTS, wire.report)])
+            st.sampled_from(
+                [
+                    ("do", host_messages.ORDERS, host_messages.order),
+                    ("kind", host_messages.REPORTS, host_messages.report),
+                ]
+            )
         )
         kind = data.draw(st.sampled_from(sorted(shapes)))
         fields = {name: data.draw(JSON) for name in shapes[kind]}
@@ -365,10 +370,10 @@ class TestWire:
         found = read(MARK + line)
         assert found is None or plain_data.fits(found, {key: str, **shapes[found[key]]})
         if found is not None and key == "kind":
-            assert wire.is_about(found, range(0)) in (True, False)
+            assert host_messages.is_about(found, range(0)) in (True, False)
             outcomes = [*found.get("outcomes", ()), *([found["outcome"]] if "outcome" in found else ())]
             for outcome in outcomes:
-                wire.outcome_from(outcome, 0.0)
+                host_messages.outcome_from(outcome, 0.0)
 
     def test_what_we_send_is_of_the_shape_that_is_read(self) -> None:
         """Of messages that are made of a class's fields, which may come to have more of them."""
@@ -393,12 +398,12 @@ class TestWire:
         numbers = dict.fromkeys(("number", "rank", "size", "local"), 1)
         sent.append({"do": "member", **numbers, "attempt": asdict(Attempt("h", 1)), "environment": {"A": "b"}})
         for message in sent:
-            assert wire.order(wire.packed(message)[:-1]) == json.loads(json.dumps(message))
-        ended = [wire.outcome_as_message(Outcome(0, 1, None, 1.0, "E" * 10**6, "T" * 10**6))]
+            assert host_messages.order(host_messages.packed(message)[:-1]) == json.loads(json.dumps(message))
+        ended = [host_messages.outcome_as_message(Outcome(0, 1, None, 1.0, "E" * 10**6, "T" * 10**6))]
         member = {"kind": "member", "outcome": ended[0], "ran_out": False, "skips": False}
         for said in ({"kind": "over", "outcomes": ended, "killed": 0}, member, facts.look("/absent", plan.job)):
-            assert wire.report(wire.packed(said)[:-1]) == json.loads(json.dumps(said))
-        assert len(ended[0]["traceback"]) == wire.MAX_TRACEBACK_CHARS
+            assert host_messages.report(host_messages.packed(said)[:-1]) == json.loads(json.dumps(said))
+        assert len(ended[0]["traceback"]) == host_messages.MAX_TRACEBACK_CHARS
 
     @varies
     @FUZZED
@@ -406,10 +411,10 @@ class TestWire:
     def test_orders_are_found_in_any_blocks(self, data: st.DataObject) -> None:
         orders = [{"do": "end", "number": number} for number in range(3)]
         noise = st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"") + b"\n")
-        whole = b"".join(data.draw(noise) + wire.packed(one) for one in orders)
+        whole = b"".join(data.draw(noise) + host_messages.packed(one) for one in orders)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=5)))
         reading, writing = os.pipe()
-        inbox, found = wire.Inbox(reading), []
+        inbox, found = host_messages.Inbox(reading), []
         for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True):
             os.write(writing, whole[start:stop])
             found += inbox.take(0)
@@ -420,19 +425,19 @@ class TestWire:
         assert found == orders
 
     def test_a_line_without_an_end_takes_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(wire, "MAX_LINE_BYTES", 100)
+        monkeypatch.setattr(host_messages, "MAX_LINE_BYTES", 100)
         reading, writing = os.pipe()
-        inbox = wire.Inbox(reading)
+        inbox = host_messages.Inbox(reading)
         for _ in range(50):
             os.write(writing, MARK + b"x" * 30_000)
             assert inbox.take(1) == []
             assert len(inbox._rest) < 2**17
-        os.write(writing, b"\n" + wire.packed({"do": "bye"}))
+        os.write(writing, b"\n" + host_messages.packed({"do": "bye"}))
         assert inbox.take(1) == [{"do": "bye"}]
         for descriptor in (reading, writing):
             os.close(descriptor)
         lines = io.BytesIO(b"a" * 100 + b"\n" + b"b" * 1000 + b"\nc\n" + b"d" * 101 + b"\ne")
-        assert [len(line) for line in wire.bounded_lines(lines, 100)] == [101, 2, 102, 1]
+        assert [len(line) for line in host_messages.bounded_lines(lines, 100)] == [101, 2, 102, 1]
 
 
 class _Host:
@@ -469,7 +474,7 @@ def test_a_host_that_lies_and_floods() -> None:
     host.close(5)
     assert [message["kind"] for message in heard] == ["output", "failed", "lost"]
     assert heard[0]["text"] == "mine"
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * wire.MAX_LINE_BYTES
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * host_messages.MAX_LINE_BYTES
     assert len(host.complaints) < 2**22
 
 
@@ -488,7 +493,7 @@ for message in (
 
 
 def test_a_host_of_an_elastic_job_speaks_for_the_members_alone_that_were_started_there() -> None:
-    outcome = wire.outcome_as_message(Outcome(0, 1, None, 1.0))
+    outcome = host_messages.outcome_as_message(Outcome(0, 1, None, 1.0))
     script = LYING.replace("OUTCOME", repr(outcome))
     arrivals: Any = queue.Queue()
     numbers: set[int] = {7}

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata
 
 import shardwise as sw
+from shardwise.checkpoint.formats.opcodes import Made, Name, Outside, read_pickle
 from shardwise.errors import CheckpointError
-from shardwise.formats.opcodes import Made, Name, Outside, read_pickle
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 RAN: list[str] = []

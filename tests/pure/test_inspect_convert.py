@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from shardwise.checkpoint.formats import DTYPES, TARGETS
 from shardwise.cli import convert
 from shardwise.cli.main import main
-from shardwise.formats import DTYPES, TARGETS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 

@@ -1,14 +1,14 @@
-"""Which gradient buffers are kept from step to step; see [Note: gradient buffers] in `storage/grad_buffer.py`."""
+"""Which gradient buffers are kept from step to step; see [Note: gradient buffers] in `memory/grad_buffer.py`."""
 
 from __future__ import annotations
 
 import pytest
 from torch import nn
 
-from shardwise.config import load_plan
-from shardwise.placement import WIDTH, mesh_for
+from shardwise.memory import choose_units, tables_for, unit_specs
+from shardwise.plan import load_plan
+from shardwise.plan.placement import WIDTH, mesh_for
 from shardwise.program import FlatSpec
-from shardwise.storage import choose_units, tables_for, unit_specs
 
 NUM_LAYERS = 7
 

@@ -13,9 +13,9 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import Attempt, Job, StopRequest, rank_environment
-from shardwise.launch.folder import Folder
+from shardwise.launch.job_report import failure_summary, stop_line
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
-from shardwise.launch.report import failure_summary, stop_line
 
 
 def environment(inherited: dict[str, str] | None = None, **options: object) -> dict[str, str]:

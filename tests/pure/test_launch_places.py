@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.cli.between_hosts import Probe, probe
 from shardwise.cli.launch import add_arguments
 from shardwise.cli.main import main
 from shardwise.cli.remote import Remote
+from shardwise.cli.several_hosts import Probe, probe
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.cores import bindings
+from shardwise.launch.hosts.host_messages import Inbox, outcome_as_message, outcome_from, packed
 from shardwise.launch.hosts.problems import connection_problem, contradictions, joined
-from shardwise.launch.hosts.wire import Inbox, outcome_as_message, outcome_from, packed
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.forwarding import forwarded

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.folder import Folder
 from shardwise.launch.hosts.gather import Answers
+from shardwise.launch.hosts.host_messages import outcome_as_message
 from shardwise.launch.hosts.run import _HostsJob
-from shardwise.launch.hosts.wire import outcome_as_message
 from shardwise.launch.job import Job
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.ssh import SshPlan, SshSettings

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.placement import mesh_for, table_for
+from shardwise.plan.placement import mesh_for, table_for
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.report import MemoryReport
+from shardwise.sharded.engine_report import MemoryReport
 
 
 def test_a_report_of_memory_prints_as_a_table() -> None:

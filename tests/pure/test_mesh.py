@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 NAMES = ["dp", "tp", "pp", "sp", "node", "local"]
 AXES = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 5), min_size=1, max_size=4)

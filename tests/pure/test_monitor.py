@@ -12,17 +12,10 @@ import pytest
 from rich.console import Console
 
 from shardwise import ShardwiseError
-from shardwise.monitor import (
-    PeakOverBaseline,
-    Progress,
-    RunRecord,
-    plot_loss,
-    process_memory,
-    read_record,
-    trim,
-)
-from shardwise.monitor.plot import smooth
-from shardwise.monitor.progress import Pace
+from shardwise.observe import Progress, RunRecord, plot_loss, read_record
+from shardwise.observe.plot import smooth
+from shardwise.observe.progress import Pace
+from shardwise.system.process_memory import PeakOverBaseline, process_memory, trim
 
 PLAN = {"preset": "zero3", "precision": "bf16"}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.name_patterns import _with_closed_brackets, matches, matches_by_parts, matches_end
+from shardwise.system.name_patterns import _with_closed_brackets, matches, matches_by_parts, matches_end
 
 
 @given(st.text("ab[]!-*?.", max_size=8), st.text("ab[]!-.", max_size=5))

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ONE, TWO, meshes, shards, tables, with_dtypes
 
-from shardwise.config import PlaceEdit, Plan, Rows, load_plan
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.mesh import Mesh
-from shardwise.placement import (
+from shardwise.plan import PlaceEdit, Plan, Rows, load_plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import (
     KINDS,
     PRESETS,
     WIDTH,

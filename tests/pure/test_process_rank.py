@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.process_rank import address_of, first_host, process_rank_of
+from shardwise.system.process_rank import address_of, first_host, process_rank_of
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

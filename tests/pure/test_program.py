@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from strategies import ONE, TWO, flat, placed, traces, unit_lists, with_dtypes
 
 from shardwise.errors import ProgramError
-from shardwise.mesh import Mesh
-from shardwise.placement import PRESETS, WIDTH
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import PRESETS, WIDTH
 from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,

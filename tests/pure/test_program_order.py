@@ -16,8 +16,8 @@ from simulated_pass import Wrong, simulate
 from strategies import ONE, TWO, flat, with_dtypes
 
 from shardwise.errors import ProgramError
-from shardwise.placement import PRESETS, Span
-from shardwise.placement import Place as Row
+from shardwise.plan.placement import PRESETS, Span
+from shardwise.plan.placement import Place as Row
 from shardwise.program import (
     EFFECTS,
     Action,

@@ -22,14 +22,14 @@ from rich.console import Console
 from shardwise.cli.main import main
 from shardwise.cli.print_run import page, sparkline
 from shardwise.cli.top import follow
-from shardwise.job_folder import RECORD_PATH
-from shardwise.launch.elastic.notes import FolderNotes
-from shardwise.monitor import RunRecord, read_record
-from shardwise.monitor.charts import thinned, ticks
-from shardwise.monitor.html_report import html_report
-from shardwise.monitor.run_view import RunReader, read_run
-from shardwise.monitor.slowness import judge
-from shardwise.telemetry import StepClock, write_trace
+from shardwise.launch.elastic.job_notes import FolderNotes
+from shardwise.observe import RunRecord, read_record
+from shardwise.observe.charts import thinned, ticks
+from shardwise.observe.html_report import html_report
+from shardwise.observe.run_view import RunReader, read_run
+from shardwise.observe.slowness import judge
+from shardwise.system.job_folder import RECORD_PATH
+from shardwise.system.telemetry import StepClock, write_trace
 from tests.thorough import drawn, varies
 
 LOADS = json.loads

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import CheckpointError
-from shardwise.safe_files import inside, is_plain_name, open_regular, parse_object, read_json, read_regular, read_text
+from shardwise.system.safe_files import (
+    inside,
+    is_plain_name,
+    open_regular,
+    parse_object,
+    read_json,
+    read_regular,
+    read_text,
+)
 
 HERE = Path("x.json")
 

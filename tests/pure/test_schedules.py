@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from shardwise.config.schema import ScheduleName
 from shardwise.errors import ConfigError, ProgramError
+from shardwise.plan.schema import ScheduleName
 from shardwise.program.in_flight import held_beside
 from shardwise.program.schedule import (
     SCHEDULES,

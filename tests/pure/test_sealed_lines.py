@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.job_token import ForgedError, Seal
+from shardwise.launch.hosts.host_messages import Outbox, packed, report
 from shardwise.launch.hosts.pod_server import PodServer
 from shardwise.launch.hosts.sealed_lines import (
     SealedConnection,
@@ -22,7 +22,7 @@ from shardwise.launch.hosts.sealed_lines import (
     SealedSink,
     connect_to_launcher,
 )
-from shardwise.launch.hosts.wire import Outbox, packed, report
+from shardwise.system.job_token import ForgedError, Seal
 
 
 def ends() -> tuple[SealedLines, SealedLines]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.monitor.slowness import SlowWindow, judge
-from shardwise.telemetry import StepClock
+from shardwise.observe.slowness import SlowWindow, judge
+from shardwise.system.telemetry import StepClock
 from shardwise.testing import run_ranks
 
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, StateError, TierError
-from shardwise.tiers import (
+from shardwise.system.disk import (
     PAGE,
     BufferPool,
     Holder,
@@ -33,8 +33,8 @@ from shardwise.tiers import (
     folder_of,
     layout,
 )
-from shardwise.tiers.align import down, requests, up
-from shardwise.tiers.slices import steps, walk
+from shardwise.system.disk.align import down, requests, up
+from shardwise.system.disk.slices import steps, walk
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor

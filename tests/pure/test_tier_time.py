@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.calibration import Calibration, DiskFigures, HostFigures, LinkFigures, write_calibration
 from shardwise.cli.explanation import EXAMPLE_NUMEL, Explanation, Subject, example_units, explain
 from shardwise.cli.main import main
-from shardwise.config import Plan
-from shardwise.placement import mesh_for, preset, table_for
+from shardwise.plan import Plan
+from shardwise.plan.placement import mesh_for, preset, table_for
+from shardwise.system.calibration import Calibration, DiskFigures, HostFigures, LinkFigures, write_calibration
 
 DISK = DiskFigures(2e9, 1e9, 8, 2**20, True, "today")
 HOST = HostFigures(10e9, 5e8, 2, "today")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.units import format_bytes, format_count, format_seconds, parse_bytes
+from shardwise.system.units import format_bytes, format_count, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import Plan
-from shardwise.mesh import Mesh
 from shardwise.optim.adam import round_stochastically
 from shardwise.optim.quantize import SIGNED, UNSIGNED, decode, encode
-from shardwise.placement import Span, mesh_for, pack, padded_numel, table_for
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Span, mesh_for, pack, padded_numel, table_for
 from shardwise.program import (
     BLOCK,
     FlatSpec,

@@ -14,8 +14,8 @@ from simulated_pass import Wrong, simulate
 from strategies import ONE, TWO, flat, with_dtypes
 
 from shardwise.errors import ProgramError
-from shardwise.placement import PRESETS
-from shardwise.placement import Place as Row
+from shardwise.plan.placement import PRESETS
+from shardwise.plan.placement import Place as Row
 from shardwise.program import (
     Block,
     Moment,

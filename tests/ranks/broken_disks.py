@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from shardwise.tiers import SystemCalls
+from shardwise.system.disk import SystemCalls
 
 
 class DiskOfOne(SystemCalls):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import LENGTH, VOCAB, WIDTH, Batch, Block, MakeOptimizer, adamw
 
 import shardwise as sw
-from shardwise.experts import MoE, auxiliary_loss
+from shardwise.parallel.experts import MoE, auxiliary_loss
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor

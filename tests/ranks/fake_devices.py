@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 import shardwise as sw
-from shardwise.devices import RankDevice
+from shardwise.system.devices import RankDevice
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor

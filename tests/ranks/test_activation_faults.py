@@ -17,10 +17,10 @@ from pipelined import batches as pipeline_batches
 from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
-from shardwise import activation_room
 from shardwise.errors import ModelError, ShardwiseError, StateError, TierError
+from shardwise.sharded import activation_disk
+from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import SystemCalls, TierFolder
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -76,7 +76,9 @@ def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
         make(self, *args, **{**kwargs, "calls": disk})  # type: ignore[arg-type]
 
     monkeypatch.setattr(TierFolder, "__init__", made)
-    monkeypatch.setattr("shardwise.activations.on_disk.BEHIND_BYTES", 1)  # so that writes end within the forward
+    monkeypatch.setattr(
+        "shardwise.runtime.activations.on_disk.BEHIND_BYTES", 1
+    )  # so that writes end within the forward
     torch.manual_seed(0)
     model, data = Transformer(num_blocks=NUM_BLOCKS), batches(4, rows=48)
     plan = {"preset": "infinity", "activations": "disk", "disk": str(tmp_path / "scratch")}
@@ -223,13 +225,13 @@ def test_stages_ask_for_room_once_whatever_share_each_has_on_the_host(
     torch.manual_seed(0)
     model, data = Decoder(), pipeline_batches(3, 8)
     asked: list[int] = []
-    ask = activation_room._ask
+    ask = activation_disk._ask
 
     def counted(sharded: Any, *given: Any) -> None:
         asked.append(sharded.world.rank)
         ask(sharded, *given)
 
-    monkeypatch.setattr(activation_room, "_ask", counted)
+    monkeypatch.setattr(activation_disk, "_ask", counted)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     plan = {"preset": preset, "mesh": {"pp": 2, "dp": 1}, "accumulate": 2, "offload": offload}
 

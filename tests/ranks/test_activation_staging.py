@@ -11,8 +11,8 @@ import torch
 from twins import Transformer, adamw, batches
 
 import shardwise as sw
-from shardwise.activations import on_disk
-from shardwise.rehearsal import stages
+from shardwise.fit import stage_rehearsal
+from shardwise.runtime.activations import on_disk
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 
@@ -38,7 +38,7 @@ def test_no_more_is_staged_than_promised(
 ) -> None:
     """With any disk; one that has written nothing until it is waited for takes exactly as much."""
     monkeypatch.setattr(on_disk, "BEHIND_BYTES", LIMITS[limit])
-    monkeypatch.setattr(stages, "BEHIND_BYTES", LIMITS[limit])
+    monkeypatch.setattr(stage_rehearsal, "BEHIND_BYTES", LIMITS[limit])
     torch.manual_seed(0)
     model, (batch,) = Transformer(num_blocks=4), batches(1, rows=48)
     plan = {**PLANS[case], "activations": "disk", "disk": str(tmp_path)}

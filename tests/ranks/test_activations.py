@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from twins import Transformer, batches, sharded_run
 
 import shardwise as sw
-from shardwise.activations import Offloading, TreatedSites, treatments_for
-from shardwise.config import load_plan
 from shardwise.errors import ConfigError, ModelError
-from shardwise.placement import mesh_for, table_for
+from shardwise.memory import Copied, Copy, choose_units, make_unit, tables_for, unit_specs
+from shardwise.plan import load_plan
+from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import Activations
-from shardwise.rehearsal import rehearse
-from shardwise.storage import Copied, Copy, choose_units, make_unit, tables_for, unit_specs
-from shardwise.telemetry import ByteMeter
+from shardwise.runtime.activations import Offloading, TreatedSites, treatments_for
+from shardwise.runtime.rehearsal import rehearse
+from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

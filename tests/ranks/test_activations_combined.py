@@ -23,9 +23,9 @@ from test_late_early import run_on_devices
 from torch import nn
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
-from shardwise.activations import offload, stores
 from shardwise.errors import CommError
-from shardwise.storage import HostMemory
+from shardwise.memory import HostMemory
+from shardwise.runtime.activations import activation_offload, stores
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -149,7 +149,7 @@ def test_trains_the_same_whenever_copies_from_and_to_pages_of_files_are_done(
     when: When, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Activations, parameters and states on a disk, on devices."""
-    monkeypatch.setattr(offload, "SMALL_BYTES", 64)
+    monkeypatch.setattr(activation_offload, "SMALL_BYTES", 64)
     torch.manual_seed(0)
     model, data = Transformer(num_blocks=4), batches(3)
     plan = {"rows": {"param": {"tier": "disk"}}, "activations": "disk", "disk": str(tmp_path)}
@@ -159,7 +159,7 @@ def test_trains_the_same_whenever_copies_from_and_to_pages_of_files_are_done(
 @pytest.mark.parametrize("what", ["wait", "copy", "buffer"])
 def test_what_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "wait":
-        monkeypatch.setattr(offload.Item, "whole", lambda item: item.fetch() or item._whole)
+        monkeypatch.setattr(activation_offload.Item, "whole", lambda item: item.fetch() or item._whole)
     elif what == "copy":  # to the host
         monkeypatch.setattr(stores._OnHost, "finish_copy", lambda _: None)
     else:

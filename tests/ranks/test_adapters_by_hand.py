@@ -15,7 +15,7 @@ from torch.nn import functional
 from twins import VOCAB, WIDTH
 
 import shardwise as sw
-from shardwise.experts import MoE
+from shardwise.parallel.experts import MoE
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

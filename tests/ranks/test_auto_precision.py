@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.precision import auto
+from shardwise.optim.precision import auto
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from twins import Transformer, assert_same, batches, engine_step, plain_run, sha
 
 import shardwise as sw
 from shardwise.comm import Collectives, Group
-from shardwise.comm.on_hosts import OnHosts
-from shardwise.comm.shm.file import is_possible
+from shardwise.comm.host_layout import OnHosts
+from shardwise.comm.transport.shm.file import is_possible
 from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
@@ -148,7 +148,7 @@ def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: s
 
 
 def test_a_mesh_over_hosts_prices_each_axis() -> None:
-    from shardwise.mesh import Mesh
+    from shardwise.plan.mesh import Mesh
     from shardwise.program import Action
 
     mesh = Mesh.of({"node": 2, "local": 2}, 4)

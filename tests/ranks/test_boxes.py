@@ -12,7 +12,7 @@ from split_models import TENSOR, Transformer, tokens
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 from tests.thorough import sampled, thorough_only

@@ -17,7 +17,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import LinkError, World
-from shardwise.comm.background import Background
+from shardwise.comm.transport.background import Background
 from shardwise.comm.work import Pending
 from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter

@@ -15,17 +15,17 @@ from pipelined import Decoder, unsplit
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
-from shardwise import budget
-from shardwise.calibration import Calibration, DiskFigures, HostFigures, write_calibration
-from shardwise.config import Offload
-from shardwise.devices import RankDevice
 from shardwise.errors import ConfigError, TierError
-from shardwise.mesh import Mesh
-from shardwise.placement import share_of_last
+from shardwise.fit import budget
+from shardwise.memory import choose_units, unit_numel
+from shardwise.plan import Offload
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import share_of_last
 from shardwise.program import plan_step, straight_trace
-from shardwise.storage import choose_units, unit_numel
+from shardwise.system.calibration import Calibration, DiskFigures, HostFigures, write_calibration
+from shardwise.system.devices import RankDevice
+from shardwise.system.disk import SystemCalls
 from shardwise.testing import run_ranks
-from shardwise.tiers import SystemCalls
 from tests import inside
 from tests.thorough import sampled, thorough_only
 

@@ -17,7 +17,7 @@ from twins import PRESETS_2, PRESETS_2X2, Transformer, full_params, plan_of, tra
 
 import shardwise as sw
 from shardwise.checkpoint.index import Index
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError, ConfigError
 from tests import inside
 from tests.thorough import sampled

@@ -18,9 +18,9 @@ from torch import nn
 from twins import Transformer, batches, plan_of, train, work_on_ranks
 
 import shardwise as sw
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError
-from shardwise.placement import PRESETS
+from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import drawn, thorough_only, varies

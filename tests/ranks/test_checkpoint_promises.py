@@ -18,10 +18,10 @@ from twins import adamw, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, saver, snapshot, write
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.system.disk import page_buffers
 from shardwise.testing import run_ranks
-from shardwise.tiers import buffers
 from tests import inside
 from tests.thorough import sampled
 
@@ -295,13 +295,13 @@ def test_a_failure_of_one_rank_is_everybodys(
     where: str, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one rank fails between two agreements, all raise its error, and none waits for it."""
-    plain_sized, plain_take = buffers.Stage.sized, snapshot.Snapshot.take
+    plain_sized, plain_take = page_buffers.Stage.sized, snapshot.Snapshot.take
     armed = threading.Event()
 
     def is_rank_1() -> bool:
         return armed.is_set() and threading.current_thread().name == "rank 1"
 
-    def sized(stage: buffers.Stage, num_bytes: int) -> torch.Tensor:
+    def sized(stage: page_buffers.Stage, num_bytes: int) -> torch.Tensor:
         if where == "sized" and is_rank_1():
             raise MemoryError("not that much")
         return plain_sized(stage, num_bytes)
@@ -320,7 +320,7 @@ def test_a_failure_of_one_rank_is_everybodys(
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
 
-    monkeypatch.setattr(buffers.Stage, "sized", sized)
+    monkeypatch.setattr(page_buffers.Stage, "sized", sized)
     monkeypatch.setattr(snapshot.Snapshot, "take", take)
 
     def work(engine: sw.Engine) -> str:
@@ -489,14 +489,14 @@ def test_buffers_whose_elements_share_memory_come_back(tmp_path: Path) -> None:
 
     def read(engine: sw.Engine) -> None:
         plain = Shared()
-        buffers = dict(engine.module.named_buffers())
-        for buffer in buffers.values():
+        page_buffers = dict(engine.module.named_buffers())
+        for buffer in page_buffers.values():
             buffer.storage_offset()
             buffer.as_strided((1,), (1,)).fill_(-1)
         assert engine.resume(tmp_path) is not None
         for name, buffer in plain.named_buffers():
-            assert torch.equal(buffers[name], buffer)
-        assert buffers["expanded"].stride() == (0,)
+            assert torch.equal(page_buffers[name], buffer)
+        assert page_buffers["expanded"].stride() == (0,)
 
     on_ranks(2, write, Shared)
     on_ranks(2, read, Shared)

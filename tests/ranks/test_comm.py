@@ -13,11 +13,11 @@ import torch
 import shardwise as sw
 from shardwise import testing
 from shardwise.comm import Collectives, Group, ThreadTransport, link_between
-from shardwise.comm.shm import neighbours
-from shardwise.comm.small import SHORT_MESSAGE_BYTES
-from shardwise.comm.staging import StagingPool
+from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
+from shardwise.comm.transport.shm import neighbours
+from shardwise.comm.transport.staging import StagingPool
 from shardwise.errors import ConfigError, FaultError
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 Tensor = torch.Tensor
 RunRanks = Callable[..., list[Any]]

@@ -16,13 +16,14 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 import shardwise as sw
-from shardwise import formats, placement
+from shardwise.checkpoint import formats
+from shardwise.checkpoint.formats import conversion, forms
 from shardwise.cli.main import main
 from shardwise.comm import ThreadTransport
-from shardwise.comm.threads import PostOffice
+from shardwise.comm.transport.threads import PostOffice
 from shardwise.comm.work import LinkError
 from shardwise.errors import CheckpointError
-from shardwise.formats import conversion, forms
+from shardwise.plan import placement
 from shardwise.testing import run_ranks
 from tests.files import module_at
 
@@ -30,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contributing.md"
 DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 FILES = {
-    "preset": ["placement/presets.py"],
+    "preset": ["plan/placement/presets.py"],
     "transport": ["comm/by_store.py"],
     "optimizer": ["optim/lars.py"],
-    "format": ["formats/npz.py", "formats/forms.py"],
+    "format": ["checkpoint/formats/npz.py", "checkpoint/formats/forms.py"],
 }
 
 
@@ -175,7 +176,7 @@ def test_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def applied_format(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
     """The format's module must be in the package before `forms.py`, which imports it from there, is read."""
     folder.mkdir()
-    (diff,) = [one for one in DIFFS if "b/src/shardwise/formats/npz.py" in one]
+    (diff,) = [one for one in DIFFS if "b/src/shardwise/checkpoint/formats/npz.py" in one]
     text = "\n".join(re.findall(r"^\+(?!\+\+)(.*)$", diff.partition("--- a/")[0], re.MULTILINE))
     (folder / "npz.py").write_text(text)
     monkeypatch.setattr(formats, "npz", module_at(folder / "npz.py"), raising=False)

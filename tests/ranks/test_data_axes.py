@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import sharding
 from shardwise.checkpoint.content import kept_span, written_span
 from shardwise.comm import DataGroup
 from shardwise.errors import ModelError
-from shardwise.mesh import MODEL_AXES, Mesh
-from shardwise.placement import PRESETS, Slot
-from shardwise.storage import choose_units, tables_for
-from shardwise.storage.unit import unit_specs
+from shardwise.memory import choose_units, tables_for
+from shardwise.memory.unit import unit_specs
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.placement import PRESETS, Slot
+from shardwise.sharded import sharding
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled

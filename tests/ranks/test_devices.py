@@ -21,21 +21,22 @@ from twins import Batch, Transformer, adamw, batches, share_of
 
 import shardwise as sw
 from shardwise.checkpoint import rng
-from shardwise.comm import joining, nccl
-from shardwise.comm.fault import Fault
-from shardwise.comm.nccl import NcclGroups
-from shardwise.comm.pairwise import Nobody
-from shardwise.comm.process_groups import TorchGroups
+from shardwise.comm import bootstrap
+from shardwise.comm.transport import nccl
+from shardwise.comm.transport.nccl import NcclGroups
+from shardwise.comm.transport.pairwise import Nobody
+from shardwise.comm.transport.process_groups import TorchGroups
+from shardwise.comm.watch.fault import Fault
 from shardwise.data import Loader, Samples, Workers
-from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError, FaultError, ModelError, StateError
 from shardwise.init import check_model
-from shardwise.process_rank import ProcessRank
-from shardwise.sharding import check_device
-from shardwise.storage.host_memory import HostMemory
-from shardwise.telemetry import ByteMeter
+from shardwise.memory.host_memory import HostMemory
+from shardwise.sharded.sharding import check_device
+from shardwise.system.devices import RankDevice, TorchAccelerator
+from shardwise.system.disk import PAGE, BufferPool, Stage
+from shardwise.system.process_rank import ProcessRank
+from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
-from shardwise.tiers import PAGE, BufferPool, Stage
 from tests import inside
 
 Tensor = torch.Tensor
@@ -193,14 +194,14 @@ def test_ranks_agree_whether_each_has_a_device_of_its_own(identities: list[str],
     store, told = HashStore(), {}
 
     def rank(number: int) -> None:
-        told[number] = [joining.agree_on_devices(store, number, 3, identities[number]) for _ in range(2)]
+        told[number] = [bootstrap.agree_on_devices(store, number, 3, identities[number]) for _ in range(2)]
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert joining.refusal_of(identities) == refusal
+    assert bootstrap.refusal_of(identities) == refusal
     said = {words for both in told.values() for words in both}
     if "same" in refusal:  # which of the two came first is random
         assert {" ".join(sorted(words.split())) for words in said} == {" ".join(sorted(refusal.split()))}
@@ -217,8 +218,8 @@ def test_a_device_for_each_rank(
     """If each process sees only one device, that one has index 0 in every process."""
     found = FakeAccelerator(num_devices) if num_devices else None
     monkeypatch.setattr(TorchAccelerator, "found", staticmethod(lambda: found))
-    monkeypatch.setattr(joining.dist, "is_backend_available", lambda _: True)
-    device = joining.device_of(ProcessRank(local_rank=local_rank, local_size=8))
+    monkeypatch.setattr(bootstrap.dist, "is_backend_available", lambda _: True)
+    device = bootstrap.device_of(ProcessRank(local_rank=local_rank, local_size=8))
     assert device.device == (CPU if index is None else torch.device("cuda", index))
     assert bool(device.identity) == (index is not None)
 
@@ -434,7 +435,7 @@ def test_groups_have_the_timeout_of_the_world() -> None:
     """Torch gives later process groups its default timeout of ten minutes; ours get that of the world."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        groups = TorchGroups("gloo", CPU, 7, joining.world_group())
+        groups = TorchGroups("gloo", CPU, 7, bootstrap.world_group())
         assert not groups.can_split
         made = groups.new_group((0,), is_urgent=True)
         assert made._get_backend(CPU).options._timeout == datetime.timedelta(seconds=7)

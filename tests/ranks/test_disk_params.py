@@ -17,11 +17,11 @@ from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import TierError
-from shardwise.storage import DiskMemory
-from shardwise.storage.disk_reads import DiskReads
+from shardwise.memory import DiskMemory
+from shardwise.memory.disk_reads import DiskReads
+from shardwise.system.disk import BufferPool, DiskFile, IoQueue
+from shardwise.system.disk.calls import SystemCalls
 from shardwise.testing import run_ranks
-from shardwise.tiers import BufferPool, DiskFile, IoQueue
-from shardwise.tiers.calls import SystemCalls
 from tests import inside
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}

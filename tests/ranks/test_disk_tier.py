@@ -16,7 +16,7 @@ from torch import nn
 from twins import MakeOptimizer, Run, Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
-from shardwise.storage import disk_memory
+from shardwise.memory import disk_memory
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

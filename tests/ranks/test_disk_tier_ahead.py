@@ -15,9 +15,9 @@ import torch
 from twins import Batch, Transformer, adamw, assert_same, batches, engine_step, plain_run, sharded_run
 
 import shardwise as sw
-from shardwise.storage import disk_memory
+from shardwise.memory import disk_memory
+from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import SystemCalls, TierFolder
 from tests import inside
 from tests.thorough import sampled
 

@@ -19,12 +19,12 @@ from torch import nn
 from twins import MakeOptimizer, Transformer, adamw, batches, train
 
 import shardwise as sw
-from shardwise.calibration import Calibration, DiskFigures, write_calibration
 from shardwise.checkpoint import TrainingState, checkpoints_in
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, StateError, TierError
-from shardwise.storage import DiskMemory, disk_memory
+from shardwise.memory import DiskMemory, disk_memory
+from shardwise.system.calibration import Calibration, DiskFigures, write_calibration
+from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import SystemCalls, TierFolder
 from tests import inside
 from tests.thorough import sampled
 

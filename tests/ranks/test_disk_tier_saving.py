@@ -18,9 +18,9 @@ from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from shardwise.storage import DiskRows, disk_memory
+from shardwise.memory import DiskRows, disk_memory
+from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import SystemCalls, TierFolder
 from tests.thorough import thorough_only
 
 PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}

@@ -22,9 +22,9 @@ from torch import nn
 from twins import adamw, work_on_ranks
 
 import shardwise as sw
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError
-from shardwise.safe_files import parse_json
+from shardwise.system.safe_files import parse_json
 from tests import inside
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")

@@ -15,9 +15,9 @@ from twins import batches
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.experts import MoE, Router, auxiliary_loss, update_biases
-from shardwise.experts.assignment import assign, capacity_of, dropped_over
-from shardwise.experts.products import grouped_linear
+from shardwise.parallel.experts import MoE, Router, auxiliary_loss, update_biases
+from shardwise.parallel.experts.assignment import assign, capacity_of, dropped_over
+from shardwise.parallel.experts.products import grouped_linear
 
 Tensor = torch.Tensor
 HIDDEN, EXPERTS = 16, 5

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
-from shardwise.experts import Experts
+from shardwise.parallel.experts import Experts
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

@@ -22,9 +22,9 @@ from twins import VOCAB, adamw
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
-from shardwise.experts import Router
+from shardwise.parallel.experts import Router
 from shardwise.program import Footprint
-from shardwise.rehearsal.living import LivingBytes
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only

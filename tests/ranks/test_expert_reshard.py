@@ -16,7 +16,7 @@ from twins import Batch, adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from shardwise.experts import update_biases
+from shardwise.parallel.experts import update_biases
 from shardwise.testing import run_ranks
 from tests.thorough import sampled, thorough_only
 

@@ -36,7 +36,7 @@ from twins import VOCAB, WIDTH, adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from shardwise.experts import MoE, auxiliary_loss, update_biases
+from shardwise.parallel.experts import MoE, auxiliary_loss, update_biases
 from shardwise.testing import run_ranks
 from tests.thorough import drawn, sampled, thorough_only, varies
 

@@ -15,11 +15,11 @@ from pipelined import batches as stage_batches
 from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
-from shardwise import fitting
-from shardwise.calibration import Calibration, HostFigures
-from shardwise.config import PolicyName
 from shardwise.errors import ConfigError, ModelError, StateError
-from shardwise.fitting import Choice
+from shardwise.plan import PolicyName
+from shardwise.sharded import fitting
+from shardwise.sharded.fitting import Choice
+from shardwise.system.calibration import Calibration, HostFigures
 from shardwise.testing import run_ranks
 from tests.thorough import sampled, thorough_only
 

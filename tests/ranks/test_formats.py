@@ -18,8 +18,8 @@ from torch import nn
 from twins import Transformer, adamw, batches, train_steps, work_on_ranks
 
 import shardwise as sw
+from shardwise.checkpoint.formats.torch_files import load_file as load_torch_file
 from shardwise.errors import CheckpointError, ConfigError, ModelError
-from shardwise.formats.torch_files import load_file as load_torch_file
 from tests.files import module_at
 from tests.thorough import sampled
 

@@ -26,7 +26,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.errors import StateError
-from shardwise.precision.verdict import sum_of_squares
+from shardwise.optim.precision.verdict import sum_of_squares
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

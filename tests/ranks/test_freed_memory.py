@@ -12,7 +12,7 @@ import torch
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
-from shardwise.storage.releasable import Pages, Resized, _System, releasable
+from shardwise.memory.releasable import Pages, Resized, _System, releasable
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled
@@ -98,7 +98,7 @@ def test_threads_raise_and_free_at_once() -> None:
 
 
 def test_a_storage_is_resized_where_there_is_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.storage.releasable._pages", lambda: None)
+    monkeypatch.setattr("shardwise.memory.releasable._pages", lambda: None)
     assert isinstance(releasable(4096, CPU), Resized)
     torch.manual_seed(0)
     model = Transformer(num_blocks=1)

@@ -13,9 +13,9 @@ from torch import nn
 from twins import Transformer, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
-from shardwise.config import Offload
 from shardwise.errors import ConfigError
-from shardwise.placement.offload import Offloaded, UnitNumel
+from shardwise.plan import Offload
+from shardwise.plan.placement.offload import Offloaded, UnitNumel
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only

@@ -17,7 +17,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.tensor.views import View, difference
+from shardwise.parallel.tensor.views import View, difference
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

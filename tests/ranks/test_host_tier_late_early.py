@@ -12,7 +12,7 @@ from twins import Batch, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import CommError
-from shardwise.storage import Copied, Flat, HostMemory
+from shardwise.memory import Copied, Flat, HostMemory
 from tests.thorough import sampled
 
 pytestmark = sampled

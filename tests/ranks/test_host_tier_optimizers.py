@@ -27,7 +27,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.storage import Flat
+from shardwise.memory import Flat
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled

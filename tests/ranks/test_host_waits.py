@@ -23,9 +23,9 @@ from torch import nn
 from twins import Transformer, adamw, batches, full_params, plan_of, share_of
 
 import shardwise as sw
-from shardwise.comm.fault import Fault
+from shardwise.comm.watch.fault import Fault
 from shardwise.errors import FaultError
-from shardwise.precision import LateFloat
+from shardwise.optim.precision import LateFloat
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled
@@ -104,7 +104,7 @@ def _site() -> str | None:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that tensors are on a device."""
-    monkeypatch.setattr("shardwise.parts.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.sharded.assembly.on_host", lambda _: False)
 
 
 @pytest.fixture
@@ -213,14 +213,14 @@ def test_the_host_never_waits(name: str, waits: Waits) -> None:
 def test_it_waits_once_for_what_only_the_device_knows(case: str, waits: Waits) -> None:
     plan = plan_of("zero3", None, precision="fp16" if case == "fp16" else "fp32", clip_grad_norm=0.1)
     steady_step(waits, plan, adamw, Transformer if case == "fp16" else WithTable)
-    assert waits.found == {"precision/verdict.py tolist": 1}
+    assert waits.found == {"optim/precision/verdict.py tolist": 1}
 
 
 def test_the_counter_sees_what_a_host_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, the host reads the sum. The counter finds one tensor made from host values, and one that is read."""
     waits = Waits(monkeypatch)
     steady_step(waits, plan_of("zero3", None), adamw, Transformer)
-    assert waits.found == {"precision/verdict.py tensor": 1, "precision/verdict.py tolist": 1}
+    assert waits.found == {"optim/precision/verdict.py tensor": 1, "optim/precision/verdict.py tolist": 1}
 
 
 def test_hosts_agree_by_a_byte_where_nothing_is_new(away: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_a_norm_is_read_when_somebody_looks(waits: Waits) -> None:
                 assert isinstance(norm, LateFloat)
                 assert not waits.found
                 assert engine.gradient_norm == norm
-            assert waits.found == {"precision/late.py item": 1}
+            assert waits.found == {"optim/precision/late_float.py item": 1}
 
     run_ranks(1, rank)
 
@@ -334,7 +334,7 @@ def test_numbers_are_those_that_the_host_would_have_read(
 ) -> None:
     plan = plan_of(preset, None, clip_grad_norm=clip)
     norms, params, mean = trained(plan, shares_memory=True)
-    monkeypatch.setattr("shardwise.parts.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.sharded.assembly.on_host", lambda _: False)
     late_norms, late_params, late_mean = trained(plan, shares_memory=False)
     assert late_norms == pytest.approx(norms, rel=1e-6)
     assert torch.allclose(late_mean, mean, atol=1e-6)

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.program.images import image_bytes
+from shardwise.program.image_bytes import image_bytes
 from tests import inside
 from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled

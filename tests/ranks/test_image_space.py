@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic import image_space, survival
-from shardwise.elastic.images import Directory, Image
+from shardwise.elastic.state_image import Directory, Image
 from shardwise.errors import StateError
 from tests.ranks.threads_as_members import Killed, run_members
 

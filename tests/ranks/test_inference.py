@@ -14,9 +14,9 @@ from twins import Transformer, adamw, batches, engine_step
 
 import shardwise as sw
 from shardwise.errors import StateError
+from shardwise.memory import Unit
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.inference import Inference
-from shardwise.storage import Unit
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only

@@ -34,10 +34,10 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.comm.fault import Fault
+from shardwise.comm.watch.fault import Fault
 from shardwise.errors import CommError, FaultError, StateError
-from shardwise.mesh import Mesh
-from shardwise.placement import PRESETS
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import PRESETS
 from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks

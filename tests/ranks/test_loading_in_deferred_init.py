@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, ModelError, StateError
 from shardwise.init import materialize
-from shardwise.init.heads import Stored
+from shardwise.init.safetensors_headers import Stored
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor

@@ -18,9 +18,9 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic.survival import Survival
 from shardwise.errors import ConfigError, FaultError
-from shardwise.monitor.run_view import read_run
+from shardwise.observe.run_view import read_run
 from shardwise.runtime.step import Step
-from shardwise.sharded_model import ShardedModel
+from shardwise.sharded.sharded_model import ShardedModel
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled
 

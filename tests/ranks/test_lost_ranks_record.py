@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic.session import ElasticSession
 from shardwise.errors import TurnedAwayError
-from shardwise.monitor import read_record
-from shardwise.monitor.record import RunRecord
+from shardwise.observe import read_record
+from shardwise.observe.record import RunRecord
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, ROWS, DiesAt, Net, adamw, batches, loss_of, trained_alone
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled, varies

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import notes, saver
+from shardwise.checkpoint import draft_notes, saver
 from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.errors import CheckpointError
 from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
@@ -31,13 +31,13 @@ def never_finishes(victim: int, scratch: Path, monkeypatch: pytest.MonkeyPatch) 
     scratch.mkdir()
 
     def but_not_the_victim(draft: Path, feed: Any, *more: Any) -> None:
-        if feed.image.name == notes.file_name(victim):
+        if feed.image.name == draft_notes.file_name(victim):
             write_rank(scratch, feed, *more)
             raise SystemExit
         write_rank(draft, feed, *more)
 
     monkeypatch.setattr(saver, "write_rank", but_not_the_victim)
-    monkeypatch.setattr(notes, "AFTER_FAULT_SECONDS", 0.1)
+    monkeypatch.setattr(draft_notes, "AFTER_FAULT_SECONDS", 0.1)
 
 
 def trained(world: World, name: str, folder: Path, *, dies: bool, then: str, monkeypatch: pytest.MonkeyPatch) -> str:

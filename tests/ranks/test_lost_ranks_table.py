@@ -11,7 +11,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.elastic.images import TORN
+from shardwise.elastic.state_image import TORN
 from shardwise.elastic.survival import Survival
 from tests.ranks.test_lost_ranks import NUM_RANKS, PLANS, TIERS, race
 from tests.ranks.threads_as_members import Killed

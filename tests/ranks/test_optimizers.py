@@ -27,7 +27,7 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import Adafactor, AdamW, Lamb, Lion, Muon, hidden_matrices
 from shardwise.optim.probe import updates_of

@@ -16,7 +16,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.program import Footprint
-from shardwise.rehearsal.living import LivingBytes
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled

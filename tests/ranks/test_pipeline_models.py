@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import Block, adamw
 
 import shardwise as sw
-from shardwise.pipeline.weight_grads import WeightGrads, backward_of_weights
+from shardwise.parallel.pipeline.weight_grads import WeightGrads, backward_of_weights
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

@@ -16,7 +16,7 @@ from twins import Block, adamw
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
-from shardwise.pipeline.staged import Absent
+from shardwise.parallel.pipeline.staged_model import PlaceholderModule
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import sampled, soak
 
@@ -188,7 +188,7 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
                     call()
                 assert f"has no {what} in this version" in str(refusal.value)
             whole = engine.state_dict()
-            absent = next(module for module in model.modules() if isinstance(module, Absent))
+            absent = next(module for module in model.modules() if isinstance(module, PlaceholderModule))
             for one in (model, nn.Sequential(model), absent):
                 with pytest.raises(StateError, match=r"more than this rank's pipeline stages. Call engine\.state_dict"):
                     one.state_dict()

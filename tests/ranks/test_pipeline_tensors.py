@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import Block, Transformer
 
 import shardwise as sw
-from shardwise.pipeline.messages import Channel
+from shardwise.parallel.pipeline.sends import Channel
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

@@ -18,9 +18,9 @@ from twins import Transformer, adamw, batches, train
 import shardwise as sw
 from shardwise.checkpoint import checkpoints_in
 from shardwise.errors import CheckpointError, ShardwiseError, StateError, TierError
-from shardwise.storage import disk_memory
+from shardwise.memory import disk_memory
+from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import TierFolder
 from tests import inside
 from tests.thorough import sampled
 

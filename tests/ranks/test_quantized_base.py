@@ -298,7 +298,7 @@ def test_checkpoints_with_whole_codes_resume(tmp_path: Path, monkeypatch: pytest
             engine.save(tmp_path)
 
     with monkeypatch.context() as former:
-        former.setattr("shardwise.storage.dtypes._CODES", {})
+        former.setattr("shardwise.memory.dtypes._CODES", {})
         run_ranks(1, save)
 
     resumed = run_ranks(2, lambda world: resumed_by(world, model, "zero3", tmp_path))[0]

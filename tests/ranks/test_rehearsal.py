@@ -18,16 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from twins import LENGTH, Transformer, adamw, batches, engine_step
 
 import shardwise as sw
-from shardwise.config import load_plan
 from shardwise.errors import ConfigError, ModelError
-from shardwise.placement import mesh_for, table_for
+from shardwise.memory import choose_units, make_unit, tables_for, torch_dtype, unit_specs
+from shardwise.plan import load_plan
+from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import Activations
-from shardwise.rehearsal import rehearse
-from shardwise.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
-from shardwise.rehearsal.living import LivingBytes
-from shardwise.rehearsal.rehearse import process_bytes_for
-from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype, unit_specs
-from shardwise.telemetry import ByteMeter
+from shardwise.runtime.rehearsal import rehearse
+from shardwise.runtime.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
+from shardwise.runtime.rehearsal.rehearse import process_bytes_for
+from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled

@@ -16,13 +16,13 @@ import shardwise as sw
 from shardwise.checkpoint import Held
 from shardwise.comm import World
 from shardwise.comm.generation import RECORD_PATH
-from shardwise.config import Plan
 from shardwise.elastic import recovery
 from shardwise.errors import FaultError
-from shardwise.monitor import read_record
-from shardwise.precision import auto
-from shardwise.sharded_model import ShardedModel
-from shardwise.state import Former
+from shardwise.observe import read_record
+from shardwise.optim.precision import auto
+from shardwise.plan import Plan
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.state import Former
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,

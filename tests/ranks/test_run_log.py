@@ -15,8 +15,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, FaultError
-from shardwise.monitor import Record, read_record
-from shardwise.monitor.notes import read_notes
+from shardwise.observe import Record, read_record
+from shardwise.observe.run_notes import read_notes
 from shardwise.testing import run_ranks
 from tests.thorough import soak
 

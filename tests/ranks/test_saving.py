@@ -16,7 +16,7 @@ from twins import Transformer, batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, write
-from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks

@@ -15,7 +15,7 @@ from twins import MakeOptimizer, adamw
 
 import shardwise as sw
 from shardwise.optim import Muon
-from shardwise.placement import PRESETS
+from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

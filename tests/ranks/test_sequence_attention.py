@@ -15,8 +15,17 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm import Group, Line
 from shardwise.errors import ModelError
-from shardwise.mesh import Mesh
-from shardwise.sequence import Layout, Visibility, Weighing, blocks, fused, ring_attention, ulysses, ulysses_attention
+from shardwise.parallel.sequence import (
+    Layout,
+    Visibility,
+    Weighing,
+    blocks,
+    fused,
+    ring_attention,
+    ulysses,
+    ulysses_attention,
+)
+from shardwise.plan.mesh import Mesh
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

@@ -16,7 +16,7 @@ from twins import VOCAB, Transformer
 import shardwise as sw
 from shardwise.data import Loader
 from shardwise.errors import ConfigError, DataError, ModelError, ShardwiseError, StateError
-from shardwise.sequence.parallel import _random_numbers_of
+from shardwise.parallel.sequence.parallel import _random_numbers_of
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 

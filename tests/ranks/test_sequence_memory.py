@@ -14,7 +14,7 @@ from twins import VOCAB, adamw
 
 import shardwise as sw
 from shardwise.program import Footprint
-from shardwise.rehearsal.living import LivingBytes
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only

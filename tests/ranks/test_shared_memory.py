@@ -25,10 +25,10 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.comm.shm import futex, neighbours
-from shardwise.comm.shm.arena import Arena
-from shardwise.comm.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
-from shardwise.comm.shm.offers import NUM_OFFERS
+from shardwise.comm.transport.shm import futex, neighbours
+from shardwise.comm.transport.shm.arena import Arena
+from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
+from shardwise.comm.transport.shm.offers import NUM_OFFERS
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled

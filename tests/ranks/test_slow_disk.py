@@ -14,12 +14,12 @@ from twins import Transformer, adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import FaultError
-from shardwise.monitor import read_record
-from shardwise.monitor.notes import read_notes
-from shardwise.monitor.slowness import judge
-from shardwise.storage import disk_memory
+from shardwise.memory import disk_memory
+from shardwise.observe import read_record
+from shardwise.observe.run_notes import read_notes
+from shardwise.observe.slowness import judge
+from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import TierFolder
 from tests.thorough import soak
 
 SLOW_SECONDS, TIMEOUT_SECONDS = 0.5, 1.5

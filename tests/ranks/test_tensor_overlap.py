@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm import Line, Started
 from shardwise.errors import CommError
-from shardwise.tensor import products
+from shardwise.parallel.tensor import column_products
 from shardwise.testing import InjectedError, run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only
@@ -91,8 +91,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
     noting(Line, "start_sum", "sum")
     noting(Line, "start_sum_part", "sum")
     noting(Line, "start_concatenate", "gather")
-    noting(products, "_input_grad", "input")
-    noting(products, "_weight_grad", "weight")
+    noting(column_products, "_input_grad", "input")
+    noting(column_products, "_weight_grad", "weight")
     return events
 
 

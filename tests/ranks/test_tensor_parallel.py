@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, ModelError
-from shardwise.placement import PRESETS
-from shardwise.tensor import draws
+from shardwise.parallel.tensor import draws
+from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only

@@ -21,8 +21,8 @@ from torch.nn import functional
 from twins import adamw
 
 import shardwise as sw
+from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
-from shardwise.tiers import TierFolder
 from tests.thorough import drawn, sampled, varies
 
 CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2
@@ -146,7 +146,7 @@ def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms, clipping, all gradients of each step, and parameters are equal. The folder is empty at the end."""
-    monkeypatch.setattr("shardwise.activations.offload.SMALL_BYTES", 64)
+    monkeypatch.setattr("shardwise.runtime.activations.activation_offload.SMALL_BYTES", 64)
     split, rows, shares_memory = CASES[case]
     data = split.data()
     plan = {

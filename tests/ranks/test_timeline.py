@@ -12,7 +12,7 @@ import torch
 from twins import Transformer, adamw, batches
 
 import shardwise as sw
-from shardwise.calibration import Calibration, DiskFigures, write_calibration
+from shardwise.system.calibration import Calibration, DiskFigures, write_calibration
 from shardwise.testing import run_ranks
 from tests import inside
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import state as state_module
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.session import ElasticSession
 from shardwise.errors import FaultError
-from shardwise.unfreezing import Unfreezing
+from shardwise.sharded import state as state_module
+from shardwise.sharded.unfreezing import Unfreezing
 from tests.ranks.test_unfreezing import adam_of_trained, frozen
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import sampled

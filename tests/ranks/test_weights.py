@@ -18,7 +18,7 @@ from twins import Transformer
 import shardwise as sw
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.init.files import WeightFiles
-from shardwise.placement import Span
+from shardwise.plan.placement import Span
 from shardwise.testing import run_ranks
 
 

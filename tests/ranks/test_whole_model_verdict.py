@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import sharding
-from shardwise.mesh import MODEL_AXES, Mesh
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.sharded import sharding
 from shardwise.testing import run_ranks
 
 STAGES = Mesh(("dp", "parts"), (2, 2))

@@ -41,9 +41,9 @@ def import_all() -> None:
     import shardwise.cli.launch
     import shardwise.cli.main
     import shardwise.data
-    import shardwise.launch.agent
-    import shardwise.launch.report
-    import shardwise.monitor
+    import shardwise.launch.job_report
+    import shardwise.launch.torch_agent
+    import shardwise.observe
 
     for name in shardwise.__all__:
         getattr(shardwise, name)

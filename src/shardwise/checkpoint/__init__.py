@@ -12,9 +12,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.begun import Begun
-from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
+from shardwise.checkpoint.json_codec import encode
 from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.reshard import Held, TrainingState
 from shardwise.checkpoint.saver import Request, Saver

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.codec import encode
+from shardwise.checkpoint.json_codec import encode
 from shardwise.errors import ConfigError
+from shardwise.memory import DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Axes, Box, Slot, Span
+from shardwise.plan.placement import Axes, Box, Slot, Span
 from shardwise.program import FlatSpec
-from shardwise.storage import DiskRows, Flat
 
 Tensor = torch.Tensor
 NOTHING = Span(0, 0)

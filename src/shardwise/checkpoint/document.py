@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint.codec import decode
+from shardwise.checkpoint.index_schema import RANK
+from shardwise.checkpoint.json_codec import decode
 from shardwise.checkpoint.read import Reader
-from shardwise.checkpoint.schema import RANK
 from shardwise.errors import CheckpointError
-from shardwise.safe_files import as_text, parse_json
+from shardwise.system.safe_files import as_text, parse_json
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.index import INDEX, MAX_INDEX_BYTES
+from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.keep import Keep
-from shardwise.checkpoint.schema import read_index
 from shardwise.checkpoint.write import flush, note_path, write_text
 from shardwise.errors import CheckpointError
-from shardwise.safe_files import read_own_text
-from shardwise.units import format_bytes
+from shardwise.system.safe_files import read_own_text
+from shardwise.system.units import format_bytes
 
 LATEST = "latest"
 STEP, WRITING, REPLACED, REMOVED = "step-", ".writing-", ".replaced-", ".removed-"

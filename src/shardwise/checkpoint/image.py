@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.checkpoint.codec import bytes_tensor, dtype_name
 from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
-from shardwise.checksum import crc32
+from shardwise.checkpoint.json_codec import bytes_tensor, dtype_name
 from shardwise.errors import CheckpointError
-from shardwise.placement import Box, Span
-from shardwise.storage import DiskRows
-from shardwise.tiers import PAGE
+from shardwise.memory import DiskRows
+from shardwise.plan.placement import Box, Span
+from shardwise.system.checksum import crc32
+from shardwise.system.disk import PAGE
 
 WINDOW = 2**24
 """Bytes written at once. Smaller writes cost throughput, as measured; larger ones gain none."""

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from shardwise.errors import CheckpointError
-from shardwise.placement import Box, Span
-from shardwise.safe_files import parse_json, read_own_text
+from shardwise.plan.placement import Box, Span
+from shardwise.system.safe_files import parse_json, read_own_text
 
 FORMAT = 5
 READABLE = (2, 3, 4, 5)

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.checkpoint import rng
-from shardwise.checkpoint.codec import decode
 from shardwise.checkpoint.content import Content
 from shardwise.checkpoint.document import read_document
 from shardwise.checkpoint.folder import newest
+from shardwise.checkpoint.index_schema import read_index
+from shardwise.checkpoint.json_codec import decode
 from shardwise.checkpoint.read import Reader
-from shardwise.checkpoint.recipe import Recipe, fill, plan, read_and_check
+from shardwise.checkpoint.read_plan import Recipe, fill, plan, read_and_check
 from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer, check_same_settings
-from shardwise.checkpoint.schema import read_index
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, CommError
-from shardwise.machine import num_cores
 from shardwise.optim import AdoptedOptimizer
+from shardwise.system.machine import num_cores
 
 MAX_THREADS = 8
 """The most threads that read for one rank."""

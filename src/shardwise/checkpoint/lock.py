@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
-from shardwise.safe_files import read_own_text
-from shardwise.tiers import Holder
+from shardwise.system.disk import Holder
+from shardwise.system.safe_files import read_own_text
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.image import SAFETENSORS_DTYPES
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index, box_of
+from shardwise.checkpoint.json_codec import dtype_of
 from shardwise.checkpoint.transfer import Carrier, OpenFile, Portion, Read, portions
 from shardwise.errors import CheckpointError
-from shardwise.placement import Box, Span, common_runs
-from shardwise.safe_files import as_text, parse_json, regular_descriptor
+from shardwise.plan.placement import Box, Span, common_runs
+from shardwise.system.safe_files import as_text, parse_json, regular_descriptor
 
 WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.codec import decode, dtype_name, dtype_of, encode
 from shardwise.checkpoint.content import kept_span, written_span
+from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
 from shardwise.comm import Collectives, World
 from shardwise.errors import TierError
+from shardwise.memory import DiskRows, Flat, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Slot, Span
+from shardwise.plan.placement import Slot, Span
 from shardwise.program import FlatSpec
-from shardwise.storage import DiskRows, Flat, let_go, torch_dtype
 
 Tensor = torch.Tensor
 PARAM = "param"

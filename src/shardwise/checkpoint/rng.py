@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.devices import RankDevice
+from shardwise.system.devices import RankDevice
 
 
 def capture(device: RankDevice) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.codec import decode, dtype_of
 from shardwise.checkpoint.content import Content
 from shardwise.checkpoint.index import Index
+from shardwise.checkpoint.json_codec import decode, dtype_of
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.transfer import Read
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, nearest
 from shardwise.optim import AdoptedOptimizer, Cooperative, StateForm, state_keys
-from shardwise.placement import Span
+from shardwise.plan.placement import Span
 
 
 def check_same_model(path: Path, reader: Reader, content: Content, world: World) -> None:

@@ -27,19 +27,19 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.codec import as_bytes, check_depth, encode
 from shardwise.checkpoint.content import Content
+from shardwise.checkpoint.draft_notes import Notes, Writer, file_name
 from shardwise.checkpoint.folder import AfterwardsError
 from shardwise.checkpoint.image import WINDOW, Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
+from shardwise.checkpoint.json_codec import as_bytes, check_depth, encode
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
-from shardwise.checkpoint.notes import Notes, Writer, file_name
 from shardwise.checkpoint.snapshot import Snapshot, stage_bytes
 from shardwise.checkpoint.write import Copying, Feed, leave_refusal, live, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
-from shardwise.tiers import Stage
+from shardwise.system.disk import Stage
 from shardwise.version import __version__
 
 Result = TypeVar("Result")

@@ -27,14 +27,14 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.checkpoint.codec import bytes_tensor
 from shardwise.checkpoint.image import WINDOW, Image
+from shardwise.checkpoint.json_codec import bytes_tensor
 from shardwise.checkpoint.write import Copying
-from shardwise.devices import RankDevice
 from shardwise.errors import CheckpointError
-from shardwise.placement import Span
-from shardwise.storage import DiskRows
-from shardwise.tiers import PAGE
+from shardwise.memory import DiskRows
+from shardwise.plan.placement import Span
+from shardwise.system.devices import RankDevice
+from shardwise.system.disk import PAGE
 
 
 def stage_bytes(image: Image) -> int:

@@ -33,11 +33,11 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.index import Chunk
-from shardwise.checksum import crc32
+from shardwise.checkpoint.json_codec import dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.placement import Run, Span
+from shardwise.plan.placement import Run, Span
+from shardwise.system.checksum import crc32
 
 PORTION_BYTES = 2**22
 """Read at once, or the largest block if that is more: the memory that reading takes besides its destination."""

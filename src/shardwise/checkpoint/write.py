@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.image import WINDOW, Image, Sums
-from shardwise.devices import Event, RankDevice, Stream
-from shardwise.tiers import open_direct, write_at
+from shardwise.system.devices import Event, RankDevice, Stream
+from shardwise.system.disk import open_direct, write_at
 
 
 class Copying:

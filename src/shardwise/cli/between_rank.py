@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from shardwise.cli.rank_words import RESULT
 from shardwise.launch.hosts.facts import interface_of
-from shardwise.listening import address_towards, listen_at
+from shardwise.system.listening import address_towards, listen_at
 
 SMALL_TIMES, LARGE_TIMES, LARGE_BYTES = 20, 4, 8 * 2**20
 

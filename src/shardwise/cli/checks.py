@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.cli.loopback import LoopbackResult
-from shardwise.machine import SLOW_BF16, Memory, TorchFacts
-from shardwise.units import format_bytes, format_seconds
+from shardwise.system.machine import SLOW_BF16, Memory, TorchFacts
+from shardwise.system.units import format_bytes, format_seconds
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)

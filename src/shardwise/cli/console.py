@@ -12,7 +12,7 @@ from rich.control import Control
 from rich.segment import ControlType, Segment
 from rich.text import Text
 
-from shardwise.printable import printable
+from shardwise.system.printable import printable
 
 FILE_WIDTH = 160
 """Columns if stdout is not a terminal and COLUMNS is not set: wide, so that tables are not folded."""

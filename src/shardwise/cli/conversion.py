@@ -6,11 +6,11 @@ import argparse
 
 from rich.console import Console
 
+from shardwise.checkpoint.formats import carry_out, plan_conversion
 from shardwise.cli.console import SafeConsole
 from shardwise.cli.print_inspection import print_conversion
 from shardwise.cli.reading import bar
-from shardwise.formats import carry_out, plan_conversion
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 
 TARGETS = ("hf", "shardwise", "dcp")
 DTYPES = ("fp32", "bf16", "fp16")
-"""Those of `formats/conversion.py`, which imports torch, while --help must be fast. A test compares them."""
+"""Those of `checkpoint/formats/conversion.py`, which imports torch, while --help must be fast. A test compares them."""
 EXAMPLES = """examples:
   shardwise convert run/checkpoints model --to hf               for from_pretrained
   shardwise convert ds_checkpoint resumed --to shardwise        continue a DeepSpeed run

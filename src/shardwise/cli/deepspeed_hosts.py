@@ -13,7 +13,7 @@ from shardwise.cli import launch, launch_places
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.job import Job
 from shardwise.launch.places.hosts import parse_host_file
-from shardwise.safe_files import read_config_text
+from shardwise.system.safe_files import read_config_text
 
 _LAUNCHERS = {
     "": ["--where", "ssh"],

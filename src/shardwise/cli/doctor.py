@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli import checks, host_checks, host_facts
-from shardwise.cli.between_hosts import examine_hosts
 from shardwise.cli.checks import Check
 from shardwise.cli.console import console_for_output, waiting_for
 from shardwise.cli.loopback import run_loopback
@@ -29,9 +28,10 @@ from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.cli.mpi import examine_mpi, mpi_facts
 from shardwise.cli.nccl import check_nccl, examine_gpus
 from shardwise.cli.remote import SSH, Remote
+from shardwise.cli.several_hosts import examine_hosts
 from shardwise.errors import ConfigError
 from shardwise.launch.hosts.facts import interfaces
-from shardwise.machine import Cgroups, TorchFacts, host_memory, num_cores
+from shardwise.system.machine import Cgroups, TorchFacts, host_memory, num_cores
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 

@@ -8,15 +8,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.calibration import default_path, read_calibration
 from shardwise.cli.console import console_for_output
 from shardwise.cli.explanation import Explanation, Subject, as_json, example_units, explain
 from shardwise.cli.print_explanation import print_explained, print_presets
-from shardwise.config import Budget, Plan, load_plan
 from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
+from shardwise.plan import Budget, Plan, load_plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
 from shardwise.program import OPTIMIZERS
+from shardwise.system.calibration import default_path, read_calibration
 
 EXAMPLES = """examples:
   shardwise explain --list                                           all presets
@@ -105,7 +105,7 @@ def _explained(args: argparse.Namespace) -> Explanation:
         )
     plan = load_plan(args.plan, args.set)
     if plan.precision == "auto":
-        plan = importlib.import_module("shardwise.precision.auto").settled_here(plan)
+        plan = importlib.import_module("shardwise.optim.precision.auto").settled_here(plan)
     known_from = preset(plan.preset).known_from
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"

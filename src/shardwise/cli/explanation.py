@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shardwise.calibration import Calibration
-from shardwise.config import Plan, plan_table
-from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
-from shardwise.placement import (
+from shardwise.fit.tier_time import TierTime, tier_time
+from shardwise.plan import Plan, plan_table
+from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.plan.placement import (
     KINDS,
     WIDTH,
     Offloaded,
@@ -39,10 +39,10 @@ from shardwise.program import (
     update_by,
 )
 from shardwise.program.buddies import CopyBytes, copy_bytes
-from shardwise.program.images import ImageBytes, image_bytes, why_no_images
+from shardwise.program.image_bytes import ImageBytes, image_bytes, why_no_images
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
-from shardwise.tier_time import TierTime, tier_time
-from shardwise.units import format_bytes
+from shardwise.system.calibration import Calibration
+from shardwise.system.units import format_bytes
 
 PIPELINE = "pp"
 NUM_EXAMPLES = 4

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from shardwise.cli.checks import GIB, Check
 from shardwise.cli.host_facts import DiskRates, Leftovers
 from shardwise.launch.hosts.facts import Interface
-from shardwise.machine import TorchFacts
-from shardwise.units import format_bytes
+from shardwise.system.machine import TorchFacts
+from shardwise.system.units import format_bytes
 
 MANY_FILES, FEW_FILES = 4096, 256
 SLOW_DISK = 50 * 2**20

@@ -21,7 +21,7 @@ DISK_BYTES = 32 * 2**20
 DISK_SECONDS = 2.0
 """For writing, and for reading; a slow disk is measured with fewer bytes."""
 _LOCK = "launcher.lock"
-"""Held by a live launcher: see [Note: abandoned folders] in launch/folder.py."""
+"""Held by a live launcher: see [Note: abandoned folders] in launch/log_folder.py."""
 _UNSYNCHRONIZED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 _WORKER = "shardwise.launch.worker"

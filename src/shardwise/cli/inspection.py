@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.checkpoint.formats import Inspection, inspect, open_checkpoint
 from shardwise.cli.console import SafeConsole
 from shardwise.cli.print_inspection import print_inspection
 from shardwise.cli.reading import bar
-from shardwise.formats import Inspection, inspect, open_checkpoint
 
 DAMAGED_STATUS = 1
 

@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
 
         take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
     if args.shardwise is not None and not args.shardwise.startswith("{"):
-        from shardwise.config import load_plan
+        from shardwise.plan import load_plan
 
         load_plan(args.shardwise)
     place = launch_places.place_of(args)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.job_token import VARIABLE, new_token
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, hosts_by_script
 from shardwise.launch.hosts.gather import what_is_sent
 from shardwise.launch.hosts.run import run_ssh
@@ -23,7 +22,8 @@ from shardwise.launch.places import k8s, mpi, pods, slurm, slurm_hosts, ssh
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, Share, choose, parse_host_file, parse_hosts, shares
 from shardwise.launch.places.k8s_run import run_k8s
-from shardwise.safe_files import read_config_text
+from shardwise.system.job_token import VARIABLE, new_token
+from shardwise.system.safe_files import read_config_text
 
 PLACES = ("local", "ssh", "slurm", "mpi", "k8s", "pods")
 # The places where each option applies; elsewhere it is refused.

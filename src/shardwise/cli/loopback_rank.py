@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from shardwise.cli.rank_words import STARTED
-from shardwise.listening import listen_at
+from shardwise.system.listening import listen_at
 
 LOOPBACK = "127.0.0.1"
 NUM_RANKS = 2

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.cli.broken_pipe import BROKEN_PIPE_STATUS, discard_output, is_about_output
 from shardwise.errors import ShardwiseError, nearest
-from shardwise.printable import printable
+from shardwise.system.printable import printable
 from shardwise.version import __version__
 
 COMMANDS = {

@@ -17,27 +17,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.activations import treatments_for
-from shardwise.budget import Fitted, Ranks, choices_by_pp_rank, of_params, params_by_pp_rank, within_budget
 from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.comm import Group, Line
-from shardwise.config import Plan
-from shardwise.devices import TorchAccelerator
 from shardwise.errors import ModelError, nearest
-from shardwise.experts import AXIS as EXPERTS
-from shardwise.experts import EXPERT_LOAD, expert_split, loaded
-from shardwise.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.model_axes import boxes_for, rows_for, sequence_parts, split_of
+from shardwise.fit.budget import (
+    Fitted,
+    Ranks,
+    choices_by_pp_rank,
+    of_params,
+    params_by_pp_rank,
+    within_budget,
+)
+from shardwise.fit.stage_rehearsal import StageRehearsal
+from shardwise.memory import (
+    LabelledTable,
+    Unit,
+    UnitChoice,
+    choose_units,
+    in_own_precision,
+    make_unit,
+    unit_specs,
+)
 from shardwise.optim import hidden_matrices
-from shardwise.pipeline import AXIS as PIPELINE
-from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
-from shardwise.placement import WIDTH, Table
+from shardwise.parallel.experts import AXIS as EXPERTS
+from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
+from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
+from shardwise.parallel.pipeline import AXIS as PIPELINE
+from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
+from shardwise.parallel.sequence import rehearsed_by
+from shardwise.parallel.tensor import AXIS, Regions
+from shardwise.plan import Plan
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.placement import WIDTH, Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
-from shardwise.rehearsal import Around, StageRehearsal, nothing_around, rehearse
-from shardwise.sequence import rehearsed_by
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, in_own_precision, make_unit, unit_specs
-from shardwise.telemetry import ByteMeter, Ledger
-from shardwise.tensor import AXIS, Regions
+from shardwise.runtime.activations import treatments_for
+from shardwise.runtime.rehearsal import Around, nothing_around, rehearse
+from shardwise.system.devices import TorchAccelerator
+from shardwise.system.telemetry import ByteMeter, Ledger
 
 
 def units_of(

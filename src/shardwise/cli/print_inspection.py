@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shardwise.formats import FORMS, Conversion, Inspection, Source, Spec, dtype_word
-from shardwise.units import format_bytes, format_count
+from shardwise.checkpoint.formats import FORMS, Conversion, Inspection, Source, Spec, dtype_word
+from shardwise.system.units import format_bytes, format_count
 
 MAX_ROWS = 24
 

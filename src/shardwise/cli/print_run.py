@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.monitor.run_view import RunView, bytes_by_tier, most_of_all_ranks
-from shardwise.monitor.slowness import chosen, others
-from shardwise.units import format_bytes, format_count, format_seconds
+from shardwise.observe.run_view import RunView, bytes_by_tier, most_of_all_ranks
+from shardwise.observe.slowness import chosen, others
+from shardwise.system.units import format_bytes, format_count, format_seconds
 
 COLOURS = {"running": "green", "ended": "blue", "failed": "red", "crashed": "red", "silent": "yellow"}
 BARS = "▁▂▃▄▅▆▇█"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from shardwise.formats import Spec
+from shardwise.checkpoint.formats import Spec
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.rank_words import RESULT
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 HERE = ("sh", "-c", 'exec sh -c "$1"')

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
-from shardwise.monitor.html_report import html_report
-from shardwise.monitor.run_view import read_run
+from shardwise.observe.html_report import html_report
+from shardwise.observe.run_view import read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.calibrate import disk, host, links
-from shardwise.calibration import (
+from shardwise.errors import ConfigError
+from shardwise.fit.calibrate import disk, host, links
+from shardwise.system.calibration import (
     Calibration,
     DiskFigures,
     HostFigures,
@@ -27,9 +28,8 @@ from shardwise.calibration import (
     read_calibration,
     write_calibration,
 )
-from shardwise.errors import ConfigError
-from shardwise.machine import num_cores
-from shardwise.units import format_bytes, format_count, parse_bytes
+from shardwise.system.machine import num_cores
+from shardwise.system.units import format_bytes, format_count, parse_bytes
 
 Rows = Sequence[Any]
 

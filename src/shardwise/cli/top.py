@@ -10,7 +10,7 @@ from rich.live import Live
 
 from shardwise.cli.console import console_for_output
 from shardwise.cli.print_run import page
-from shardwise.monitor.run_view import RunReader, as_json, read_run
+from shardwise.observe.run_view import RunReader, as_json, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import TorchAccelerator
-from shardwise.machine import Gpu, TorchFacts
-from shardwise.precision.auto import bf16_ratio
+from shardwise.optim.precision.auto import bf16_ratio
+from shardwise.system.devices import TorchAccelerator
+from shardwise.system.machine import Gpu, TorchFacts
 
 
 def torch_facts() -> TorchFacts:

@@ -1,19 +1,19 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
-from shardwise.comm.board import last_status
 from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.data_group import DataGroup
-from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group, link_between
-from shardwise.comm.journal import Journal
 from shardwise.comm.line import Line, Passing, Started
-from shardwise.comm.pairwise import Pairwise, Transport
-from shardwise.comm.process_groups import ProcessGroups
 from shardwise.comm.same_batch import BatchCheck, require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
-from shardwise.comm.small import sum_small
-from shardwise.comm.startup_barrier import StartupBarrier
-from shardwise.comm.threads import PostOffice, ThreadTransport
+from shardwise.comm.small_messages import sum_small
+from shardwise.comm.transport.device_collectives import DeviceCollectives
+from shardwise.comm.transport.pairwise import Pairwise, Transport
+from shardwise.comm.transport.process_groups import ProcessGroups
+from shardwise.comm.transport.threads import PostOffice, ThreadTransport
+from shardwise.comm.watch.journal import Journal
+from shardwise.comm.watch.startup_barrier import StartupBarrier
+from shardwise.comm.watch.status_board import last_status
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.comm.world import EVERYBODY, Host, Watched, World
 

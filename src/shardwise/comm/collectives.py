@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.group import Group
-from shardwise.comm.journal import Journal
 from shardwise.comm.shared_buffers import Part, SharedBuffers
+from shardwise.comm.watch.journal import Journal
 from shardwise.comm.work import Work
-from shardwise.mesh import Mesh
-from shardwise.telemetry import Ledger
+from shardwise.plan.mesh import Mesh
+from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
 Lines = Callable[[], Iterable[Sequence[int]]]

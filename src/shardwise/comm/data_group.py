@@ -16,7 +16,7 @@ import torch
 from shardwise.comm.group import Group
 from shardwise.comm.line import Line
 from shardwise.comm.world import World
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 
 
 class Exchange(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.comm import regrouping
 from shardwise.comm.world import World
-from shardwise.job_folder import BAD_BATCH, LEFT_OUT, RECORD_PATH
+from shardwise.system.job_folder import BAD_BATCH, LEFT_OUT, RECORD_PATH
 
 __all__ = ["BAD_BATCH", "LEFT_OUT", "RECORD_PATH", "Membership", "Regrouped"]
 

@@ -9,9 +9,9 @@ import torch
 
 from shardwise.comm.collectives import Communicator
 from shardwise.comm.group import Group
-from shardwise.comm.small import SHORT_MESSAGE_BYTES
+from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.work import Done, Work
-from shardwise.telemetry import Ledger
+from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
 SUBJECT = "activations"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from shardwise.comm.fault import Fault
+from shardwise.comm.watch.fault import Fault
 
 
 class Ranks(Protocol):

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from shardwise.checksum import crc32
 from shardwise.comm.line import Line
 from shardwise.errors import DataError
+from shardwise.system.checksum import crc32
 
 Tensor = torch.Tensor
 _MOST_NAMED = 4

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.between_hosts import BetweenHosts
-from shardwise.comm.board import Board, board_of
-from shardwise.comm.collectives import Communicator
-from shardwise.comm.device_collectives import DeviceCollectives
-from shardwise.comm.fault import Fault
-from shardwise.comm.group import Group
-from shardwise.comm.joining import (
+from shardwise.comm.bootstrap import (
     LATER_SECONDS,
     MEMBER,
     Opened,
@@ -31,20 +25,26 @@ from shardwise.comm.joining import (
     refusal_of,
     world_group,
 )
-from shardwise.comm.journal import Journal
-from shardwise.comm.nccl import NcclGroups, leave_errors_to_the_watch
-from shardwise.comm.on_hosts import even_local_size
-from shardwise.comm.pairwise import Nobody, Pairwise, Transport
-from shardwise.comm.process_groups import ProcessGroups, TorchGroups
+from shardwise.comm.collectives import Communicator
+from shardwise.comm.group import Group
+from shardwise.comm.host_layout import even_local_size
 from shardwise.comm.regrouping import Membership
-from shardwise.comm.shm import Neighbours, Shared
-from shardwise.comm.watchdog import Watchdog
-from shardwise.devices import RankDevice
+from shardwise.comm.transport.between_hosts import BetweenHosts
+from shardwise.comm.transport.device_collectives import DeviceCollectives
+from shardwise.comm.transport.nccl import NcclGroups, leave_errors_to_the_watch
+from shardwise.comm.transport.pairwise import Nobody, Pairwise, Transport
+from shardwise.comm.transport.process_groups import ProcessGroups, TorchGroups
+from shardwise.comm.transport.shm import Neighbours, Shared
+from shardwise.comm.watch.fault import Fault
+from shardwise.comm.watch.journal import Journal
+from shardwise.comm.watch.status_board import Board, board_of
+from shardwise.comm.watch.watchdog import Watchdog
+from shardwise.comm.weighing import mean_of
 from shardwise.errors import CommError, ConfigError
-from shardwise.job_token import Seal
-from shardwise.mesh import Mesh
-from shardwise.process_rank import ProcessRank, process_rank_of
-from shardwise.weighing import mean_of
+from shardwise.plan.mesh import Mesh
+from shardwise.system.devices import RankDevice
+from shardwise.system.job_token import Seal
+from shardwise.system.process_rank import ProcessRank, process_rank_of
 
 if TYPE_CHECKING:
     from shardwise.comm.members.membership import Opening
@@ -214,7 +214,7 @@ class World:
         )
         opened.transport.watch_peers(world.rank, partial(world.exchange, subject="connections"))
         if by_mpi:
-            from shardwise.comm.mpi.ending import take_time_to_say_why
+            from shardwise.comm.transport.mpi.ending import take_time_to_say_why
 
             take_time_to_say_why(world.journal)
         world._take_over(opened, timeout_seconds, owns=owns)
@@ -393,7 +393,7 @@ def _join_as_member(
 ) -> World:
     """The generation of an elastic job that admits this process; its modules are imported only then."""
     from shardwise.comm.members.channels import scope_of
-    from shardwise.comm.members.joining import join_members
+    from shardwise.comm.members.join_members import join_members
 
     def begin(opening: Opening[World], opened: Opened, membership: Membership[World]) -> World:
         assert opened.transport is not None

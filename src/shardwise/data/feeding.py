@@ -8,15 +8,15 @@ from threading import Event
 from typing import Any, Protocol
 
 from shardwise.data.indexed import IndexedFeed
-from shardwise.data.prefetch import Task
+from shardwise.data.read_ahead import Task
 from shardwise.data.recipe import Made, Recipe
 from shardwise.data.settings import Samples
 from shardwise.data.sources import Catalogue, as_stream
 from shardwise.data.streaming import StreamFeed
-from shardwise.data.transfer import Transfer
-from shardwise.devices import TorchAccelerator
+from shardwise.data.to_device import Transfer
 from shardwise.errors import ConfigError
-from shardwise.process_rank import process_rank_of
+from shardwise.system.devices import TorchAccelerator
+from shardwise.system.process_rank import process_rank_of
 
 
 class Ranks(Protocol):

@@ -6,7 +6,7 @@ from collections import deque
 
 from shardwise.data.recipe import Made, Place
 from shardwise.data.sampling import Share
-from shardwise.data_ranks import Follows, Reader
+from shardwise.system.data_ranks import Follows, Reader
 
 MAX_REMEMBERED = 64
 """How many batches have their places remembered; no more are handed out between a step and the news that it is void."""

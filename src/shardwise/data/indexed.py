@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.prefetch import Abandoned, Task
+from shardwise.data.read_ahead import Abandoned, Task
 from shardwise.data.recipe import Made, Place, Recipe
 from shardwise.data.sampling import Draw, Sampler, Share
 from shardwise.data.sources import Catalogue

@@ -12,15 +12,15 @@ from typing import Any
 from shardwise.data.feeding import Ranks, feed_of, made_and_pinned, pinning_of, ranks_of
 from shardwise.data.following import Following
 from shardwise.data.indexed import IndexedFeed
-from shardwise.data.prefetch import run_ahead
 from shardwise.data.processes import WorkerProcesses
+from shardwise.data.read_ahead import run_ahead
 from shardwise.data.recipe import Made, Place, Recipe
 from shardwise.data.sampling import Draw, Share, check_numbers, check_rows
 from shardwise.data.settings import Samples, Workers, refuse_unknown
 from shardwise.data.streaming import StreamFeed
-from shardwise.data.transfer import Transfer
-from shardwise.data_ranks import HANDED_OUT, DataRanks
+from shardwise.data.to_device import Transfer
 from shardwise.errors import ConfigError, StateError
+from shardwise.system.data_ranks import HANDED_OUT, DataRanks
 
 _SAMPLES = Samples()
 

@@ -20,10 +20,10 @@ from threading import Event
 import torch
 
 from shardwise.data.indexed import IndexedFeed
-from shardwise.data.prefetch import Abandoned, Task
+from shardwise.data.read_ahead import Abandoned, Task
 from shardwise.data.recipe import Made, Place
 from shardwise.data.sampling import Share
-from shardwise.data.wire import packed, unpacked
+from shardwise.data.worker_wire import packed, unpacked
 from shardwise.errors import ConfigError, DataError
 
 POLL_SECONDS = 0.1  # how often a waiting thread checks whether its batch is still needed

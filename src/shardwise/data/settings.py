@@ -10,8 +10,8 @@ from torch.utils.data import default_collate
 
 from shardwise.data.recipe import Collate, Transform
 from shardwise.data.sampling import Tail
-from shardwise.devices import RankDevice
 from shardwise.errors import ConfigError
+from shardwise.system.devices import RankDevice
 
 
 @dataclass(frozen=True)

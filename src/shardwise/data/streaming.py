@@ -11,7 +11,7 @@ from functools import partial
 from threading import Event
 from typing import Any
 
-from shardwise.data.prefetch import Abandoned, Task
+from shardwise.data.read_ahead import Abandoned, Task
 from shardwise.data.recipe import Made, Place, Recipe
 from shardwise.data.sampling import Share, Tail, check_tail
 from shardwise.data.sources import Stream

@@ -13,22 +13,22 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import Held, Loaded
-from shardwise.checkpoint.codec import decode
+from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
-from shardwise.config import Plan
 from shardwise.elastic.rebuild import plan_on, rebuilt
-from shardwise.elastic.reports import IMAGES, RECOVERY
+from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
-from shardwise.mesh import Mesh
-from shardwise.model_axes import rows_for
+from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
-from shardwise.placement import table_for
-from shardwise.sharded_model import Progress, ShardedModel, scaler_for
-from shardwise.sharding import Sharding, Updates, check_device
-from shardwise.state import Former
-from shardwise.storage import Unit, choose_units, in_own_precision, make_unit, unit_specs
-from shardwise.telemetry import ByteMeter
+from shardwise.parallel.model_axes import rows_for
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import table_for
+from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
+from shardwise.sharded.sharding import Sharding, Updates, check_device
+from shardwise.sharded.state import Former
+from shardwise.system.telemetry import ByteMeter
 
 
 @dataclass(frozen=True)

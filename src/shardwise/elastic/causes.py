@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.elastic.signs import End, Sign, sign_of
+from shardwise.elastic.failure_signatures import End, Sign, sign_of
 
 Kind = Literal["code", "data", "node", "network"]
 Action = Literal["stop", "skip", "shrink", "exclude", "retry"]

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from shardwise.comm import Work, World
-from shardwise.comm.side_channel import SideChannel
-from shardwise.elastic.images import TORN, Directory, Image
+from shardwise.comm.transport.side_channel import SideChannel
+from shardwise.elastic.state_image import TORN, Directory, Image
 from shardwise.errors import StateError
 from shardwise.program.buddies import Keepers
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.comm import World
 from shardwise.errors import StateError
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 
 _NUMBER = re.compile(r"-(\d+)\.image$")
 _CURE = (

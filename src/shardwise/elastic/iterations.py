@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.elastic.arrival import Arrival
-from shardwise.elastic.reports import Report
+from shardwise.elastic.regroup_reports import Report
 
 
 @dataclass

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import Held
-from shardwise.checkpoint.codec import decode
 from shardwise.checkpoint.content import kept_span
+from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
-from shardwise.elastic.images import BLOCK, PARAM, TORN, Image
-from shardwise.elastic.reports import IMAGES, Report
+from shardwise.elastic.regroup_reports import IMAGES, Report
+from shardwise.elastic.state_image import BLOCK, PARAM, TORN, Image
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
-from shardwise.placement import Slot
+from shardwise.memory import Flat
+from shardwise.plan.placement import Slot
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
-from shardwise.sharded_model import ShardedModel
-from shardwise.storage import Flat
+from shardwise.sharded.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
 _COPY = "copy-"

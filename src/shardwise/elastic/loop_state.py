@@ -17,9 +17,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint import encode
-from shardwise.checkpoint.codec import decode
+from shardwise.checkpoint.json_codec import decode
 from shardwise.errors import ConfigError
-from shardwise.sharded_model import ShardedModel
+from shardwise.sharded.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
 _COUNTED = {

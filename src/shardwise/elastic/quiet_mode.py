@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from shardwise.sharded_model import ShardedModel
+from shardwise.sharded.sharded_model import ShardedModel
 
 
 class QuietMode:

@@ -6,13 +6,13 @@ from collections import defaultdict
 
 from shardwise.checkpoint import Held, TrainingState
 from shardwise.comm import World
-from shardwise.config import Plan
 from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.placement import mesh_for
-from shardwise.sharded_model import ShardedModel
-from shardwise.sharding import design
-from shardwise.state import Former, move, trained_as_before
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import mesh_for
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.sharding import design
+from shardwise.sharded.state import Former, move, trained_as_before
 
 
 def take_down(sharded: ShardedModel) -> None:

@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.checkpoint import Held
-from shardwise.checkpoint.codec import encode
+from shardwise.checkpoint.json_codec import encode
 from shardwise.comm import World
 from shardwise.comm.generation import LEFT_OUT, Membership
 from shardwise.elastic.arrival import Arrival
+from shardwise.elastic.between_steps import Outside
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
 from shardwise.elastic.iterations import Iterations
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
-from shardwise.elastic.outside import Outside
 from shardwise.elastic.quiet_mode import QuietMode
 from shardwise.elastic.rebuild import rebuilt, take_down
-from shardwise.elastic.reports import Report, check_agreement
+from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
-from shardwise.sharded_model import ShardedModel
-from shardwise.state import Former
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.state import Former
 
 _CODE_FAULTS = ("contradiction", "deadlock")
 """Kinds of faults that would occur with any set of ranks."""

@@ -8,7 +8,7 @@ take the next one together.
 
 In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*): parameters are whole as in
 `engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
-restored afterwards. For exchanges outside a step (`engine.mean`, `save`) see `outside.py`.
+restored afterwards. For exchanges outside a step (`engine.mean`, `save`) see `between_steps.py`.
 
 [Note: ended elsewhere] A rank may hear in the commit of a step that the step is undone, when others have ended it and
 are in a call after it, such as `engine.mean`. That call, and what their loops did before it, they have made with the
@@ -27,7 +27,7 @@ step before that. So no rank can have continued after a step that must be undone
 hosts are sent during the next step. If a host dies meanwhile, the last step is lost although it has ended on all ranks.
 Then its iteration becomes void on all of them, and what it began with is restored.
 
-[Note: reads between steps] Updated parameters may still be gathered when a step returns (see `storage/updated.py`); a
+[Note: reads between steps] Updated parameters may still be gathered when a step returns (see `memory/flat.py`); a
 forward that meets a fault then is repeated. So is a single function that reads parameters between steps, such as one
 that averages weights: see `_recover_read`. But what was read before it is not read again, so for a loop with such code
 the commit waits for the gathers, and a fault is noticed there by all ranks. Whether a loop has such code is not known
@@ -53,18 +53,18 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree
 
-from shardwise.access import refuse_to_arriving
 from shardwise.checkpoint import Loaded
 from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.errors import CommError, ConfigError
-from shardwise.micro_batches import LossFunction
-from shardwise.precision import Norm
-from shardwise.runtime.tolerant import Tolerant
-from shardwise.sharded_model import ShardedModel
-from shardwise.training import Session
+from shardwise.optim.precision import Norm
+from shardwise.runtime.fault_tolerant_backward import Tolerant
+from shardwise.runtime.micro_batches import LossFunction
+from shardwise.sharded.access import refuse_to_arriving
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.training import Session
 
 Result = TypeVar("Result")
 _CANNOT_SKIP = (
@@ -334,7 +334,7 @@ class ElasticSession(Session):
     def asking(
         self, work: Callable[[], Result], *, alone: Callable[[], Result] | None = None, is_small: bool = True
     ) -> Result:
-        """Results that are not small: see [Note: large results] in `outside.py`."""
+        """Results that are not small: see [Note: large results] in `between_steps.py`."""
         if self.is_arriving and alone is not None:
             return alone()
         self._shown_steps = None

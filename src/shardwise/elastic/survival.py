@@ -17,9 +17,9 @@ from shardwise.checkpoint import encode
 from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.image_space import NoSpaceError
-from shardwise.elastic.images import BLOCK, PARAM, TORN, Cell, Image, Plot
+from shardwise.elastic.state_image import BLOCK, PARAM, TORN, Cell, Image, Plot
+from shardwise.memory import Flat
 from shardwise.optim import AdoptedOptimizer, Piece
-from shardwise.storage import Flat
 
 Tensor = torch.Tensor
 NUMBERS = "#numbers"

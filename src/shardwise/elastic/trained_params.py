@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.elastic.layouts import Layout
-from shardwise.sharded_model import ShardedModel
-from shardwise.state import Former
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.state import Former
 
 Group = TypeVar("Group")
 

@@ -3,11 +3,11 @@
 Files are read by `pread`, not mapped: pages of a mapping count as the process's memory.
 """
 
-from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.deferred import is_deferred
 from shardwise.init.first_values import FirstValues, Wishes, device_for
 from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
+from shardwise.init.model_check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.recorder import deferred_init, end_recording
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError
-from shardwise.init.heads import Stored
+from shardwise.init.safetensors_headers import Stored
 
 Tensor = torch.Tensor
 FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError)

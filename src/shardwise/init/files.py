@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError
-from shardwise.init.heads import Stored, read_head
-from shardwise.placement import Span
-from shardwise.safe_files import inside, read_json
+from shardwise.init.safetensors_headers import Stored, read_head
+from shardwise.plan.placement import Span
+from shardwise.system.safe_files import inside, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

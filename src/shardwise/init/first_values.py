@@ -19,15 +19,15 @@ from torch import nn
 
 from shardwise.comm import DataGroup, World
 from shardwise.errors import CheckpointError, ModelError
-from shardwise.init.check import check_model
 from shardwise.init.deferred import Deferred, undefer
 from shardwise.init.files import WeightFiles
 from shardwise.init.loading import read_part
 from shardwise.init.match import Match, match
 from shardwise.init.meta import Init, record_init
+from shardwise.init.model_check import check_model
 from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
-from shardwise.placement import Span
-from shardwise.storage import Flat, Unit, copy_into, is_dense, part_of
+from shardwise.memory import Flat, Unit, copy_into, is_dense, part_of
+from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from shardwise.init.deferred import Deferred, undefer
 from shardwise.init.files import WeightFiles
 from shardwise.init.match import Match, match
 from shardwise.init.tape import Operation, Origin, Ref, fill, origin_of
-from shardwise.placement import Span
+from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
 Files = str | Path | Sequence[str | Path]

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.errors import ModelError
 from shardwise.init.converted import Conversions, Recipe, conversions_of
 from shardwise.init.files import WeightFiles, some
-from shardwise.placement import Span
+from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
 

@@ -45,7 +45,7 @@ from shardwise.integrations.plans import (
     resolved_plan,
     without,
 )
-from shardwise.process_rank import process_rank_of
+from shardwise.system.process_rank import process_rank_of
 
 
 class Accelerator(BatchSharingAccelerator):

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from shardwise.config.formats import SourceError
-from shardwise.config.yaml_text import read_plainly
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import read_config
-from shardwise.safe_files import read_config_text
+from shardwise.plan.files.formats import SourceError
+from shardwise.plan.files.yaml_text import read_plainly
+from shardwise.system.safe_files import read_config_text
 
 _STRATEGIES = {
     "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero3-kept", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp",

@@ -20,7 +20,7 @@ from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_deepspeed import USE_VARIABLE, read_with
 from shardwise.integrations.hf_zero3 import LIVE
 from shardwise.integrations.plans import PlanLike, without
-from shardwise.process_rank import process_rank_of
+from shardwise.system.process_rank import process_rank_of
 
 _YES = ("true", "1", "yes")
 _LOG_WITH = "accelerator.log writes to the trackers set by log_with of Accelerator"

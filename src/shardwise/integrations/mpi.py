@@ -11,8 +11,8 @@ MPI too.
 
 from __future__ import annotations
 
-from shardwise.comm.mpi.backend import BACKEND, register
-from shardwise.comm.mpi.environment import as_torchrun_would
+from shardwise.comm.transport.mpi.backend import BACKEND, register
+from shardwise.comm.transport.mpi.rank_variables import as_torchrun_would
 
 __all__ = ["BACKEND"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
-from shardwise.process_rank import process_rank_of
+from shardwise.system.process_rank import process_rank_of
 
 USAGE = "usage: python -m shardwise.integrations.run --plan PLAN [-m] script [arguments]"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.launch.devices import count_gpus, device_kind
-    from shardwise.launch.elastic.supervise import supervise as supervise_elastic
+    from shardwise.launch.elastic.supervise_elastic import supervise as supervise_elastic
     from shardwise.launch.environment import Attempt, rank_environment
     from shardwise.launch.job import Job
     from shardwise.launch.port import listen
@@ -39,7 +39,7 @@ _MODULES = {
     "listen": "shardwise.launch.port",
     "rank_environment": "shardwise.launch.environment",
     "supervise": "shardwise.launch.supervise",
-    "supervise_elastic": "shardwise.launch.elastic.supervise",
+    "supervise_elastic": "shardwise.launch.elastic.supervise_elastic",
 }
 _NAMES = {"supervise_elastic": "supervise"}
 """Names that differ in their module."""

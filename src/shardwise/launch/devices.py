@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.devices import TorchAccelerator
+from shardwise.system.devices import TorchAccelerator
 
 
 def count_gpus() -> int:

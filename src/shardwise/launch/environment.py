@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.job_token import VARIABLE as TOKEN
+from shardwise.system.job_token import VARIABLE as TOKEN
 
 # [Note: glibc and large blocks]
 # glibc serves large blocks by mmap, which returns them to the system when freed, but raises the
@@ -112,7 +112,7 @@ def environment_at(
     defaults = {
         "OMP_NUM_THREADS": str(default_threads(position.local_size)),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # see [Note: aborts] in comm/nccl.py
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # see [Note: aborts] in comm/transport/nccl.py
         **(MALLOC_SETTINGS if on_cpu else {}),
         **({} if on_cpu or any(name in inherited for name in _SAME_AS_SEGMENTS) else SEGMENTS),
     }

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from shardwise.comm import StartupBarrier, last_status
-from shardwise.job_token import Seal, new_token
+from shardwise.system.job_token import Seal, new_token
 
 
 class LauncherStore(RendezvousHandler):

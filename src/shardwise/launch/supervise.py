@@ -8,12 +8,12 @@ import socket
 import time
 
 from shardwise.errors import LaunchError
-from shardwise.launch.agent import Agent, Stopped
-from shardwise.launch.folder import Folder
 from shardwise.launch.job import Job
-from shardwise.launch.report import report_failure, report_stop, restart_line, say
+from shardwise.launch.job_report import report_failure, report_stop, restart_line, say
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
 from shardwise.launch.store import LauncherStore
+from shardwise.launch.torch_agent import Agent, Stopped
 
 
 def supervise(job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[str, str]] | None = None) -> int:

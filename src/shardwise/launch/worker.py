@@ -133,8 +133,8 @@ def _record(error_file: str, error: BaseException, text: str, wanted: int | None
     is_fault = type(error).__name__ == "FaultError"  # by name, since importing the class would import torch
     at_fault = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
     details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "at_fault": at_fault}
-    if "shardwise.data_ranks" in sys.modules:  # else no loader has provided a batch
-        details["batch"] = sys.modules["shardwise.data_ranks"].HANDED_OUT.text()
+    if "shardwise.system.data_ranks" in sys.modules:  # else no loader has provided a batch
+        details["batch"] = sys.modules["shardwise.system.data_ranks"].HANDED_OUT.text()
     draft = Path(f"{error_file}.draft")
     try:
         draft.write_text(json.dumps({"message": {"message": summary, "extraInfo": details}}))

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
-from shardwise.optim.added import GroupAdded, added_group
+from shardwise.memory import Flat, part_of
+from shardwise.optim.added_groups import GroupAdded, added_group
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
@@ -27,9 +28,8 @@ from shardwise.optim.states import StatesOfPieces, first_states
 from shardwise.optim.step_method import StepGuard, is_inside_step
 from shardwise.optim.trials import has_modes
 from shardwise.optim.updates import Updates
-from shardwise.placement import Tier
+from shardwise.plan.placement import Tier
 from shardwise.program import Update
-from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
 REPLACED_METHODS = (

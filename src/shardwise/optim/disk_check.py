@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.memory import torch_dtype
 from shardwise.optim.cooperative import Cooperative
 from shardwise.optim.trials import has_modes, twin_of
-from shardwise.placement import Table
+from shardwise.plan.placement import Table
 from shardwise.program import SMALL_NUMEL
-from shardwise.storage import torch_dtype
 
 
 def require_states_for_disk(

@@ -2,7 +2,7 @@
 
 This works for any elementwise optimizer: a twin of it, with the same class and settings, takes a step for each slice,
 and finds the slice's states in its `state`. A number for all elements (Adam's step count) is the same for each slice,
-and stays in memory. How slices are laid out and read: [Note: slices on a disk] in `tiers/sliced_file.py`.
+and stays in memory. How slices are laid out and read: [Note: slices on a disk] in `system/disk/sliced_file.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from shardwise.optim.disk_check import require_no_counts, state_dtypes
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.trials import twin_of
-from shardwise.telemetry import Timeline
-from shardwise.tiers import BufferPool, IoQueue, SlicedFile, TierFolder
-from shardwise.tiers.sliced_file import SLICE_NUMEL
+from shardwise.system.disk import BufferPool, IoQueue, SlicedFile, TierFolder
+from shardwise.system.disk.sliced_file import SLICE_NUMEL
+from shardwise.system.telemetry import Timeline
 
 Tensor = torch.Tensor
 PARAM = "param"

@@ -21,7 +21,7 @@ import torch
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim.adam import CACHE_NUMEL
-from shardwise.tiers import Pending
+from shardwise.system.disk import Pending
 
 Tensor = torch.Tensor
 Kernel = Callable[..., None]

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from shardwise.memory import Flat, torch_dtype
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.piece import Piece
-from shardwise.placement import Span
+from shardwise.plan.placement import Span
 from shardwise.program import step_parameters
-from shardwise.storage import Flat, torch_dtype
 
 Tensor = torch.Tensor
 TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)

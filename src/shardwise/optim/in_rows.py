@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwise.memory import Flat
 from shardwise.optim.piece import Piece
-from shardwise.storage import Flat
 
 Tensor = torch.Tensor
 

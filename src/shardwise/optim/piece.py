@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import StateError
-from shardwise.placement import Box, Slot, Span
-from shardwise.storage import Flat
+from shardwise.memory import Flat
+from shardwise.plan.placement import Box, Slot, Span
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Collectives, Group, Work, sum_small
-from shardwise.mesh import Mesh
+from shardwise.memory import Flat, torch_dtype
 from shardwise.optim.cooperative import Apply, Compute, Make, SquaresOf, on_device
 from shardwise.optim.piece import Piece
-from shardwise.placement import Axes
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Axes
 from shardwise.program import Action, Matrix, MatrixExchange, matrix_exchanges, norms_axes
-from shardwise.storage import Flat, torch_dtype
 
 Tensor = torch.Tensor
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from shardwise.memory import Flat
 from shardwise.optim import host_step
 from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.host_adam import HostAdam
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece
 from shardwise.optim.rank_peers import RankPeers
-from shardwise.storage import Flat
 
 
 class Updates:

@@ -14,7 +14,6 @@ from shardwise.program.action import (
     update_moment,
 )
 from shardwise.program.activations import Activations, Mark
-from shardwise.program.between_hosts import crossing_bytes, lines_on_hosts, sent_by_hosts
 from shardwise.program.build import (
     backward_makes,
     build_pass,
@@ -44,6 +43,7 @@ from shardwise.program.footprint import (
     footprint,
     resting_disk_bytes,
 )
+from shardwise.program.host_bytes import crossing_bytes, lines_on_hosts, sent_by_hosts
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.merge import extended, in_order, merged
 from shardwise.program.plan import StepProgram, plan_step

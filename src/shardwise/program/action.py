@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.placement import WIDTH, Dtype
+from shardwise.plan.placement import WIDTH, Dtype
 from shardwise.program.effects import COMPUTES, EFFECTS, SENDING, Effect, Phase, Stream, Subject, Verb
 
 Edge = Literal["before", "during", "after"]

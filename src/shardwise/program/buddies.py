@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.mesh import Mesh
-from shardwise.program.between_hosts import lines_on_hosts
-from shardwise.program.images import image_bytes
+from shardwise.plan.mesh import Mesh
+from shardwise.program.host_bytes import lines_on_hosts
+from shardwise.program.image_bytes import image_bytes
 from shardwise.program.spec import FlatSpec
 
 Keepers = tuple[int | None, ...]

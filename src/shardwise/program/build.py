@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Dtype, Move, Place, Wire, moves
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import WIDTH, Axes, Dtype, Move, Place, Wire, moves
 from shardwise.program.action import (
     AFTER_STEP,
     ALL_FLATS,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.placement import MoveVerb
+from shardwise.plan.placement import MoveVerb
 
 OwnVerb = Literal["free", "wait", "agree", "broadcast", "update", "collect", "orthogonalize", "hand_back"]
 Verb = MoveVerb | OwnVerb
@@ -180,7 +180,7 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ),
     ("wait", "update"): Effect(waits="given", frees=("staging", "given")),
     # updates that are not one call for all units on the device: a unit's on the host, with its states read from and
-    # written to a disk. storage/disk_memory.py reads ahead and writes behind on its own
+    # written to a disk. memory/disk_memory.py reads ahead and writes behind on its own
     ("fetch", "states"): Effect(reads=("master",)),
     ("update", "master"): Effect(reads=("due",), changes=("master",)),
     ("evict", "states"): Effect(reads=("master",)),

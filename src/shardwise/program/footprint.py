@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
-from shardwise.placement import Span, Tier
+from shardwise.plan.placement import Span, Tier
 from shardwise.program.action import Moment, Program
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.effects import Buffer
 from shardwise.program.spec import FlatSpec, UnitSpec
 from shardwise.program.walk import Walk
-from shardwise.units import PAGE
+from shardwise.system.units import PAGE
 
 NUM_KEPT_BLOCKS = 2
 """Blocks of shared memory that stay allocated, with their pages, so that the next gradients can be sent from where they

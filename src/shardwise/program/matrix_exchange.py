@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.placement import WIDTH, Dtype, Span
+from shardwise.plan.placement import WIDTH, Dtype, Span
 from shardwise.program.spec import FlatSpec
 
 SLACK = 1.25

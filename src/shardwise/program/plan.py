@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.mesh import Mesh
+from shardwise.plan.mesh import Mesh
 from shardwise.program.action import Action, Program
 from shardwise.program.activations import Activations
-from shardwise.program.between_hosts import sent_by_hosts
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check, check_step
 from shardwise.program.footprint import Footprint, footprint
+from shardwise.program.host_bytes import sent_by_hosts
 from shardwise.program.matrix_exchange import MatrixExchange, matrix_exchanges
 from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from shardwise.config import Plan
 from shardwise.errors import ConfigError, ProgramError, nearest
+from shardwise.plan import Plan
 
 OpKind = Literal["F", "B", "I", "W"]
 UNIT_COSTS: Mapping[OpKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Dtype, Layout, Span, Table, Tier
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Span, Table, Tier
 from shardwise.program.action import Moment
 from shardwise.program.effects import Buffer
 from shardwise.program.update import PlacedUpdate

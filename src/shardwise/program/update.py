@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.placement import WIDTH, Dtype, Span
+from shardwise.plan.placement import WIDTH, Dtype, Span
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
-from shardwise.placement import WIDTH, Dtype, Tier
+from shardwise.plan.placement import WIDTH, Dtype, Tier
 from shardwise.program.action import AFTER_STEP, Action, Block, Moment
 from shardwise.program.activations import Mark
 from shardwise.program.build import backward_makes, fills_grad

@@ -1,7 +1,7 @@
 """Hooks, the recorder of the first step, and the executor of the program."""
 
 from shardwise.runtime.agree import Agreement
-from shardwise.runtime.buffers import BufferSync
+from shardwise.runtime.buffer_sync import BufferSync
 from shardwise.runtime.compiled import WrappedForward, check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover

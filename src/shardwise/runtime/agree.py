@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import Collectives, Group, sum_small
-from shardwise.placement import ALIGN, Axes, Box, Slot
-from shardwise.storage import Flat, put_part
+from shardwise.memory import Flat, put_part
+from shardwise.plan.placement import ALIGN, Axes, Box, Slot
 
 Tensor = torch.Tensor
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from shardwise.comm import Communicator, Group, Work
-from shardwise.placement import Wire
-from shardwise.storage import torch_dtype
-from shardwise.telemetry import ByteMeter
+from shardwise.memory import torch_dtype
+from shardwise.plan.placement import Wire
+from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
 
@@ -56,7 +56,7 @@ class Cast:
 
 
 def codec_for(wire: Wire) -> Codec:
-    """The codec of a format. A new format is a class here and what it counts in `placement/wire.py`."""
+    """The codec of a format. A new format is a class here and what it counts in `plan/placement/wire.py`."""
     return Cast(torch_dtype(wire.dtype))
 
 

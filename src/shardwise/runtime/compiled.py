@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, nearest
-from shardwise.storage import Unit
+from shardwise.memory import Unit
 
 _RECORDS_ADDRESSES = "cudagraphs"
 

@@ -15,12 +15,12 @@ import torch
 
 from shardwise.comm import Communicator, Group
 from shardwise.errors import ProgramError
+from shardwise.memory import Flat, Unit
 from shardwise.program import Action, Block, Buffer, Moment, Program
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.param_mover import ParamMover
-from shardwise.storage import Flat, Unit
-from shardwise.telemetry import ON_THE_WAY, Timeline
+from shardwise.system.telemetry import ON_THE_WAY, Timeline
 
 Call = Callable[[], None]
 Step = tuple[Action, Call]

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from shardwise.errors import CommError
+from shardwise.memory import ABSENT, GATHERING, Flat, Unit
 from shardwise.program import Moment, drop_due, gather_due, serial
 from shardwise.runtime.executor import BoundBlock, Executor
+from shardwise.runtime.foreign_reads import Reach
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.passes import Pass
-from shardwise.runtime.reach import Reach
-from shardwise.storage import ABSENT, GATHERING, Flat, Unit
 
 
 class Gathering:
@@ -165,7 +165,8 @@ class Gathering:
         self._synchronize((), updating)
 
     def _synchronize(self, gathered: Sequence[Flat], updated: Sequence[Flat]) -> None:
-        """Before code outside of the library reads them: see [Note: garbage after a fault] in `comm/journal.py`."""
+        """Before code outside of the library reads them: see [Note: garbage after a fault] in
+        `comm/watch/journal.py`."""
         if not gathered and not updated:
             return
         try:

@@ -14,9 +14,9 @@ import torch
 
 from shardwise.comm import Communicator, Group
 from shardwise.errors import CommError
+from shardwise.memory import Flat, torch_dtype
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.reduction import Reduction, staging_bytes
-from shardwise.storage import Flat, torch_dtype
 
 Tensor = torch.Tensor
 

@@ -46,10 +46,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
+from shardwise.memory import Flat, Unit
 from shardwise.runtime.compiled import OuterCompile
-from shardwise.runtime.halves import Halves
 from shardwise.runtime.nested import tensors_in
-from shardwise.storage import Flat, Unit
+from shardwise.runtime.split_backward import Halves
 
 Tensor = torch.Tensor
 Prehook = Callable[[object], None]

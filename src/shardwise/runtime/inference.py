@@ -24,9 +24,9 @@ import torch
 
 from shardwise.comm import Group, World
 from shardwise.errors import StateError
+from shardwise.memory import Unit
+from shardwise.runtime.foreign_reads import Reach
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.reach import Reach
-from shardwise.storage import Unit
 
 FINISHED, FAILED = b"through", b"failed"
 

@@ -11,10 +11,10 @@ from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, TierError
-from shardwise.placement import Axes, Span
+from shardwise.memory import ABSENT, GATHERING, READY, Copy, DiskRead, Flat, torch_dtype
+from shardwise.plan.placement import Axes, Span
 from shardwise.program import Action
 from shardwise.runtime.codec import EncodedGather, codec_for
-from shardwise.storage import ABSENT, GATHERING, READY, Copy, DiskRead, Flat, torch_dtype
 
 Tensor = torch.Tensor
 

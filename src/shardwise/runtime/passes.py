@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from shardwise.comm import Journal
+from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, Moment, Phase, UnitMoments
 from shardwise.program.schedule import Op
 from shardwise.runtime.script import Script
-from shardwise.storage import Unit
 
 
 class Pass:

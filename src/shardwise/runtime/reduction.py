@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm import Work
+from shardwise.memory import Copy, Flat, FreshGradients
 from shardwise.program import Action
-from shardwise.storage import Copy, Flat, FreshGradients
 
 Tensor = torch.Tensor
 

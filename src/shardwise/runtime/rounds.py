@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from shardwise.memory import Unit
 from shardwise.runtime.gathering import Gathering
-from shardwise.storage import Unit
 
 End = Literal["", "forward", "backward"]
 

@@ -1,8 +1,8 @@
 """Turns events into actions: a step is recorded once, then its program is followed.
 
-The state of passes is in `passes.py`, gathers in `gathering.py`, ends of unit backwards in `closings.py`, units read by
-other modules in `watching.py`, programs in `programs.py`, and the step in `step.py`. This module says what each event
-sets off, in order.
+The state of passes is in `passes.py`, gathers in `gathering.py`, ends of unit backwards in `post_backward.py`, units
+read by other modules in `watch_reads.py`, programs in `programs.py`, and the step in `step.py`. This module says what
+each event sets off, in order.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.compiler import is_dynamo_compiling
 
 from shardwise.comm import Group, SharedBuffers, World
 from shardwise.errors import StateError
+from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, UnitMoments, UnitSpec
 from shardwise.program.schedule import Op
-from shardwise.runtime.closings import Closings
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks, Listener, in_backward
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.passes import Evaluation, Passes
+from shardwise.runtime.post_backward import PostBackward
 from shardwise.runtime.programs import Programs
+from shardwise.runtime.split_backward import Halves
 from shardwise.runtime.step import Step
-from shardwise.runtime.watching import Watching
+from shardwise.runtime.watch_reads import Watching
 from shardwise.runtime.ways import Ways
-from shardwise.storage import Unit
-from shardwise.telemetry import UNITS
+from shardwise.system.telemetry import UNITS
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Runner:
         self._inference: Inference | None = None
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
-        self._closings = Closings(self.passes, self.gathering, self._hooks, self.halves, exchange)
+        self._closings = PostBackward(self.passes, self.gathering, self._hooks, self.halves, exchange)
         self._ways = Ways(self.passes, self._evaluation, self._closings, self.programs, exchange)
         self._ways.may_differ = settings.paths_differ
         self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._ways)

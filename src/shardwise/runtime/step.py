@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from shardwise.comm import SharedBuffers
 from shardwise.program import AFTER_STEP, BEFORE_STEP, DURING_STEP
-from shardwise.runtime.closings import Closings
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.passes import Passes
+from shardwise.runtime.post_backward import PostBackward
 from shardwise.runtime.programs import Programs
 
 
@@ -22,7 +22,7 @@ class Step:
         programs: Programs,
         passes: Passes,
         gathering: Gathering,
-        closings: Closings,
+        closings: PostBackward,
         shared_buffers: Sequence[SharedBuffers],
     ) -> None:
         self._executor = executor

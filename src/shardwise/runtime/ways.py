@@ -1,10 +1,10 @@
 """One rank's way through the model: by the program, beside it, or in rounds, and what ranks learn from their ways.
 
 [Note: different ways] Ranks may call different modules. A program that is recorded in a pass has what any rank called,
-and a rank that calls less does the rest as the program says (see [Note: left out, or added] in `closings.py`); so one
-program serves all. That cannot be known in advance of parameters that are gathered, because a rank that calls more than
-the program has would gather alone. So if ranks went different ways to such parameters in a pass that was recorded, or
-the plan says that they will, no program is made and passes go on in rounds.
+and a rank that calls less does the rest as the program says (see [Note: left out, or added] in `post_backward.py`); so
+one program serves all. That cannot be known in advance of parameters that are gathered, because a rank that calls more
+than the program has would gather alone. So if ranks went different ways to such parameters in a pass that was recorded,
+or the plan says that they will, no program is made and passes go on in rounds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 
+from shardwise.memory import Unit
 from shardwise.program import Moment, Trace, extended, merged
-from shardwise.runtime.closings import Closings
 from shardwise.runtime.executor import BoundBlock
 from shardwise.runtime.passes import Evaluation, Pass, Passes
+from shardwise.runtime.post_backward import PostBackward
 from shardwise.runtime.programs import Programs
 from shardwise.runtime.rounds import NoGradients
 from shardwise.runtime.script import Script
-from shardwise.storage import Unit
 
 _log = logging.getLogger("shardwise")
 
@@ -33,7 +33,7 @@ class Ways:
         self,
         passes: Passes,
         evaluation: Evaluation,
-        closings: Closings,
+        closings: PostBackward,
         programs: Programs,
         exchange: Callable[[bytes], list[bytes]],
     ) -> None:

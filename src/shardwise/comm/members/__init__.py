@@ -2,7 +2,7 @@
 
 from shardwise.comm.members.channels import LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.messages import TAKEN_FOR_LOST, Announcement, MemberMessage
+from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage
 
 __all__ = [
     "DEPARTURE",

@@ -25,11 +25,16 @@ from collections.abc import Callable, Iterable
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardwise.comm import compat
-from shardwise.comm.board import last_status
-from shardwise.comm.members.messages import Announcement, MemberMessage, reports_as_text, reports_of_text
-from shardwise.comm.sealed import NotOfJobError, SealedStore
+from shardwise.comm.members.member_messages import (
+    Announcement,
+    MemberMessage,
+    reports_as_text,
+    reports_of_text,
+)
+from shardwise.comm.watch.sealed_store import NotOfJobError, SealedStore
+from shardwise.comm.watch.status_board import last_status
 from shardwise.errors import CommError
-from shardwise.job_token import Seal
+from shardwise.system.job_token import Seal
 
 _NUM_SENT = "num-sent"
 _ALWAYS = datetime.timedelta(days=365)

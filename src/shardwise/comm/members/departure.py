@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from shardwise.job_folder import ENDING
+from shardwise.system.job_folder import ENDING
 
 
 class CanLeave(Protocol):

@@ -15,11 +15,16 @@ from typing import Generic
 
 from torch._C._distributed_c10d import Store
 
-from shardwise.comm.fault import Fault
-from shardwise.comm.journal import in_words
 from shardwise.comm.members.channels import MemberChannel
-from shardwise.comm.members.messages import TAKEN_FOR_LOST, Announcement, MemberMessage, MemberMessageKind
+from shardwise.comm.members.member_messages import (
+    TAKEN_FOR_LOST,
+    Announcement,
+    MemberMessage,
+    MemberMessageKind,
+)
 from shardwise.comm.regrouping import Regrouped, W
+from shardwise.comm.watch.fault import Fault
+from shardwise.comm.watch.journal import in_words
 from shardwise.errors import CommError, ConfigError, TurnedAwayError
 
 _BYE_SECONDS = 2

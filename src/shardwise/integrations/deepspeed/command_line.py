@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.safe_files import read_config_text
+from shardwise.system.safe_files import read_config_text
 
 LOCAL = ("localhost", "127.0.0.1")
 _SLOTS = re.compile(r"(?P<host>\S++)\s++slots=(?P<slots>[0-9]{1,9})\s*(#.*)?")

@@ -22,7 +22,7 @@ from shardwise.integrations.deepspeed.fields import (
     FieldStatus,
     why_unknown,
 )
-from shardwise.safe_files import read_config_text
+from shardwise.system.safe_files import read_config_text
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwise import Engine, Plan, formats
+from shardwise import Engine, Plan
+from shardwise.checkpoint import formats
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
 from shardwise.integrations.deepspeed.enums import OffloadDeviceEnum, OffloadStateTypeEnum

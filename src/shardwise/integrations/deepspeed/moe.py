@@ -11,9 +11,9 @@ from torch import nn
 from torch.func import functional_call
 
 from shardwise.errors import ConfigError
-from shardwise.experts import Experts
-from shardwise.experts.assignment import is_rehearsed
 from shardwise.integrations.deepspeed.moe_gate import Gated, Rules, TopKGate
+from shardwise.parallel.experts import Experts
+from shardwise.parallel.experts.assignment import is_rehearsed
 
 Tensor = torch.Tensor
 _LARGEST_GROUP = 178956971

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL, read_config
-from shardwise.monitor.trackers import Options, Tracker, open_tracker, require_packages
+from shardwise.observe.trackers import Options, Tracker, open_tracker, require_packages
 
 Event = tuple[str, Any, int]
 TRAIN_LOSS, EVAL_LOSS = "Train/Samples/train_loss", "Train/Samples/eval_loss"

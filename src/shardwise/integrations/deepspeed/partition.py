@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.pipeline.layout import balanced
+from shardwise.parallel.pipeline.stage_layout import balanced
 
 _BY_ENGINE = ("parameters", "best")
 _BY_TYPE = "type:"

@@ -11,7 +11,7 @@ import torch
 from shardwise import Engine
 from shardwise.errors import StateError
 from shardwise.integrations.deepspeed.config import TranslatedConfig
-from shardwise.process_rank import process_rank_of
+from shardwise.system.process_rank import process_rank_of
 
 
 class EngineProperties:

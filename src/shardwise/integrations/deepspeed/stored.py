@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shardwise import formats
+from shardwise.checkpoint import formats
 from shardwise.errors import CheckpointError
 from shardwise.integrations.deepspeed.tags import latest_tag
-from shardwise.units import parse_bytes
+from shardwise.system.units import parse_bytes
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise import World
 from shardwise.errors import CheckpointError
-from shardwise.safe_files import read_text
+from shardwise.system.safe_files import read_text
 
 LATEST = "latest"
 

@@ -10,7 +10,7 @@ import sys
 
 from shardwise.integrations.horovod.import_hook import install
 from shardwise.integrations.scripts import run_script
-from shardwise.process_rank import process_rank_of
+from shardwise.system.process_rank import process_rank_of
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.safe_files import read_config_text
+from shardwise.system.safe_files import read_config_text
 
 SSH_OPTIONS = ("--ssh-port", "--ssh-identity-file", "--network-interfaces")
 """Options that have an effect only with other hosts."""

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from shardwise.errors import CommError
-from shardwise.job_token import Seal
-from shardwise.listening import listen_at
+from shardwise.system.job_token import Seal
+from shardwise.system.listening import listen_at
 
 _LENGTH_BYTES = 4
 _PROOF_BYTES = 32

@@ -24,7 +24,7 @@ from shardwise.integrations.horovod.messages import WORLD_SET, MessageEncoder, R
 from shardwise.integrations.horovod.pending import Entry, Handle, PendingCollectives
 from shardwise.integrations.horovod.settings import Settings
 from shardwise.integrations.horovod.timeline import Timeline
-from shardwise.listening import address_towards
+from shardwise.system.listening import address_towards
 
 Tensor = torch.Tensor
 _CONNECT_SECONDS = 60

@@ -9,7 +9,7 @@ from shardwise.elastic.causes import Cause
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.rendezvous import Rendezvous
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.report import ranks_in_words
+from shardwise.launch.job_report import ranks_in_words
 
 
 @dataclass(frozen=True)

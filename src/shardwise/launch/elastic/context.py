@@ -9,8 +9,8 @@ from torch._C._distributed_c10d import Store
 
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.workers import Workers
-from shardwise.launch.folder import Folder
 from shardwise.launch.job import Elastic, Job
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
 
 

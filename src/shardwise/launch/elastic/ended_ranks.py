@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shardwise.elastic.causes import Cause, Classifier, Disconnection
-from shardwise.elastic.signs import End
-from shardwise.launch.elastic.notes import Notes
+from shardwise.elastic.failure_signatures import End
+from shardwise.launch.elastic.job_notes import Notes
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.outcome import Outcome
 

@@ -21,8 +21,7 @@ from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
 from shardwise.launch.elastic.remote import RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.elastic.supervise import run_attempts
-from shardwise.launch.folder import Folder
+from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.facts import interface_of
 from shardwise.launch.hosts.gather import (
@@ -36,12 +35,13 @@ from shardwise.launch.hosts.gather import (
 )
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.run import close_all
+from shardwise.launch.job_report import report_stop, say
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.places.hosts import Host
 from shardwise.launch.places.ssh import SshPlan
 from shardwise.launch.port import listen
-from shardwise.launch.report import report_stop, say
 from shardwise.launch.signals import SignalLog
-from shardwise.listening import listen_at
+from shardwise.system.listening import listen_at
 
 _LOOPBACK = ("127.0.0.1", "::1")
 

@@ -16,14 +16,14 @@ from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.pods import PodWorkers
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.elastic.supervise import run_attempts
+from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
-from shardwise.launch.folder import Folder
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodServer
+from shardwise.launch.job_report import report_stop, say
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.port import listen
-from shardwise.launch.report import report_stop, say
 from shardwise.launch.signals import SignalLog
 
 _FEWER_SECONDS = 60.0

@@ -15,17 +15,17 @@ from dataclasses import asdict
 
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.host_list import HostList
-from shardwise.launch.elastic.notes import Notes
+from shardwise.launch.elastic.job_notes import Notes
 from shardwise.launch.elastic.remote_host import HostChecks, RemoteHost
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
 from shardwise.launch.environment import Attempt
 from shardwise.launch.hosts.connection import Arrivals, Connection
 from shardwise.launch.hosts.gather import next_arrival
+from shardwise.launch.hosts.host_messages import Message, outcome_from
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.members import BEATS
 from shardwise.launch.hosts.run import close_all, devices_of
-from shardwise.launch.hosts.wire import Message, outcome_from
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, shares
 from shardwise.launch.places.ssh import SshPlan

@@ -9,8 +9,8 @@ from typing import Literal
 
 from shardwise.launch.hosts.connection import Arrivals, Connection
 from shardwise.launch.hosts.gather import ANSWER_SECONDS, RSYNC_SECONDS, job_as_message
+from shardwise.launch.hosts.host_messages import Message
 from shardwise.launch.hosts.problems import connection_problem, contradictions
-from shardwise.launch.hosts.wire import Message
 from shardwise.launch.places.hosts import Share
 from shardwise.launch.places.ssh import SshPlan
 from shardwise.version import __version__

@@ -21,7 +21,7 @@ from typing import Literal
 
 from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
-from shardwise.launch.report import ranks_in_words
+from shardwise.launch.job_report import ranks_in_words
 
 State = Literal["gathering", "entering", "formed", "lost"]
 _MAX_IN_VAIN = 5

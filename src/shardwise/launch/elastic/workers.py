@@ -9,17 +9,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwise.job_folder import ENDING
 from shardwise.launch.echo import Echo
-from shardwise.launch.elastic.images import Images
-from shardwise.launch.elastic.notes import FolderNotes, Notes, OomKills
+from shardwise.launch.elastic.image_folder import Images
+from shardwise.launch.elastic.job_notes import FolderNotes, Notes, OomKills
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.environment import Attempt, rank_environment
-from shardwise.launch.folder import Folder
 from shardwise.launch.job import Job
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.ranks import Ranks
-from shardwise.machine import is_stopped
+from shardwise.system.job_folder import ENDING
+from shardwise.system.machine import is_stopped
 
 
 @dataclass(frozen=True)

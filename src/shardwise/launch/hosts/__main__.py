@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import sys
 
-from shardwise.launch.elastic.images import Images
-from shardwise.launch.folder import Folder
-from shardwise.launch.hosts.agent import HostAgent
+from shardwise.launch.elastic.image_folder import Images
+from shardwise.launch.hosts.host_agent import HostAgent
+from shardwise.launch.hosts.host_messages import Inbox, Outbox
 from shardwise.launch.hosts.members import MemberAgent
 from shardwise.launch.hosts.pod import CONNECT
 from shardwise.launch.hosts.pod import main as serve_in_pod
-from shardwise.launch.hosts.wire import Inbox, Outbox
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.places.ssh import MEMBERS
 from shardwise.launch.signals import SignalLog
 

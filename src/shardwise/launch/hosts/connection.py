@@ -12,7 +12,15 @@ from collections import deque
 from collections.abc import Container
 from typing import Any, Protocol
 
-from shardwise.launch.hosts.wire import Message, Outbox, Sink, Source, bounded_lines, is_about, report
+from shardwise.launch.hosts.host_messages import (
+    Message,
+    Outbox,
+    Sink,
+    Source,
+    bounded_lines,
+    is_about,
+    report,
+)
 from shardwise.launch.places.hosts import Share
 
 Arrivals = queue.Queue[tuple["Connection", Message]]

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch.hosts.wire import Message
+from shardwise.launch.hosts.host_messages import Message
 from shardwise.launch.job import Job
 from shardwise.version import __version__
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.hosts.connection import Arrivals, Connection
+from shardwise.launch.hosts.host_messages import Message
 from shardwise.launch.hosts.problems import connection_problem, contradictions, joined
-from shardwise.launch.hosts.wire import Message
 from shardwise.launch.places.ssh import LEFT_OUT, SshPlan
-from shardwise.units import format_bytes
+from shardwise.system.units import format_bytes
 from shardwise.version import __version__
 
 ANSWER_SECONDS = 60.0

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwise.launch.folder import Folder
-from shardwise.launch.hosts.wire import Message
+from shardwise.launch.hosts.host_messages import Message
+from shardwise.launch.log_folder import Folder
 
 
 class Logs:

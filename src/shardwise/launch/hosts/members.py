@@ -10,19 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.job_folder import ENDING
 from shardwise.launch.cores import bindings
 from shardwise.launch.echo import Echo
-from shardwise.launch.elastic.images import Images
-from shardwise.launch.elastic.notes import FolderNotes, OomKills
+from shardwise.launch.elastic.image_folder import Images
+from shardwise.launch.elastic.job_notes import FolderNotes, OomKills
 from shardwise.launch.environment import Attempt, RankPosition, environment_at
-from shardwise.launch.folder import Folder
 from shardwise.launch.hosts import facts
+from shardwise.launch.hosts.host_messages import Inbox, Message, Outbox, outcome_as_message
 from shardwise.launch.hosts.server import HostServer
-from shardwise.launch.hosts.wire import Inbox, Message, Outbox, outcome_as_message
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.ranks import RankFiles, Ranks
 from shardwise.launch.signals import SignalLog
-from shardwise.machine import is_stopped
+from shardwise.system.job_folder import ENDING
+from shardwise.system.machine import is_stopped
 
 BEATS = 5
 """Messages that each side sends within the silence after which the other side considers it lost."""

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.errors import ConfigError
-from shardwise.job_token import VARIABLE, ForgedError
-from shardwise.launch.elastic.images import Images
+from shardwise.launch.elastic.image_folder import Images
 from shardwise.launch.environment import Attempt
-from shardwise.launch.folder import Folder
+from shardwise.launch.hosts.host_messages import Message, Outbox
 from shardwise.launch.hosts.members import MemberAgent
 from shardwise.launch.hosts.sealed_lines import SealedConnection, SealedInbox, SealedSink, connect_to_launcher
-from shardwise.launch.hosts.wire import Message, Outbox
-from shardwise.launch.report import say
+from shardwise.launch.job_report import say
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
+from shardwise.system.job_token import VARIABLE, ForgedError
 
 JOB_FAILED = 3
 NAME = "SHARDWISE_POD"

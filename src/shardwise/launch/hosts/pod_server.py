@@ -8,9 +8,9 @@ import socket
 import threading
 from collections.abc import Callable
 
-from shardwise.job_token import ForgedError
+from shardwise.launch.hosts.host_messages import Message, packed
 from shardwise.launch.hosts.sealed_lines import SealedConnection, SealedSink, SealedSource, accept_host
-from shardwise.launch.hosts.wire import Message, packed
+from shardwise.system.job_token import ForgedError
 
 _ACCEPT_SECONDS = 10.0
 _RETRY_SECONDS = 0.2

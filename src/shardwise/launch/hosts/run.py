@@ -10,9 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from shardwise.errors import LaunchError
-from shardwise.job_token import new_token
 from shardwise.launch.environment import Attempt
-from shardwise.launch.folder import Folder
 from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.gather import (
     ANSWER_SECONDS,
@@ -23,12 +21,14 @@ from shardwise.launch.hosts.gather import (
     look_at,
     next_arrival,
 )
+from shardwise.launch.hosts.host_messages import Message, outcome_from
 from shardwise.launch.hosts.logs import Logs
-from shardwise.launch.hosts.wire import Message, outcome_from
+from shardwise.launch.job_report import report_failure, report_stop, restart_line, say
+from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.ssh import ALIVE_SECONDS, LOST_AFTER, SshPlan
-from shardwise.launch.report import report_failure, report_stop, restart_line, say
 from shardwise.launch.signals import SignalLog
+from shardwise.system.job_token import new_token
 
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 5.0

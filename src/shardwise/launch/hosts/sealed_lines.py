@@ -18,9 +18,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise import plain_data
-from shardwise.job_token import ForgedError, Seal
-from shardwise.launch.hosts.wire import Inbox
+from shardwise.launch.hosts.host_messages import Inbox
+from shardwise.system import plain_data
+from shardwise.system.job_token import ForgedError, Seal
 
 _CODE_BYTES = 32
 _CODE_CHARS = 2 * _CODE_BYTES

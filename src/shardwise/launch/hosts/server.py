@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.hosts import facts
-from shardwise.launch.hosts.wire import MAX_TEXT_CHARS, Inbox, Message, Outbox
+from shardwise.launch.hosts.host_messages import MAX_TEXT_CHARS, Inbox, Message, Outbox
 from shardwise.launch.job import Job
 from shardwise.launch.ranks import POLL_SECONDS
 from shardwise.launch.signals import SignalLog

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.job_token import new_token
 from shardwise.launch.job import Job
 from shardwise.launch.places.k8s_elastic import LAUNCHER, TOKEN_KEY, Part, elastic_parts
+from shardwise.system.job_token import new_token
 
 KINDS = ("job", "jobset", "trainjob")
 _PORT = 29500

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.job_token import VARIABLE
 from shardwise.launch.hosts.pod import CONNECT, JOB_FAILED, NAME
 from shardwise.launch.job import Job
 from shardwise.launch.places.pods import PORT
+from shardwise.system.job_token import VARIABLE
 
 Manifest = dict[str, Any]
 LAUNCHER = "launcher"

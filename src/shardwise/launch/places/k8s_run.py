@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import LaunchError
+from shardwise.launch.job_report import say
 from shardwise.launch.places.k8s import K8sPlan, Manifest
-from shardwise.launch.report import say
 
 _WATCH_SECONDS = 300
 """A watch ends after so long and begins anew: a connection that died is not always noticed."""

@@ -1,0 +1,67 @@
+"""Reads and writes checkpoints of other libraries: Hugging Face, torch DCP, DeepSpeed; and inspects checkpoints.
+
+Names are imported on first use, so that sharding a model does not wait for these formats.
+
+`formats` is below the engine, which streams a live model through the same writers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.formats.conversion import (
+        DTYPES,
+        TARGETS,
+        Conversion,
+        carry_out,
+        convert,
+        plan_conversion,
+    )
+    from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint
+    from shardwise.checkpoint.formats.inspection import Inspection, dtype_word, inspect
+    from shardwise.checkpoint.formats.live import save_pretrained
+    from shardwise.checkpoint.formats.source import Source, Spec
+
+__all__ = [
+    "DTYPES",
+    "FORMS",
+    "TARGETS",
+    "Conversion",
+    "Inspection",
+    "Source",
+    "Spec",
+    "carry_out",
+    "convert",
+    "dtype_word",
+    "form_of",
+    "inspect",
+    "open_checkpoint",
+    "plan_conversion",
+    "save_pretrained",
+]
+
+_HOMES = {
+    "DTYPES": "shardwise.checkpoint.formats.conversion",
+    "FORMS": "shardwise.checkpoint.formats.forms",
+    "TARGETS": "shardwise.checkpoint.formats.conversion",
+    "Conversion": "shardwise.checkpoint.formats.conversion",
+    "Inspection": "shardwise.checkpoint.formats.inspection",
+    "Source": "shardwise.checkpoint.formats.source",
+    "Spec": "shardwise.checkpoint.formats.source",
+    "convert": "shardwise.checkpoint.formats.conversion",
+    "inspect": "shardwise.checkpoint.formats.inspection",
+    "carry_out": "shardwise.checkpoint.formats.conversion",
+    "dtype_word": "shardwise.checkpoint.formats.inspection",
+    "form_of": "shardwise.checkpoint.formats.forms",
+    "open_checkpoint": "shardwise.checkpoint.formats.forms",
+    "plan_conversion": "shardwise.checkpoint.formats.conversion",
+    "save_pretrained": "shardwise.checkpoint.formats.live",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.checkpoint.formats' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

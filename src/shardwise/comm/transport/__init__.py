@@ -1,0 +1,1 @@
+"""How bytes go between ranks: shared memory, gloo, MPI, device groups, threads; and collectives of these."""

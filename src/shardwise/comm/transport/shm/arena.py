@@ -1,0 +1,115 @@
+"""Blocks of a rank's file: memory that its neighbours can read in place.
+
+A block is in use as long as a tensor over it lives, or a neighbour has not yet read an offer from it. After that it is
+kept, with its pages, for the next request: fresh pages cost several times a copy into warm ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from shardwise.comm.transport.shm.file import Mapping, SharedFile, give_back, whole_pages
+from shardwise.program import NUM_KEPT_BLOCKS
+
+Tensor = torch.Tensor
+_SMALL_BYTES = 2**16
+_MOST_WASTE = 1.5
+"""A block may be up to this many times larger than requested; among small blocks the ratio does not matter."""
+
+
+class Block:
+    """Some pages of the file. `pins` counts offers that not all readers have read."""
+
+    def __init__(self, offset: int, mapped: Mapping) -> None:
+        self.offset = offset
+        self.mapped = mapped
+        self.num_bytes = len(mapped)
+        self.address = ctypes.addressof(mapped)
+        self.pins = 0
+        self.has_tensor = False
+
+    def tensor(self, num_bytes: int) -> Tensor:
+        """Its first bytes. The block is in use until this tensor and all its views are gone."""
+        self.has_tensor = True
+        array = np.frombuffer(memoryview(self.mapped), np.uint8, num_bytes)
+        weakref.finalize(array, self._release).atexit = False
+        return torch.from_numpy(array)
+
+    def _release(self) -> None:
+        """Called from any thread, when the last view is gone."""
+        self.has_tensor = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.has_tensor and self.pins == 0
+
+
+class Arena:
+    """The blocks of one rank. The part of the file before `start` has other uses."""
+
+    def __init__(self, file: SharedFile, start: int) -> None:
+        self._file = file
+        self._end = whole_pages(start)
+        self._blocks: list[Block] = []
+        self._unused: dict[int, list[int]] = defaultdict(list)
+        """Offsets whose pages were given back, by their number of bytes."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A uint8 tensor of `num_bytes` of undefined content. Raises `OSError` if the system has no more memory."""
+        found = self._smallest(num_bytes, lambda block: block.is_idle)
+        return (found or self._make(num_bytes)).tensor(num_bytes)
+
+    def soon(self, num_bytes: int) -> Block | None:
+        """A block that is being read and is worth waiting for instead of creating another one.
+
+        `None` if a block is idle, or there are only few blocks.
+        """
+        if num_bytes < _SMALL_BYTES or self._smallest(num_bytes, lambda block: block.is_idle):
+            return None
+        large = [block for block in self._blocks if block.num_bytes >= _SMALL_BYTES]
+        return self._smallest(num_bytes, lambda block: not block.has_tensor) if len(large) >= NUM_KEPT_BLOCKS else None
+
+    def _smallest(self, num_bytes: int, fits: Callable[[Block], bool]) -> Block | None:
+        longest = max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
+        fitting = [block for block in self._blocks if num_bytes <= block.num_bytes <= longest and fits(block)]
+        return min(fitting, key=lambda block: block.num_bytes, default=None)
+
+    def rest(self, *, keeps_some: bool) -> None:
+        """Give back the pages of all idle blocks, or of all but the largest few."""
+        idle = sorted((block for block in self._blocks if block.is_idle), key=lambda block: block.num_bytes)
+        for block in idle[:-NUM_KEPT_BLOCKS] if keeps_some else idle:
+            self._give_back(block)
+
+    def find(self, tensor: Tensor) -> tuple[Block, int] | None:
+        """The block that contains `tensor`, and the byte at which it starts; `None` if it is other memory."""
+        address = tensor.data_ptr()
+        for block in self._blocks:
+            if block.has_tensor and block.address <= address < block.address + block.num_bytes:
+                return block, address - block.address
+        return None
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+    def _make(self, wanted: int) -> Block:
+        num_bytes = whole_pages(max(1, wanted))
+        if num_bytes >= _SMALL_BYTES:  # the idle ones do not fit, and would only be kept beside it
+            for block in [block for block in self._blocks if block.is_idle and block.num_bytes >= _SMALL_BYTES]:
+                self._give_back(block)
+        unused = self._unused[num_bytes]
+        offset = unused.pop() if unused else self._end
+        block = Block(offset, self._file.map(offset, num_bytes))
+        self._end = max(self._end, offset + num_bytes)
+        self._blocks.append(block)
+        return block
+
+    def _give_back(self, block: Block) -> None:
+        self._blocks.remove(block)
+        self._unused[block.num_bytes].append(block.offset)
+        give_back(block.mapped)

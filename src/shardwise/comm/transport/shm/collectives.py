@@ -1,0 +1,333 @@
+"""Collectives in which ranks of one host read each other's memory in place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from shardwise.comm.collectives import Lines, Tensor
+from shardwise.comm.group import Group
+from shardwise.comm.shared_buffers import Part
+from shardwise.comm.small_messages import exchange
+from shardwise.comm.transport.pairwise import Pairwise
+from shardwise.comm.transport.shm.buffers import MappedBuffers
+from shardwise.comm.transport.shm.file import SharedFile
+from shardwise.comm.transport.shm.neighbours import Neighbours
+from shardwise.comm.watch.journal import Awaited, Entry, Journal
+from shardwise.comm.work import Done, Work
+from shardwise.plan.mesh import Mesh
+from shardwise.system.telemetry import Ledger
+
+SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
+
+
+class Shared:
+    """A `Communicator` between neighbours; groups that reach beyond this host go by `pairs`.
+
+    What a rank contributes is in a block that the others read: memory from `buffer` is there already, anything else is
+    copied once. What it receives it copies, or sums, straight from their blocks.
+    """
+
+    is_host = True
+    is_buffer_scarce = True  # pages of a file are slow to create, so few are used over and over
+
+    def __init__(self, neighbours: Neighbours, pairs: Pairwise) -> None:
+        self._neighbours = neighbours
+        self._pairs = pairs
+        self.journal: Journal = pairs.journal
+        self.ledger: Ledger = pairs.ledger
+
+    def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
+        if not self._is_near(group):
+            return self._pairs.all_gather(full, group, subject, chunks)
+        self.ledger.called("gather", group.axis)
+        return self._gather("gather", full, group, subject, chunks)
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        wire: torch.dtype,
+        subject: str,
+        chunks: Sequence[Tensor] | None = None,
+    ) -> Work:
+        if not self._is_near(group):
+            return self._pairs.reduce_scatter(out, source, group, wire, subject, chunks)
+        self.ledger.called("reduce_scatter", group.axis)
+        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
+        if not source.numel():
+            return Done()
+        self._offer_summands("reduce_scatter", source, group, wire, entry.tag)
+        own = (chunks or source.chunk(len(group.ranks)))[group.index]
+        return self._work(entry, lambda: self._add_up(out, own, group, wire, entry.tag))
+
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+        if not self._is_near(group):
+            return self._pairs.all_reduce(out, source, group, wire, subject)
+        self.ledger.called("all_reduce", group.axis)
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
+        if not source.numel():
+            return Done()
+        self._offer_summands("all_reduce", source, group, wire, entry.tag)
+        return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag))
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
+        if not self._is_near(group):
+            return self._pairs.all_to_all(arrived, sent, group, subject)
+        self.ledger.called("all_to_all", group.axis)
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # lengths differ per pair
+        for index, rank in group.others:
+            if sent[index].numel():
+                self._count("all_to_all", group, sent[index].nbytes)
+                self._neighbours.offer(self._copied(sent[index]), entry.tag, [rank], to_one=True)
+
+        def fetch() -> None:
+            for index, rank in group.others:
+                if arrived[index].numel():
+                    self._neighbours.take(rank, entry.tag, _copy_into(arrived[index], arrived[index].dtype))
+
+        return self._work(entry, fetch)
+
+    def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
+        if not self._is_near(group):
+            return self._pairs.broadcast(tensor, root, group, subject)
+        self.ledger.called("broadcast", group.axis)
+        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype, subject)
+        if not tensor.numel():
+            return Done()
+        if group.ranks[group.index] != root:
+            return self._work(entry, lambda: self._neighbours.take(root, entry.tag, _copy_into(tensor, tensor.dtype)))
+        readers = [rank for rank in group.ranks if rank != root]
+        if readers:
+            self._count("broadcast", group, len(readers) * tensor.nbytes)
+            self._neighbours.offer(self._copied(tensor), entry.tag, readers)
+        return Done()
+
+    def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        """The tensor may be reused at once; the work waits until the receiver has read the copy.
+
+        A stage is meant to be ahead of the next one, so many messages may exist at a time; none waits for memory.
+        """
+        if not self._is_near(link):
+            return self._pairs.send(tensor, link, subject)
+        self.ledger.called("send", link.axis)
+        entry = self.journal.enter("message", link, tensor.numel(), tensor.dtype, subject)
+        if not tensor.numel():
+            return Done()
+        self._count("send", link, tensor.nbytes)
+        copy = self._neighbours.buffer(tensor.nbytes, waits=False).view(tensor.dtype)
+        given = self._neighbours.offer(copy.copy_(tensor), entry.tag, [link.ranks[1]], to_one=True)
+        return self._work(entry, lambda: self._neighbours.await_readers(given))
+
+    def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        if not self._is_near(link):
+            return self._pairs.receive(tensor, link, subject)
+        self.ledger.called("receive", link.axis)
+        entry = self.journal.enter("message", link, tensor.numel(), tensor.dtype, subject)
+        if not tensor.numel():
+            return Done()
+        return self._work(
+            entry, lambda: self._neighbours.take(link.ranks[0], entry.tag, _copy_into(tensor, tensor.dtype))
+        )
+
+    def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
+        if not self._is_near(group):
+            return self._pairs.exchange(message, group, subject)
+        return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
+
+    def overlaps_compute(self, group: Group) -> bool:
+        return not self._is_near(group) and self._pairs.overlaps_compute(group)
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Neighbours have met already."""
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._neighbours.buffer(numel * dtype.itemsize).view(dtype)
+
+    def reclaim(self, tensor: Tensor) -> None:
+        self._neighbours.reclaim(tensor)
+
+    def synchronize(self) -> None:
+        """A wait returns when it is there, or raises."""
+
+    def rest(self, *, keeps_some: bool) -> None:
+        self._neighbours.rest(keeps_some=keeps_some)
+
+    def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> MappedBuffers | None:
+        if len(group.ranks) == 1 or not all(map(self._pairs.is_on_one_host, lines())):
+            return None
+        return self._meet_in(group, parts)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()  # nothing is launched
+
+    def transport(self, group: Group) -> str:
+        return "shared memory" if self._is_near(group) else self._pairs.transport(group)
+
+    def abort(self) -> None:
+        self._neighbours.abort()
+        self._pairs.abort()
+
+    def close(self) -> None:
+        self._pairs.close()  # first: its background threads read what neighbours offer
+        self._neighbours.close()
+
+    # -- what verbs are made of -------------------------------------------------------------------------
+
+    def _is_near(self, group: Group) -> bool:
+        return self._neighbours.has(group.ranks)
+
+    def _work(self, entry: Entry, wait: Callable[[], None]) -> Work:
+        return Awaited(self.journal, entry, _Steps(wait))
+
+    def _count(self, verb: str, group: Group, num_bytes: int) -> None:
+        self.ledger.sent(verb, group.axis, num_bytes)
+
+    def _gather(
+        self, verb: str, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None
+    ) -> Work:
+        entry = self.journal.enter(verb, group, full.numel(), full.dtype, subject)
+        chunks = chunks or full.chunk(len(group.ranks))
+        readers = [rank for _, rank in group.others]
+        if not readers or not full.numel():
+            return Done()
+        own = chunks[group.index]
+        self._count(verb, group, len(readers) * own.nbytes)
+        is_lent = self._neighbours.is_shared(own)
+        offered = self._neighbours.offer(own if is_lent else self._copied(own), entry.tag, readers)
+
+        def fetch() -> None:
+            self._fetch(chunks, group, entry.tag, full.dtype)
+            if is_lent:  # the caller may overwrite it next
+                self._neighbours.await_readers(offered)
+
+        return self._work(entry, fetch)
+
+    def _fetch(self, chunks: Sequence[Tensor], group: Group, tag: int, wire: torch.dtype) -> None:
+        for index, rank in group.others:
+            self._neighbours.take(rank, tag, _copy_into(chunks[index], wire))
+
+    def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
+        """Offer `source` to the others, as `wire`."""
+        readers = [rank for _, rank in group.others]
+        if not readers:
+            return
+        self._count(verb, group, len(readers) * (source.numel() // len(group.ranks)) * wire.itemsize)
+        if source.dtype == wire and self._neighbours.is_shared(source):
+            self._neighbours.offer(source, tag, readers)
+            return
+        self._neighbours.offer(self._copied(source, wire), tag, readers)
+
+    def _add_up(self, out: Tensor, own: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
+        """Sum all ranks' summands of this rank's chunk into `out`, in the order of the group; `own` is this rank's
+        summand."""
+        if len(group.ranks) == 1:
+            out.copy_(own)
+            return
+        if out.data_ptr() == own.data_ptr() and group.index > 1:
+            own = own.clone()  # our summand must not be overwritten before its turn
+        total = _Sum(out, own, group.index)
+        for index, rank in enumerate(group.ranks):
+            if index == group.index:
+                total.add_own()
+            else:
+                self._neighbours.take(rank, tag, lambda given: total.add(_chunk(given, wire, group)))
+
+    def _sum_everywhere(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
+        chunks = out.chunk(len(group.ranks))
+        own = chunks[group.index]
+        self._add_up(own, source.chunk(len(chunks))[group.index], group, wire, tag)
+        readers = [rank for _, rank in group.others]
+        is_shared = own.dtype == wire and self._neighbours.is_shared(own)
+        offered = own if is_shared else self._copied(own, wire)
+        if own.dtype != wire:
+            own.copy_(offered)  # what is sent is rounded, so all ranks keep the rounded sum
+        given = self._neighbours.offer(offered, tag ^ 1, readers)
+        self._count("all_reduce", group, len(readers) * own.numel() * wire.itemsize)
+        self._fetch(chunks, group, tag ^ 1, wire)
+        if is_shared:  # the caller may overwrite `out` next
+            self._neighbours.await_readers(given)
+
+    def _copied(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        copy = self.buffer(tensor.numel(), dtype or tensor.dtype)
+        copy.copy_(tensor)
+        return copy
+
+    def _meet_in(self, group: Group, parts: Sequence[Part]) -> MappedBuffers | None:
+        """The first rank of the group creates a file, the others open it; if one cannot, none uses it."""
+        mine, refusal, made = None, "", None
+        if group.index == 0:
+            try:
+                mine = SharedFile.create()
+            except OSError as error:
+                refusal = str(error)
+        mine_and_file = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
+        first = json.loads(self.exchange(json.dumps(mine_and_file).encode(), group, "shared memory")[0])
+        try:
+            if first["file"] >= 0:
+                mine = mine or SharedFile.attach(first["pid"], first["file"])
+                made = MappedBuffers(group, self._neighbours, self.journal, mine, parts)
+        except OSError as error:
+            refusal = str(error) or "refused"
+        is_refused = any(self.exchange(refusal.encode(), group, "shared memory made"))
+        if mine is not None:
+            mine.close()
+        return None if is_refused else made
+
+
+class _Sum:
+    """A sum that grows in `out` term by term, in the order of the group; a sum of two has no order.
+
+    This rank's own summand may be `out` itself. If it is one of the first two, it is added together with the first of
+    the others.
+    """
+
+    def __init__(self, out: Tensor, own: Tensor, index: int) -> None:
+        self._out = out
+        self._own = own
+        self._own_waits = index < 2
+        self._is_begun = False
+
+    def add_own(self) -> None:
+        if not self._own_waits:
+            self.add(self._own)
+
+    def add(self, summand: Tensor) -> None:
+        out, own = self._out, self._own
+        if self._own_waits and not self._is_begun:
+            if out.dtype == own.dtype == summand.dtype:
+                torch.add(own, summand, out=out)
+            else:
+                out.copy_(own)
+                out.add_(summand)  # for a narrow summand twice as fast as torch.add(out=)
+        elif self._is_begun:
+            out.add_(summand)
+        else:
+            out.copy_(summand)
+        self._is_begun = True
+
+
+class _Steps:
+    """A work none of whose steps has been done yet."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        self._wait()
+
+
+def _chunk(given: Tensor, wire: torch.dtype, group: Group) -> Tensor:
+    return given.view(wire).chunk(len(group.ranks))[group.index]
+
+
+def _copy_into(tensor: Tensor, wire: torch.dtype) -> Callable[[Tensor], None]:
+    def copy(given: Tensor) -> None:
+        tensor.copy_(given.view(wire))
+
+    return copy

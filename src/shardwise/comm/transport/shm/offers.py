@@ -1,0 +1,101 @@
+"""The first pages of a rank's file: its offers to its neighbours, which have read them, and a counter of changes.
+
+[Note: one writer] Every cell is written by one rank: an offer by its owner, a read mark by its reader. A cell is
+written before the counter is advanced, and read after it; taking the lock in between keeps processors with weak
+ordering from reordering these.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.comm.transport.shm.file import Mapping, whole_pages
+from shardwise.comm.transport.shm.futex import Futex
+
+NUM_OFFERS = 128
+_FIELDS = 8
+_WORD_BYTES = 64
+_FREE = -1
+TO_ALL = -1
+
+
+class Offer(NamedTuple):
+    """Bytes `start` to `start + num_bytes` of a block, to be read by one rank or by all that know the tag."""
+
+    slot: int
+    offset: int
+    block_bytes: int
+    start: int
+    num_bytes: int
+
+
+def offer_table_bytes(num_ranks: int) -> int:
+    return whole_pages(_WORD_BYTES + NUM_OFFERS * (_FIELDS * 8 + num_ranks))
+
+
+class OfferTable:
+    """The offers of one rank, seen by their owner or a neighbour. Readers are identified by their index among the
+    neighbours."""
+
+    def __init__(self, mapped: Mapping, num_ranks: int, *, is_own: bool) -> None:
+        self.changes = Futex(mapped, 0)
+        table = np.frombuffer(memoryview(mapped), np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
+        self._offers = table.reshape(NUM_OFFERS, _FIELDS)
+        marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
+        self._marks = marks.reshape(NUM_OFFERS, num_ranks)
+        self._tags = self._offers[:, 0]
+        self._fence = threading.Lock()
+        if is_own:
+            self._tags[:] = _FREE
+            self._unused = list(range(NUM_OFFERS))
+
+    # -- what the owner does ----------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        return not self._unused
+
+    def put(self, tag: int, to: int, offset: int, block_bytes: int, start: int, num_bytes: int) -> int:
+        """Write an offer. `to` is the index of its reader, or `TO_ALL`."""
+        slot = self._unused.pop()
+        self._marks[slot] = 0
+        self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
+        self._order()
+        self._tags[slot] = tag
+        self.notify()
+        return slot
+
+    def is_read(self, slot: int, readers: list[int]) -> bool:
+        return bool(self._marks[slot, readers].all())
+
+    def clear(self, slot: int) -> None:
+        self._tags[slot] = _FREE
+        self._unused.append(slot)
+
+    def notify(self) -> None:
+        """Something has changed, here or in what this rank writes elsewhere."""
+        with self._fence:  # an increment, possibly by several threads of a rank
+            self.changes.advance()
+
+    # -- what a neighbour does --------------------------------------------------------------------------
+
+    def find(self, tag: int, reader: int) -> Offer | None:
+        """The offer with this tag that `reader` has not read yet."""
+        for slot in np.flatnonzero(self._tags == tag).tolist():
+            _, to, *where = self._offers[slot, :6].tolist()
+            if to in (TO_ALL, reader) and not self._marks[slot, reader]:
+                self._order()
+                return Offer(slot, *where)
+        return None
+
+    def mark(self, slot: int, reader: int) -> None:
+        """`reader` has finished with it. It has to notify through its own table."""
+        self._order()
+        self._marks[slot, reader] = 1
+
+    def _order(self) -> None:
+        with self._fence:
+            pass

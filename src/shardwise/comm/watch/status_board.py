@@ -1,0 +1,143 @@
+"""Where ranks post messages for each other outside the collectives: a few keys in the store at which they met."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from shardwise.comm import compat
+from shardwise.comm.watch.fault import Fault
+from shardwise.comm.watch.sealed_store import SealedStore, opened
+from shardwise.comm.watch.sockets import end_silence
+from shardwise.comm.watch.status import Status
+from shardwise.errors import CommError
+from shardwise.system.job_token import Seal
+
+_ANSWER_SECONDS = 5
+_STATUS, _FAULT, _LEFT, _WORLDS = "status", "fault", "left", "worlds"
+KEY = "shardwise-watch"
+Answer = TypeVar("Answer")
+
+
+class Board(Protocol):
+    """One world's board. Any thread of any rank may call; nothing blocks for long. Raises `BoardError`."""
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Whether what a rank posted can still be read after that rank is gone, whichever rank it is."""
+        ...
+
+    def publish(self, status: Status) -> None: ...
+
+    def read(self, rank: int) -> Status | None: ...
+
+    def fault(self) -> Fault | None: ...
+
+    def claim(self, fault: Fault) -> Fault:
+        """Post `fault`, unless there is one already; returns the one that counts."""
+        ...
+
+    def leave(self, size: int) -> None:
+        """This rank no longer uses the board; the last of `size` ranks deletes it."""
+        ...
+
+
+class BoardError(Exception):
+    """The board cannot be reached."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its connection was closed, so that the process that kept it is gone; else it did not answer."""
+        return not re.search(r"time.?out|timed out", str(self), re.IGNORECASE)
+
+
+class StoreStatusBoard:
+    """A board in a `torch.distributed` store, over a connection of its own.
+
+    Values that no member of the job has written are ignored: see [Note: whom ranks believe] in `sealed_store.py`.
+    """
+
+    def __init__(self, store: Store, size: int, seal: Seal | None = None, number: int | None = None) -> None:
+        """`store` must not be used by any other code. All `size` ranks of a world create their boards together.
+
+        `number` is that of the world, the same on all ranks; the default is counted in the store.
+        """
+        store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
+        if number is None:
+            number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
+        self._store = SealedStore(f"{KEY}/{number}", store, seal or Seal())
+
+    @property
+    def outlives_ranks(self) -> bool:
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 usually keeps it
+
+    def publish(self, status: Status) -> None:
+        _answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))
+
+    def read(self, rank: int) -> Status | None:
+        return self._read(f"{_STATUS}/{rank}", Status.from_json)
+
+    def fault(self) -> Fault | None:
+        return self._read(_FAULT, Fault.from_json)
+
+    def claim(self, fault: Fault) -> Fault:
+        text = fault.to_json()
+        try:
+            return Fault.from_json(_answered(lambda: self._store.compare_set(_FAULT, "", text)))
+        except (CommError, ValueError):  # written by a stranger
+            _answered(lambda: self._store.set(_FAULT, text))
+            return fault
+
+    def leave(self, size: int) -> None:
+        if _answered(lambda: self._store.add(_LEFT, 1)) < size:
+            return
+        for key in (_FAULT, _LEFT, *(f"{_STATUS}/{rank}" for rank in range(size))):
+            _answered(partial(self._store.delete_key, key))
+
+    def _read(self, key: str, parse: Callable[[bytes], Answer]) -> Answer | None:
+        def ask() -> bytes | None:
+            return self._store.get(key) if self._store.check([key]) else None
+
+        try:
+            content = _answered(ask)
+            return None if content is None else parse(content)
+        except (CommError, ValueError):  # written by a stranger
+            return None
+
+
+def _answered(question: Callable[[], Answer]) -> Answer:
+    try:
+        return question()
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise BoardError(str(error)) from error
+
+
+def last_status(store: Store, rank: int, prefix: str, seal: Seal | None = None) -> str:
+    """What a rank that is gone last reported; `""` if it never reported anything."""
+    ending = re.compile(rf".*{re.escape(prefix)}/(?:.*/)?{KEY}/(\d{{1,9}})/{_STATUS}/{rank}", re.DOTALL)
+    found = {int(match[1]): match[0] for match in map(ending.fullmatch, store.list_keys()) if match}
+    if not found:
+        return ""
+    name = f"{KEY}/{max(found)}/{_STATUS}/{rank}"
+    try:
+        return str(Status.from_json(opened(seal or Seal(), name, store.get(found[max(found)]))))
+    except (CommError, ValueError):  # written by a stranger
+        return ""
+
+
+def board_of(size: int, seal: Seal, timeout_seconds: float, number: int | None = None) -> StoreStatusBoard | None:
+    """A board in the store at which torch's process group met; `None` if that store has only one connection. `number`
+    as for `StoreStatusBoard`."""
+    store = compat.another_connection()
+    if store is None:
+        return None
+    end_silence(compat.port_of(store), timeout_seconds)
+    return StoreStatusBoard(store, size, seal, number)

@@ -1,0 +1,272 @@
+"""The image of one rank: the state that only it holds, in a memory file that outlives the process.
+
+[Note: two images] A file has two regions of the same layout. *Live*: optimizer states, and master weights that are in
+no other shared memory, are tensors in it, and the optimizer updates them in place. *Shadow*: the whole state after the
+last step, copied during the next forward and backward. Before an update, the rank waits for that copy and marks the
+live region as torn until the step is complete on this rank. So one of the two is whole at any moment:
+
+    forward, backward    live = N; shadow = N, or being copied (other ranks can read what is not in the live region)
+    update               live = torn; shadow = N
+    after it             live = N + 1; shadow = N until all ranks have reported that they are complete
+
+[Note: copies] The copy of an image on another host is a file of the same format. Both of its regions have all that
+changes, and are filled in turn: while the state of one step arrives in one region, the other has the step before. So
+sender and connection may fail at any time. What never changes is sent once, into the shadow.
+
+A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
+the two writes, the region counts as torn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.json_codec import dtype_name, dtype_of
+from shardwise.errors import StateError
+
+Tensor = torch.Tensor
+PARAM = "param"
+BLOCK = "#block"
+"""The kind of a cell that contains other cells."""
+TORN = -1
+_ALIGNED = 64
+_LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT, _NUM_BYTES = 0, 2, 4, 5, 6, 7
+_HEAD = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One tensor of an image. `kind` is `param` or the key of a state; `offset` is its start in a region, in bytes."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    is_live: bool
+    """Whether it is in the live region too, where the optimizer updates it, rather than only in the shadow."""
+    is_piece: bool = True
+    """Whether it has a value per element of the parameter, rather than one for all."""
+    is_still: bool = False
+    """Whether it never changes, and is written to the shadow once."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The cells of an image. Live cells come first, so that one copy takes them all; constant cells come last."""
+
+    cells: tuple[Cell, ...]
+    live_bytes: int
+    changing_bytes: int
+    shadow_bytes: int
+
+    @classmethod
+    def read(cls, text: bytes) -> Directory:
+        fields = json.loads(text)
+        cells = tuple(Cell(**{**cell, "shape": tuple(cell["shape"])}) for cell in fields.pop("cells"))
+        return cls(cells, **fields)
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_live_whole(self) -> bool:
+        """Whether the live region has everything that changes."""
+        return all(cell.is_live or cell.is_still for cell in self.cells)
+
+    def of_copy(self) -> Directory:
+        """The directory of a copy on another host, whose regions both have everything that changes: see [Note:
+        copies]."""
+        cells = tuple(replace(cell, is_live=not cell.is_still) for cell in self.cells)
+        return replace(self, cells=cells, live_bytes=self.changing_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.live_bytes + self.shadow_bytes
+
+
+class Plot:
+    """Assigns an offset to every cell."""
+
+    def __init__(self) -> None:
+        self._live: list[Cell] = []
+        self._other: list[Cell] = []
+        self._still: list[Cell] = []
+        self._ends = [0, 0, 0]
+
+    def add(self, name: str, kind: str, tensor: Tensor, *, is_live: bool, is_piece: bool = True) -> None:
+        self._put(name, kind, tensor, self._room(tensor.nbytes, is_live=is_live), is_live=is_live, is_piece=is_piece)
+
+    def add_block(self, name: str, block: Tensor, cells: Sequence[tuple[str, str, Tensor]], *, is_live: bool) -> None:
+        """Add `cells`, views of `block`. If they are live, `block` is a cell too and they are placed inside it."""
+        if not is_live:
+            for cell in cells:
+                self.add(*cell, is_live=False)
+            return
+        start = self._room(block.nbytes, is_live=True)
+        self._put(name, BLOCK, block, start, is_live=True, is_piece=False)
+        for cell in cells:
+            offset = start + cell[2].data_ptr() - block.data_ptr()
+            self._put(*cell, offset, is_live=True, is_piece=True)
+
+    def add_still(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Add a tensor that never changes."""
+        start = self._ends[2]
+        self._ends[2] = _aligned(start + tensor.nbytes)
+        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
+        self._still.append(cell)
+
+    def directory(self) -> Directory:
+        live_bytes, rest, still = self._ends
+        changing = live_bytes + rest
+        others = [replace(cell, offset=cell.offset + live_bytes) for cell in self._other]
+        last = [replace(cell, offset=cell.offset + changing) for cell in self._still]
+        return Directory((*self._live, *others, *last), live_bytes, changing, changing + still)
+
+    def _room(self, num_bytes: int, *, is_live: bool) -> int:
+        region = 0 if is_live else 1
+        start = self._ends[region]
+        self._ends[region] = _aligned(start + num_bytes)
+        return start
+
+    def _put(self, name: str, kind: str, tensor: Tensor, offset: int, *, is_live: bool, is_piece: bool) -> None:
+        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, is_live, is_piece)
+        (self._live if is_live else self._other).append(cell)
+
+
+class Image:
+    """One mapped file, or without a path memory of this process alone."""
+
+    def __init__(self, mapped: mmap.mmap, path: Path | None) -> None:
+        self.path = path
+        self._mapped = mapped
+        self._marks = np.frombuffer(memoryview(mapped), np.int64, 8)
+        first = int(self._marks[_DIRECTORY])
+        if not first:
+            raise StateError(f"{path} is not a rank's image, or was not completed.")
+        self.directory = Directory.read(bytes(mapped[_HEAD : _HEAD + first]))
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._behind = torch.frombuffer(mapped, dtype=torch.uint8)
+        """The same, for shadows: torch counts changes of each. What is copied there behind the computation is no change
+        of a live tensor, which a checkpoint may be reading (see [Note: late copies] in checkpoint/snapshot.py)."""
+        self._live_at, self._shadow_at = int(self._marks[_LIVE_AT]), int(self._marks[_SHADOW_AT])
+
+    @classmethod
+    def create(cls, path: Path | None, directory: Directory) -> Image:
+        """An empty image, with both regions torn. Raises `OSError` if there is no space."""
+        text = directory.text()
+        live_at = _pages(_HEAD + len(text))
+        shadow_at = live_at + _pages(directory.live_bytes)
+        num_bytes = shadow_at + _pages(max(1, directory.shadow_bytes))
+        mapped = _mapped(path, num_bytes)
+        marks = np.frombuffer(memoryview(mapped), np.int64, 8)
+        marks[_LIVE_AT], marks[_SHADOW_AT], marks[_NUM_BYTES] = live_at, shadow_at, num_bytes
+        for at in (_LIVE, _SHADOW):
+            _mark(marks, at, TORN)
+        mapped[_HEAD : _HEAD + len(text)] = text
+        marks[_DIRECTORY] = len(text)
+        return cls(mapped, path)
+
+    @classmethod
+    def open(cls, path: Path) -> Image:
+        """Another rank's image. Raises `OSError` if the file cannot be read, and `StateError` if it is incomplete."""
+        with path.open("r+b") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise StateError(f"{path} is not a rank's image, or was not completed.")
+            return cls(mmap.mmap(file.fileno(), 0), path)
+
+    @property
+    def live_step(self) -> int:
+        """The step whose state is in the live region, or `TORN`."""
+        return _marked(self._marks, _LIVE)
+
+    @live_step.setter
+    def live_step(self, step: int) -> None:
+        _mark(self._marks, _LIVE, step)
+
+    @property
+    def shadow_step(self) -> int:
+        return _marked(self._marks, _SHADOW)
+
+    @shadow_step.setter
+    def shadow_step(self, step: int) -> None:
+        _mark(self._marks, _SHADOW, step)
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps whose state it has."""
+        return {self.live_step, self.shadow_step} - {TORN}
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and last address of the live region."""
+        first = self._bytes.data_ptr() + self._live_at
+        return first, first + self.directory.live_bytes
+
+    def live(self, cell: Cell) -> Tensor:
+        return _view(self._bytes, self._live_at, cell)
+
+    def shadow(self, cell: Cell) -> Tensor:
+        return _view(self._behind, self._shadow_at, cell)
+
+    def region(self, *, is_live: bool) -> Tensor:
+        """All bytes of one region: uint8."""
+        start, size = self._shadow_at, self.directory.shadow_bytes
+        if is_live:
+            start, size = self._live_at, self.directory.live_bytes
+        return self._bytes[start : start + size]
+
+    def copy_live(self) -> None:
+        """Copy all live cells to the shadow, at once and without the GIL."""
+        if self.directory.live_bytes:
+            first = self._bytes.data_ptr()
+            ctypes.memmove(first + self._shadow_at, first + self._live_at, self.directory.live_bytes)
+
+    def remove(self) -> None:
+        """Delete the file; processes that have it mapped keep it."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:
+    offset = start + cell.offset
+    return memory[offset : offset + cell.num_bytes].view(dtype_of(cell.dtype)).view(cell.shape)
+
+
+def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:
+    if path is None:
+        return mmap.mmap(-1, num_bytes)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)  # a full file system raises here, instead of SIGBUS later
+        return mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mark(marks: np.ndarray, at: int, step: int) -> None:
+    marks[at] = step
+    marks[at + 1] = ~step
+
+
+def _marked(marks: np.ndarray, at: int) -> int:
+    step, check = int(marks[at]), int(marks[at + 1])
+    return step if check == ~step else TORN

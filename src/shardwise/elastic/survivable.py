@@ -1,0 +1,113 @@
+"""Whether a job can survive a lost rank, checked and logged when it starts."""
+
+from __future__ import annotations
+
+import logging
+
+from shardwise.comm.generation import Membership
+from shardwise.errors import ConfigError
+from shardwise.optim import Cooperative
+from shardwise.program import FlatSpec
+from shardwise.program.buddies import copy_bytes, kept_axes
+from shardwise.program.image_bytes import why_no_images
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.system.units import format_bytes
+
+_log = logging.getLogger("shardwise")
+_RESTART = "If a rank is lost, this job restarts from its last checkpoint instead."
+
+
+def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
+    """Whether the others continue when a rank of this job is lost. Rank 0 logs why if they cannot, and what copies on
+    other hosts cost if there are any.
+
+    Raises `ConfigError` if the plan asks for survival and this job cannot have it.
+    """
+    wish = sharded.plan.survive
+    if sharded.plan.bad_batch == "skip" and (membership is None or wish == "checkpoint" or not membership.folder):
+        raise ConfigError(
+            "bad_batch: skip needs a job whose ranks survive a lost one, and memory that outlives a rank (/dev/shm). "
+            "Start it with `shardwise launch --elastic`, without survive: checkpoint, or remove bad_batch."
+        )
+    if membership is None:
+        if wish in ("host", "buddy"):
+            raise ConfigError(
+                f"survive: {wish} needs an elastic job. Start it with `shardwise launch --elastic`, or remove survive."
+            )
+        return False
+    if wish == "checkpoint":
+        membership.needs_all()
+        return False
+    why = _why_not(sharded, membership)
+    if why and (wish is not None or sharded.plan.bad_batch == "skip"):
+        asked = "bad_batch: skip" if wish is None else f"survive: {wish}"
+        raise ConfigError(f"{asked} is not possible: {why}. Remove it: {_RESTART.lower()}")
+    if wish == "buddy" and len(set(sharded.world.hosts)) < 2 and not sharded.world.is_newcomer:
+        raise ConfigError(
+            "survive: buddy is not possible: all ranks are on one host, and copies go to another. Choose survive: "
+            "host, or remove it: then copies are made as soon as a second host joins."
+        )
+    if sharded.world.rank == 0:
+        _log_survival(sharded, why)
+    if why:
+        membership.needs_all()
+    return not why
+
+
+def _log_survival(sharded: ShardedModel, why: str) -> None:
+    if why:
+        _log.warning("%s: %s", why[0].upper() + why[1:], _RESTART)
+        return
+    costs = copy_bytes(_specs(sharded), _num_states(sharded), sharded.world.hosts)
+    if not costs.sent:
+        return
+    if sharded.plan.survive == "host":
+        _log.warning(
+            "survive: host: the loss of a whole host is not survived, since parts of the state have no copy on another "
+            "one. %s survive: buddy makes copies.",
+            _RESTART,
+        )
+        return
+    _log.info(
+        "State that only one rank holds is copied to another host during the next step: about %s per rank and step, "
+        "and %s of host memory per rank for copies of others.",
+        format_bytes(costs.sent),
+        format_bytes(costs.kept),
+    )
+
+
+def _specs(sharded: ShardedModel) -> list[FlatSpec]:
+    return [flat.spec for flat in sharded.parts.flats]
+
+
+def _num_states(sharded: ShardedModel) -> int:
+    """States per parameter, of its size: the optimizer's present ones, or two, as Adam has, before its first step."""
+    optimizer = sharded.parts.optimizer
+    found = [len(optimizer.raw_state_of(piece)) for piece in optimizer.pieces] if optimizer is not None else []
+    return max(found, default=0) or 2
+
+
+def _why_not(sharded: ShardedModel, membership: Membership) -> str:
+    """Why the others could not continue; empty if they can."""
+    specs = _specs(sharded)
+    if why := why_no_images(sharded.mesh, specs):
+        return why
+    shards = any(kept_axes(spec) for spec in specs)
+    if sharded.parts.sharding.device.type != "cpu":
+        return "parameters are on an accelerator, whose memory is lost with its process"
+    if sharded.disk is not None:
+        return "parameters or states are kept on disk"
+    several = len(set(sharded.world.hosts)) > 1
+    if shards and membership.folder is None and (not several or sharded.plan.survive == "host"):
+        return "there is no memory that outlives a rank (/dev/shm)"
+    return _of_optimizer(sharded)
+
+
+def _of_optimizer(sharded: ShardedModel) -> str:
+    if sharded.parts.optimizer is None:
+        return "there is no optimizer"
+    for member in sharded.parts.optimizer.members:
+        narrow = {group.get("state_dtype", "fp32") for group in member.param_groups} - {"fp32"}
+        if isinstance(member, Cooperative) and narrow:
+            return f"the optimizer keeps its states in {', '.join(sorted(narrow))}"
+    return ""

@@ -1,0 +1,262 @@
+"""What the stages of a pipeline hold on one rank: each stage is rehearsed separately, and micro-batches in flight are
+added up.
+
+The input of a stage is the output of the stage before it, of which only shape and dtype matter; these are found by one
+forward of each stage in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.memory import Unit
+from shardwise.parallel.pipeline import StagedModel, StageMessage, StageMessageLayout, WeightGrads, most_under_way
+from shardwise.plan.placement import Dtype
+from shardwise.program import Activations
+from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
+from shardwise.program.schedule import Schedule
+from shardwise.runtime.activations import BEHIND_BYTES, Treatments
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
+from shardwise.runtime.rehearsal.rehearse import (
+    Around,
+    Loss,
+    Take,
+    Work,
+    loss_in,
+    nothing_around,
+    rehearse_work,
+)
+from shardwise.runtime.rehearsal.twin import Twin
+
+Tensor = torch.Tensor
+
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by pipeline rank."""
+
+
+@dataclass
+class StageRehearsal:
+    """Rehearses the stages of one rank with one micro-batch."""
+
+    staged: StagedModel
+    units: Sequence[Unit]
+    batch: object
+    device: torch.device
+    compute: Dtype
+    loss: Loss | None = None
+    treatments: Treatments | None = None
+    around: Around = nothing_around
+    """Entered with the copy of a stage while that computes."""
+    _counted: dict[int, Activations] = field(default_factory=dict)
+    _found: dict[int, _Held] = field(default_factory=dict)
+
+    def activations(self, exchange: Exchange) -> Activations:
+        """As `together`, after rehearsing all stages of this rank.
+
+        All ranks of the pipeline must call; if one cannot rehearse a stage, all raise `ModelError`.
+        """
+        arrived: StageMessageLayout | None = None
+        for stage in range(len(self.staged.layout.stages)):
+            handed_over: StageMessageLayout | None = None
+            error: ModelError | None = None
+            if stage in self.staged.stages:
+                try:
+                    handed_over = self.rehearse(stage, arrived)
+                except ModelError as raised:
+                    error = raised
+            arrived = self._layout_from(exchange, stage, handed_over, error)
+        return self.together()
+
+    def rehearse(self, stage: int, arrived: StageMessageLayout | None) -> StageMessageLayout | None:
+        """Rehearse one stage, and return the layout of its output, if it is not the last. `arrived` is the layout of
+        its input."""
+
+        def prepare(twin: Twin) -> Work:
+            staged: StagedModel = twin.copied(self.staged)
+            staged.attach()
+            held.watch(staged, stage)
+            return partial(_through_stage, staged, stage, arrived, self, held)
+
+        held = self._found[stage] = _Held()
+        self._counted[stage] = rehearse_work(
+            prepare,
+            self.staged.model,
+            self.units,
+            self.batch,
+            device=self.device,
+            compute=self.compute,
+            treatments=self.treatments,
+        )
+        return held.handed_over
+
+    def together(self) -> Activations:
+        """The activations of all micro-batches of a step, in the order of this rank's schedule."""
+        row = self.staged.layout.schedule.rows[self.staged.pp_rank]
+        linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
+        halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
+        stages = {
+            stage: StageBytes(counted, self._found[stage].after_forward, self._aside(stage, halved, linear))
+            for stage, counted in self._counted.items()
+        }
+        sent = sum(held.messages for held in self._found.values())
+        found = over_schedule(row, stages, {unit.name for unit in halved}, sent)
+        of_units = self._beside(lambda one: one.unit_bytes)
+        return replace(
+            found,
+            host_bytes=self._beside(lambda one: one.host_bytes),
+            disk_bytes=self._beside(lambda one: one.disk_bytes),
+            staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + of_units),
+            unit_bytes=max((one.unit_bytes for one in self._counted.values()), default=0),
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of one micro-batch's activations and gradients that this rank sends to neighbouring stages."""
+        return sum(held.sent for held in self._found.values())
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of one micro-batch that go to the host, and to a disk, in all stages of this rank."""
+        counted = self._counted.values()
+        return sum(one.host_bytes for one in counted), sum(one.disk_bytes for one in counted)
+
+    def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
+        """Bytes that a first half of a backward keeps: inputs and output gradients of linear layers, and the gradients
+        of other parameters in their units."""
+        own = {param for module in self.staged.modules_of(stage) for param in module.parameters()}
+        others = (param for unit in halved for param in unit.params if param in own and param not in linear)
+        return self._found[stage].aside + sum(param.nbytes for param in others if param.requires_grad)
+
+    def _beside(self, there: Callable[[Activations], int]) -> int:
+        """The most bytes that forwards of all stages keep on a lower tier at once."""
+        held = {stage: there(one) for stage, one in self._counted.items()}
+        beside = held_beside(self.staged.layout.schedule, self.staged.pp_rank, held, held)
+        return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
+
+    def _most_behind(self) -> int:
+        """The most bytes that may wait to be written to a disk, which micro-batches in flight share. Of each of them
+        one unit may be read ahead meanwhile: where one ends, that of another comes next."""
+        return max(BEHIND_BYTES, *(one.unit_bytes for one in self._counted.values()))
+
+    def _layout_from(
+        self, exchange: Exchange, stage: int, handed_over: StageMessageLayout | None, error: ModelError | None
+    ) -> StageMessageLayout | None:
+        """The layout of the output of `stage`, from the rank that has it; `None` for the last stage's."""
+        message: dict[str, Any] = {}
+        if error is not None:
+            message = {"error": str(error)}
+        elif handed_over is not None:
+            message = {"layout": handed_over.encoded().decode()}
+        answer = json.loads(exchange(json.dumps(message).encode())[self.staged.layout.pp_rank_of(stage)])
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
+        return StageMessageLayout.of_encoded(answer["layout"].encode()) if "layout" in answer else None
+
+
+@dataclass
+class _Held:
+    """What one micro-batch holds in one stage, in bytes."""
+
+    after_forward: int = 0
+    """Held until the backward: what autograd saves, the received input, and the output that is sent."""
+    sent: int = 0
+    """Sent to the next stage, and back to the previous one."""
+    messages: int = 0
+    """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
+    handed_over: StageMessageLayout | None = None
+    _linear: dict[int, int] = field(default_factory=dict)
+    _num_gradients: int = 0
+
+    @property
+    def aside(self) -> int:
+        """Bytes that the first half of a backward keeps: inputs of linear layers, and the gradients of their
+        outputs."""
+        return sum(self._linear.values()) + self._num_gradients
+
+    def watch(self, staged: StagedModel, stage: int) -> None:
+        """Count inputs of the linear layers of `stage`, each tensor once, and their outputs."""
+
+        def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if torch.is_grad_enabled() and args:
+                storage = args[0].untyped_storage()
+                self._linear[storage._cdata] = storage.nbytes()
+                self._num_gradients += output.nbytes
+
+        for module in staged.modules_of(stage):
+            for one in module.modules():
+                if type(one) is nn.Linear:
+                    one.register_forward_hook(count)
+
+    def begin(self) -> None:
+        self._linear.clear()
+        self._num_gradients = 0
+
+
+def _through_stage(
+    staged: StagedModel,
+    stage: int,
+    arrived: StageMessageLayout | None,
+    rehearsal: StageRehearsal,
+    held: _Held,
+    take: Take,
+    living: LivingBytes,
+) -> None:
+    """One forward and backward of a copied stage, as a pipeline runs them."""
+    with rehearsal.around(staged.model):
+        _forward_and_backward(staged, stage, arrived, rehearsal, held, take, living)
+
+
+def _forward_and_backward(
+    staged: StagedModel,
+    stage: int,
+    arrived: StageMessageLayout | None,
+    rehearsal: StageRehearsal,
+    held: _Held,
+    take: Take,
+    living: LivingBytes,
+) -> None:
+    held.begin()
+    args, kwargs = take()
+    before = living.live_bytes
+    given = None if arrived is None else _received(arrived, rehearsal.device)
+    is_last = stage + 1 == len(staged.layout.stages)
+    with staged.running(stage, given, is_watched=True):
+        output: Any = staged.model(*args, **kwargs)
+        outputs: Sequence[Tensor] = ((rehearsal.loss or loss_in)(output),) if is_last else output
+        del output
+        staged.require_own(outputs)
+        held.handed_over = None if is_last else staged.handed_over
+    del args, kwargs
+    held.after_forward = max(0, living.live_bytes - before)
+    held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
+    held.sent += 0 if arrived is None else arrived.gradient_bytes
+    held.messages = _message_bytes(staged.layout.schedule, arrived, held.handed_over)
+    with_grads = [one for one in outputs if one.requires_grad]
+    if with_grads:
+        with staged.running(stage, given, is_backward=True):
+            torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
+
+
+def _received(layout: StageMessageLayout, device: torch.device) -> StageMessage:
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in layout.tensors]
+    for tensor, one in zip(tensors, layout.tensors, strict=True):
+        tensor.requires_grad_(one.has_grad)
+    return StageMessage(tensors, layout)
+
+
+def _message_bytes(schedule: Schedule, given: StageMessageLayout | None, sent: StageMessageLayout | None) -> int:
+    """Bytes in flight beside an op: the next messages from either side, a copy of the last outputs sent, and gradients
+    that may not have been sent yet."""
+    most = 1 + min(most_under_way(schedule.num_ranks), schedule.num_micro_batches)
+    return (0 if given is None else most * given.num_bytes) + (0 if sent is None else 2 * sent.num_bytes)

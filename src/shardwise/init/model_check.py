@@ -1,0 +1,123 @@
+"""Checks that a model can be sharded, and that it is the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shardwise.comm import DataGroup, World
+from shardwise.errors import ConfigError, ModelError
+from shardwise.init.shared_memory import check_memory
+from shardwise.memory import is_at_rest
+
+_MOST_SHOWN = 4
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """The one device of all parameters, possibly the meta device. Raises `ModelError` if the model cannot be
+    sharded."""
+    _refuse_scripts(model)
+    _refuse_lazy(model)
+    by_device: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        by_device.setdefault(param.device, name)
+        if is_at_rest(param):
+            raise ModelError(
+                f"Parameter {name} is sharded by an engine already. Use that engine, change its plan with "
+                f"engine.reshard(plan), or build a new model."
+            )
+        if param.grad is not None:
+            raise ModelError(
+                f"Parameter {name} has a gradient already, which no step of the engine would use. Call "
+                f"optimizer.zero_grad() before shard(), or shard before the first backward."
+            )
+        if param._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"Parameter {name} has a post-accumulate hook, which would see a gradient of this rank alone, before "
+                f"it is averaged, and could not change what the step uses. Remove it; between backward and step "
+                f"param.grad is the averaged gradient."
+            )
+        if param.is_sparse or param.is_complex():
+            raise ModelError(
+                f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
+            )
+    check_memory(model)
+    if not by_device:
+        raise ModelError("The model has no parameters, so there is nothing to shard.")
+    if len(by_device) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        raise ModelError(
+            f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
+        )
+    return next(iter(by_device))
+
+
+def _refuse_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"Module {name}" if name else "The model"
+            raise ModelError(
+                f"{what} was made by torch.jit: it runs outside of Python, where its parameters cannot be gathered. "
+                f"Shard the original nn.Module; to compile it, set `compile` in the plan."
+            )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+        for name, tensor in named:
+            if nn.parameter.is_lazy(tensor):
+                raise ModelError(
+                    f"{kind} {name} has no shape yet: call the model once on a batch, so that its lazy modules know "
+                    f"their sizes, then make the optimizer and shard it."
+                )
+
+
+def check_same_everywhere(model: nn.Module, data_group: DataGroup) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks of the data-parallel group built the same
+    parameters. All ranks must call."""
+    mine = [
+        [name, list(param.shape), str(param.dtype), param.requires_grad] for name, param in model.named_parameters()
+    ]
+    mine += [[name, list(buffer.shape), str(buffer.dtype), False] for name, buffer in model.named_buffers()]
+    digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+    digests = data_group.exchange(digest, "model")
+    if len(set(digests)) == 1:
+        return
+    theirs = [json.loads(message) for message in data_group.exchange(json.dumps(mine).encode(), "models")]
+    odd = next(place for place, other in enumerate(theirs) if other != theirs[0])
+    ranks = data_group.rank_at(0), data_group.rank_at(odd)
+    raise ModelError(f"The ranks built different models: {_first_difference(theirs[0], theirs[odd], ranks)}")
+
+
+def check_same_settings(settings: Mapping[str, object], kind: str, world: World) -> None:
+    """Raise `ConfigError` on every rank, naming what differs, unless all have the same `settings`. All ranks must call.
+
+    `kind` names the settings, such as "plan"; values are anything that JSON can hold.
+    """
+    messages = world.exchange(json.dumps(settings, default=repr).encode(), kind)
+    odd = next((rank for rank, message in enumerate(messages) if message != messages[0]), None)
+    if odd is None:
+        return
+    told = [json.loads(message) for message in messages]
+    keys = dict.fromkeys([*told[0], *told[odd]])
+    differing = [key for key in keys if told[0].get(key) != told[odd].get(key)]
+    shown = "; ".join(
+        f"{key} is {told[0].get(key)!r} on rank 0 and {told[odd].get(key)!r} on rank {odd}"
+        for key in differing[:_MOST_SHOWN]
+    )
+    more = f"; and {len(differing) - _MOST_SHOWN} more" if len(differing) > _MOST_SHOWN else ""
+    raise ConfigError(f"The ranks were given different {kind}s: {shown}{more}. Give all ranks the same {kind}.")
+
+
+def _first_difference(first: list[list[object]], other: list[list[object]], ranks: tuple[int, int]) -> str:
+    for one, two in zip(first, other, strict=False):
+        if one != two:
+            return (
+                f"rank {ranks[0]} has {one[0]} {one[1]} {one[2]} where rank {ranks[1]} has {two[0]} {two[1]} {two[2]}. "
+                f"Build the model from the same configuration on all ranks."
+            )
+    return f"rank {ranks[0]} has {len(first)} parameters and buffers, rank {ranks[1]} has {len(other)}."

@@ -1,0 +1,60 @@
+"""Units chosen from a module tree, and the flat memory they live in."""
+
+from shardwise.memory.at_rest import AtRest, is_at_rest
+from shardwise.memory.boxes import part_of, put_part
+from shardwise.memory.disk_folder import open_disk, require_room
+from shardwise.memory.disk_memory import DiskMemory, DiskRows
+from shardwise.memory.disk_reads import DiskRead
+from shardwise.memory.dtypes import torch_dtype
+from shardwise.memory.flat import ABSENT, GATHERING, READY, Flat, FullState, let_go
+from shardwise.memory.flat_gradients import FlatGradients
+from shardwise.memory.fresh import FreshGradients
+from shardwise.memory.host_memory import Copied, Copy, HostMemory
+from shardwise.memory.memory_kind import is_dense, on_host
+from shardwise.memory.select import UnitChoice, choose_units, whole_numel
+from shardwise.memory.shared_elements import agrees, copy_into, may_overlap
+from shardwise.memory.shared_rest import share
+from shardwise.memory.tables import LabelledTable, fits, in_own_precision, owners_of, tables_for, unit_numel
+from shardwise.memory.unit import Unit, make_unit, unit_specs
+
+__all__ = [
+    "ABSENT",
+    "GATHERING",
+    "READY",
+    "AtRest",
+    "Copied",
+    "Copy",
+    "DiskMemory",
+    "DiskRead",
+    "DiskRows",
+    "Flat",
+    "FlatGradients",
+    "FreshGradients",
+    "FullState",
+    "HostMemory",
+    "LabelledTable",
+    "Unit",
+    "UnitChoice",
+    "agrees",
+    "choose_units",
+    "copy_into",
+    "fits",
+    "in_own_precision",
+    "is_at_rest",
+    "is_dense",
+    "let_go",
+    "make_unit",
+    "may_overlap",
+    "on_host",
+    "open_disk",
+    "owners_of",
+    "part_of",
+    "put_part",
+    "require_room",
+    "share",
+    "tables_for",
+    "torch_dtype",
+    "unit_numel",
+    "unit_specs",
+    "whole_numel",
+]

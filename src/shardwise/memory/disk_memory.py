@@ -1,0 +1,472 @@
+"""Parameters, master weights and states on a disk: one file per flat buffer, a few of which are in memory during a
+step.
+
+[Note: rows on a disk] Between steps, a tensor on the tier `disk` is an address that stands for its place in the file.
+Code that reads or writes one (access, checkpoints, a change of plan) passes it to `DiskRows.read` and `write`, which
+bypass the page cache and work in pieces: a process holds no more of a file than it asks for, and a disk error is raised
+like any other. In a step a file is read whole into one of a few buffers, where the optimizer finds its tensors; it is
+written back from there while the next one, read in the meantime, is updated. The first file is read while the model
+computes, from the first forward on that a step can follow; if it is changed before the step, it is read again.
+
+The addresses are those of the file mapped into memory, so code that reads them directly still gets the right values:
+kernels keep mapped pages coherent with direct I/O. They are not used while the file is in a buffer.
+
+Parameters that rest on a disk are at the beginning of the file, on pages of their own. A pass reads only those, also
+bypassing the page cache (`disk_reads.py`); an update has them beside their states, and writes everything back.
+
+With leases instead, at every place that reads a state, a forgotten one would be silently wrong. A unit is read whole,
+so that any optimizer, group and hook works on its own tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.comm import World
+from shardwise.errors import StateError, TierError
+from shardwise.memory.disk_reads import DiskRead, DiskReads
+from shardwise.memory.host_memory import Copy
+from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
+from shardwise.system.devices import RankDevice
+from shardwise.system.disk import BufferPool, DiskFile, IoQueue, Pending, TierFolder, folder_of
+from shardwise.system.telemetry import ON_THE_WAY, ByteMeter, StepClock, Timeline
+
+Tensor = torch.Tensor
+WAIT = "wait for the disk"
+"""The name of such a wait in a timeline."""
+PIECE_BYTES = 2**23
+"""The most that is read or written at once between steps."""
+_TORN = {
+    "step": "some units are updated and others are not",
+    "change of plan": "parts of the model are lost",
+}
+"""What is left if a disk fails in the middle."""
+
+
+class DiskRows:
+    """The tensors of one flat buffer on the disk, one after the other, in a file of the promised size."""
+
+    def __init__(self, name: str, file: DiskFile, resting_bytes: int) -> None:
+        """The first `resting_bytes`, whole pages, are parameters that rest there."""
+        self.name = name
+        self.file = file
+        self.resting_bytes = resting_bytes
+        self._mapped = torch.frombuffer(mmap.mmap(file.descriptor(), file.num_bytes), dtype=torch.uint8)
+        self._used = resting_bytes
+        self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
+        self.buffer: Tensor | None = None
+        """A copy of the whole file, from `DiskMemory.fetch` to `evict`."""
+        self._kept_for: list[threading.Event] = []
+        self._num_writes = 0
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is an address in the file."""
+        return 0 <= tensor.data_ptr() - self._mapped.data_ptr() < self.file.num_bytes and tensor.numel() > 0
+
+    def keep_for(self, reader: threading.Event) -> None:
+        """Do not write to the file until the event is set: another thread reads it, for a checkpoint."""
+        self._kept_for.append(reader)
+
+    def await_readers(self) -> None:
+        """Return once the file may be written to."""
+        while self._kept_for:
+            self._kept_for.pop().wait()
+
+    @property
+    def is_kept(self) -> bool:
+        return any(not reader.is_set() for reader in self._kept_for)
+
+    @property
+    def num_changes(self) -> int:
+        """How often the addresses have been written through, by torch's counter."""
+        return self._mapped._version
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one after each write to the file between steps, by whichever way."""
+        return self._num_writes, self.num_changes
+
+    def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """The values that the flat `tensor` stands for, in memory: in `out`, if given, which has its dtype and
+        length."""
+        found = torch.empty(tensor.numel(), dtype=tensor.dtype) if out is None else out
+        raw = found.view(torch.uint8)
+        for start, stop, place in self._pieces(tensor):
+            raw[start:stop].copy_(self.file.get(place, place + stop - start))
+        return found
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Write `values`, flat and of any dtype and device, to the place that `tensor` stands for."""
+        self.await_readers()
+        self._num_writes += 1
+        for start, stop, place in self._pieces(tensor):
+            size = tensor.element_size()
+            part = values[start // size : stop // size].to("cpu", tensor.dtype).contiguous()
+            self.file.put(place, part.view(torch.uint8))
+
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Its bytes in pieces: first, last, and their place in the file. All boundaries but the outer two are at
+        pages."""
+        place, start = tensor.data_ptr() - self._mapped.data_ptr(), 0
+        while start < tensor.nbytes:
+            stop = min(tensor.nbytes, (place + start) // PIECE_BYTES * PIECE_BYTES + PIECE_BYTES - place)
+            yield start, stop, place + start
+            start = stop
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it has anything besides parameters that an update changes."""
+        return self.file.num_bytes > self.resting_bytes
+
+    def param(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The parameters that rest here: in the buffer if there is one, else mapped."""
+        return self._here[: numel * dtype.itemsize].view(dtype)
+
+    @property
+    def _here(self) -> Tensor:
+        return self._mapped if self.buffer is None else self.buffer
+
+    def master(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Master weights; the first call gives them a place."""
+        return self.view(-1, "master", numel, dtype)
+
+    def view(self, index: int, key: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """State `key` of parameter `index` (or of all): in the buffer if there is one, else mapped.
+
+        The first call gives it a place. Raises `StateError` if that exceeds the promised size, or if size or dtype
+        change.
+        """
+        found = self._places.get((index, key))
+        if found is None:
+            start = -(-self._used // dtype.itemsize) * dtype.itemsize
+            if start + numel * dtype.itemsize > self.file.num_bytes:
+                raise StateError(
+                    f"{self.name}: {key} is a state that the optimizer did not keep when shard() probed it, "
+                    f"and there is no room for it on the disk. Put the states of its parameters on the host: "
+                    f"rows.optim.tier: host."
+                )
+            self._used = start + numel * dtype.itemsize
+            found = self._places[index, key] = (start, numel, dtype)
+        elif found[1:] != (numel, dtype):
+            raise StateError(f"{self.name}: {key} has changed its size or dtype, and on a disk it has {found[1:]}.")
+        start, stop = found[0], found[0] + numel * dtype.itemsize
+        return self._here[start:stop].view(dtype)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Rows that are being read into a buffer before a step wants them."""
+
+    rows: DiskRows
+    buffer: Tensor
+    pending: Pending
+    version: tuple[int, int]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it still has what is in the file. A read that has failed may succeed if it is repeated."""
+        return self.rows.version == self.version and not self.pending.has_failed
+
+
+class DiskMemory:
+    """The files of one rank in the plan's folder, and the buffers that a step reads them into.
+
+    Files are counted as `param` and `optim` on the disk, buffers as `buffers` on the host.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        rank: int,
+        device: RankDevice | None = None,
+        queue: IoQueue | None = None,
+        *,
+        job: str | None = None,
+        named: str | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
+        """`device` is the rank's, if tensors lie there; `job` as in `TierFolder`; `named` is the folder as the plan
+        names it; `clock` counts how long the rank waits. Raises `TierError` for a folder that cannot be opened."""
+        self.folder = TierFolder(folder, rank=rank, job=job)
+        self._named = str(folder) if named is None else named
+        self._queue = IoQueue() if queue is None else queue
+        self._device = device
+        self._clock = StepClock() if clock is None else clock
+        self._queue.note_done = self._clock.note_disk_call
+        self._meter = ByteMeter()
+        self.timeline = Timeline()
+        """Records the reads and writes of a step."""
+        self._rows: list[DiskRows] = []
+        """The rows that an update changes."""
+        self._every: list[DiskRows] = []
+        self._left: list[DiskRows] = []
+        self._reads = DiskReads(self._pool_for_reads, self.wait_for)
+        self._pool: BufferPool | None = None
+        self._ahead: _Ahead | None = None
+        self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
+        self._buffer_bytes = 0
+        self._torn_by = ""
+        """The step, the resume or the change of plan that has begun to change the files and not finished."""
+        self._fault = ""
+        """The first error of this rank's disk in the current step."""
+        self._num_made = 0
+        self._prepared: dict[tuple[int, int], list[DiskFile]] = {}
+        """Files for rows, by their bytes and the bytes of resting parameters."""
+        self.has_checksums = False
+        """Whether files created from here on have checksums, which are compared when they are read."""
+
+    def count_with(self, meter: ByteMeter) -> None:
+        """Rows created from here on belong to a new plan and are counted by `meter`. Those of the previous plan stay
+        until `close_previous`."""
+        self.finish_writes()
+        self._reads.forget_all()
+        self._left += self._every
+        self._meter, self._rows, self._every, self._pool, self._buffer_bytes = meter, [], [], None, 0
+        self._reads = DiskReads(self._pool_for_reads, self.wait_for)
+
+    def close_previous(self) -> None:
+        """Close the files of previous plans."""
+        for rows in self._left:
+            rows.await_readers()
+            rows.file.close()
+        self._left = []
+
+    def is_in(self, named: str) -> bool:
+        """Whether this is the folder that a plan names so, or one that it named so from another working directory."""
+        return named == self._named or self.folder.folder == folder_of(named)
+
+    def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
+        """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
+        prepared = self._prepared.get((num_bytes, resting_bytes))
+        file = prepared.pop() if prepared else self.file("rows", num_bytes, cut=resting_bytes)
+        rows = DiskRows(name, file, resting_bytes)
+        self._every.append(rows)
+        if is_updated:
+            self._rows.append(rows)
+        if resting_bytes:
+            self._reads.register(rows, lambda buffer: rows.file.read(0, buffer[:resting_bytes]))
+        self._meter.on("disk").hold("param", resting_bytes)
+        self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
+        return rows
+
+    def prepare(self, sizes: Iterable[tuple[int, int]]) -> None:
+        """Make files for `rows`, given the bytes of each and of its resting parameters, while nothing has been changed
+        yet. Raises `TierError` if there is no room for them, and keeps none."""
+        try:
+            for num_bytes, resting_bytes in sizes:
+                file = self.file("rows", num_bytes, cut=resting_bytes)
+                self._prepared.setdefault((num_bytes, resting_bytes), []).append(file)
+        except TierError:
+            self.drop_prepared()
+            raise
+
+    def drop_prepared(self) -> None:
+        """Close the files that no rows have been made of."""
+        for files in self._prepared.values():
+            for file in files:
+                file.close()
+        self._prepared.clear()
+
+    def file(self, name: str, num_bytes: int, *, cut: int = 0) -> DiskFile:
+        """A separate file in the folder; the caller counts and closes it. For `cut` see `DiskFile`."""
+        self._num_made += 1
+        path = f"{name}-{self._num_made - 1}"
+        return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums, cut=cut)
+
+    def wait_for(self, pending: Pending) -> None:
+        """Wait for reads or writes of this disk, as this rank's clock counts. Raises `TierError` if one failed."""
+        span = self.timeline.span(WAIT) if self.timeline.is_on else nullcontext()
+        with self._clock.waiting_for_disk(), span:
+            pending.wait()
+
+    # -- a pass -----------------------------------------------------------------------------------------
+
+    def read(self, rows: DiskRows, copy: Callable[[Tensor], Copy]) -> DiskRead:
+        """Start to bring the parameters of `rows` to the device, by `copy` from a buffer with their bytes, and to read
+        those expected next."""
+        what = f"What rests of the parameters of {rows.name} on a disk"
+        return self._reads.fetch(rows, what, lambda buffer: copy(buffer[: rows.resting_bytes]))
+
+    def abandon_reads(self) -> None:
+        """A pass has failed: drop the reads under way."""
+        self._reads.forget_all()
+
+    def forget_read(self, rows: DiskRows) -> None:
+        """The parameters of `rows` are about to be written: drop what was read ahead of them."""
+        if rows.resting_bytes:
+            self._reads.forget(rows)
+
+    # -- a step -----------------------------------------------------------------------------------------
+
+    def expect_step(self) -> None:
+        """A step will follow: start to read the rows that it updates first, while the model computes."""
+        if self._ahead is None and self._rows and not self._torn_by:
+            self._ahead = self._start(self._rows[0], self._take())
+
+    def fetch(self, rows: DiskRows) -> None:
+        """Bring all of `rows` into a buffer, and start to read the next rows.
+
+        [Note: a disk that fails in a step] The other ranks know nothing of it, and wait for this one in the collectives
+        of the step. So it goes on to the end, reads and writes nothing more, and updates zeros; `end_step` then raises
+        on all ranks, and nobody uses the result.
+        """
+        self.begin_change()
+        self.forget_read(rows)
+        if self._ahead is not None and not (self._ahead.rows is rows and self._ahead.is_usable):
+            self._drop_ahead()
+        ahead, self._ahead = self._ahead or self._start(rows, self._take()), None
+        if not self._succeeds(ahead.pending):
+            ahead.buffer.zero_()
+        rows.buffer = ahead.buffer
+        place = self._rows.index(rows) + 1
+        if place < len(self._rows) and self._has_free():
+            self._ahead = self._start(self._rows[place], self._take())
+
+    def evict(self, rows: DiskRows, release: Callable[[], None]) -> None:
+        """Start to write `rows` back. Its buffer may be read until `release` has been called."""
+        assert rows.buffer is not None
+        buffer, rows.buffer = rows.buffer, None
+        if rows.is_kept:
+            with self.timeline.span(f"wait until {rows.name} is saved") if self.timeline.is_on else nullcontext():
+                rows.await_readers()
+        writing = Pending(()) if self._fault else rows.file.write(0, buffer[: rows.file.num_bytes])
+        self._follow(f"write {rows.name} states", writing)
+        self._writing.append((buffer, writing, release))
+
+    def begin_change(self, by: str = "step") -> None:
+        """The files belong to no single step from here until `finish_writes`."""
+        self._torn_by = by
+
+    def begin_replacing(self) -> None:
+        """Everything here is about to be replaced, until `finish_writes`; old checksums no longer count."""
+        self.begin_change()
+        self._drop_ahead()
+        for rows in self._every:
+            rows.await_readers()
+            rows.file.forget_checksums()
+
+    def finish_writes(self) -> None:
+        """Wait until a step, or a replacement of everything, is completely on the disk."""
+        self._drop_ahead()
+        while self._writing:
+            self._finish_write()
+        self._torn_by = "step" if self._fault else ""
+
+    def end_step(self, world: World) -> None:
+        """Wait until a step is completely on the disks of all ranks. All ranks call; all raise `TierError` if one
+        failed."""
+        self.finish_writes()
+        self.agree(world, self._fault, "step")
+
+    def agree(self, world: World, fault: str, during: str) -> None:
+        """Raise `TierError` on all ranks if the disk of any has had a `fault` during a step or a change of plan; what
+        is here belongs to none then. All ranks call."""
+        faults = [told.decode() for told in world.exchange(fault.encode(errors="backslashreplace"), "disk")]
+        for rank, told in enumerate(faults):
+            if told:
+                self.begin_change(during)
+                raise TierError(
+                    f"The disk of rank {rank} failed in a {during}. {told} {_TORN[during].capitalize()}: go on from "
+                    f"the last checkpoint with engine.resume(), on all ranks."
+                )
+
+    def require_whole(self) -> None:
+        """Raise `StateError` if a step has failed between its first update and its last, or a change of plan between
+        its first unit and its last."""
+        if self._torn_by:
+            raise StateError(
+                f"A {self._torn_by} failed while it changed what is in {self.folder.folder}: {_TORN[self._torn_by]}. "
+                f"Go on from the last checkpoint with engine.resume(), on all ranks."
+            )
+
+    def abandon(self) -> None:
+        """After a failed step: tensors refer to their files again, whatever is in them. Call `finish_writes` once all
+        are replaced."""
+        under_way = [pending for _, pending, _ in self._writing]
+        for pending in (*under_way, *([self._ahead.pending] if self._ahead is not None else [])):
+            with contextlib.suppress(TierError):  # the step that failed has raised it, or would have
+                pending.wait()
+        self._reads.forget_all()
+        for rows in self._rows:
+            rows.buffer = None
+        self._ahead, self._pool, self._fault = None, None, ""
+        self._writing.clear()
+
+    def close(self) -> None:
+        """Release the folder. Mappings live as long as someone refers to them. May be called twice."""
+        self._reads.forget_all()
+        for rows in (*self._every, *self._left):
+            rows.await_readers()
+        self._queue.close()
+        self.folder.close()
+
+    # -- buffers ----------------------------------------------------------------------------------------
+
+    def _start(self, rows: DiskRows, buffer: Tensor) -> _Ahead:
+        if self._fault:
+            buffer.zero_()
+        reading = Pending(()) if self._fault else rows.file.read(0, buffer[: rows.file.num_bytes])
+        self._follow(f"read {rows.name} states", reading)
+        return _Ahead(rows, buffer, reading, rows.version)
+
+    def _drop_ahead(self) -> None:
+        """Take the buffer of what was read ahead back. Nobody uses that, so it does not matter whether it succeeded."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.pending.join()
+            self._require_pool().give_back(ahead.buffer)
+
+    def _follow(self, what: str, pending: Pending) -> None:
+        if self.timeline.is_on:
+            self.timeline.begin(ON_THE_WAY, what)
+            pending.when_done(lambda: self.timeline.end(ON_THE_WAY, what))
+
+    def _require_pool(self) -> BufferPool:
+        if self._pool is None:
+            most = max(rows.file.num_bytes for rows in self._rows)
+            self._pool = BufferPool(min(NUM_DISK_BUFFERS, len(self._rows)), most, self._device)
+            self._meter.on("host").hold("buffers", self._pool.num_bytes - self._buffer_bytes)
+            self._buffer_bytes = self._pool.num_bytes
+        return self._pool
+
+    def _pool_for_reads(self) -> BufferPool:
+        sizes = [rows.resting_bytes for rows in self._every if rows.resting_bytes]
+        pool = BufferPool(min(NUM_READ_BUFFERS, len(sizes)), max(sizes), self._device)
+        self._meter.on("host").hold("buffers", pool.num_bytes)
+        return pool
+
+    def _has_free(self) -> bool:
+        """Whether a buffer is free, or will be once a write other than the last has finished."""
+        return self._require_pool().num_free > 0 or len(self._writing) > 1
+
+    def _take(self) -> Tensor:
+        while not self._require_pool().num_free:
+            self._finish_write()
+        return self._require_pool().take()
+
+    def _finish_write(self) -> None:
+        """Wait for the oldest write, and take its buffer back."""
+        if not self._writing:
+            raise TierError(f"No buffer for {self.folder.folder} is free, and none is being written.")
+        buffer, pending, release = self._writing.popleft()
+        self._succeeds(pending)
+        release()
+        self._require_pool().give_back(buffer)
+
+    def _succeeds(self, pending: Pending) -> bool:
+        """Wait, and note an error for the end of the step."""
+        try:
+            self.wait_for(pending)
+        except TierError as error:
+            self._fault = self._fault or str(error)
+            return False
+        return True

@@ -1,0 +1,328 @@
+"""The gradients of one flat buffer on one rank: as a backward leaves them, reduced, and as the update reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shardwise.memory.dtypes import torch_dtype
+from shardwise.memory.fresh import FreshGradients, place
+from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
+from shardwise.memory.host_memory import Copied, Copy, HostMemory
+from shardwise.plan.placement import Slot, Span
+from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due
+from shardwise.system.telemetry import ByteMeter
+
+Tensor = torch.Tensor
+
+
+class FlatGradients:
+    """Holds gradients from a backward to the call that zeroes them.
+
+    A backward leaves them in `fresh`, which is as long as the flat buffer. Once reduced they wait in `grad`, and for
+    the update in `due`: this rank's ranges of those two rows.
+    """
+
+    def __init__(
+        self,
+        spec: FlatSpec,
+        slots: Sequence[Slot],
+        coordinate: Mapping[str, int],
+        meter: ByteMeter,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.grad_span = spec.layout.span(spec.table.grad.shard, coordinate)
+        self.own_memory = OwnMemory(device)
+        self.memory: Memory = self.own_memory
+        """Memory for what is sent in place."""
+        self.fresh: FreshGradients | None = None
+        self.grad: Tensor | None = None
+        self.due: Tensor | None = None
+        self.touched_here = [False] * len(slots)
+        """Which parameters have a gradient on this rank."""
+        self.touched_anywhere = [False] * len(slots)
+        """Which have one on any rank, by the last agreement."""
+        self._slots = tuple(slots)
+        self._meter = meter
+        self._device = device
+        self.host: HostMemory | None = None
+        """Memory for what waits on the host; set before the first backward, if the table has a row there."""
+        self._landing: Copy = Copied()
+        """The copy of `grad` to the host."""
+        self._due_span = spec.layout.span(spec.table.optim.shard, coordinate)
+        self.have_come = False
+        """Whether any gradient has come since this was set to false; used when several backwards are reduced
+        together."""
+        self._arrived: set[int] = set()
+        """Parameters whose gradient has come in the running backward."""
+        self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
+        """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements."""
+        self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
+        """The range of each parameter in `due`."""
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """How gradients are taken in: cast, averaged over the ranks, each to its place."""
+        spec, table = self.spec, self.spec.table
+        waiting: tuple[Buffer, ...] = ("grad", "due")
+        self._below = frozenset(buffer for buffer in waiting if spec.tier_of(buffer) != "device")
+        self._waits_as_fresh = not reduce_due(spec)
+        self._wire = torch_dtype(table.grad_wire.dtype)
+        self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
+        self._unweighed = 1.0
+        for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`
+            self._unweighed /= spec.mesh.size(axis)
+        self.weigh(1.0)
+        grad_dtype = torch_dtype(table.grad.dtype)
+        self._grad_buffer = (
+            GradBuffer(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_grad_buffer else None
+        )
+        self._fills_grad = fills_grad(spec)
+        self._places = [place(slot) for slot in self._slots]
+        self._gaps = _gaps(self._slots, spec.numel)
+        self._in_fresh = [False] * len(self._slots)
+        self._kept_fresh: FreshGradients | None = None
+        self._used_fresh: FreshGradients | None = None
+        """One with freed bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
+
+    def weigh(self, weight: float) -> None:
+        """Set the weight of gradients that come from here on; see [Note: weights] in `comm/weighing.py`."""
+        self._scale = self._unweighed * weight
+        self._factor = _factor(self._scale, torch_dtype(self.spec.table.compute))
+
+    # -- what a backward leaves -------------------------------------------------------------------------
+
+    def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> bool:
+        """Store the gradient of parameter `index` among the fresh ones, cast and averaged over ranks in one pass.
+
+        `is_last`: no further gradient of this parameter comes in this backward. Returns `complete()`.
+        """
+        view = (self.fresh or self._opened_fresh()).views[index]
+        if self._scale == 0.0:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
+            if not self._in_fresh[index]:
+                view.zero_()
+        elif self._in_fresh[index]:
+            view.add_(grad, alpha=self._scale)
+        else:
+            torch.mul(grad, self._factor, out=view)
+        self._in_fresh[index] = self.touched_here[index] = self.have_come = True
+        if is_last:
+            self._arrived.add(index)
+        return len(self._arrived) == len(self._slots)
+
+    def _opened_fresh(self) -> FreshGradients:
+        """Memory for fresh gradients. New memory is undefined, but zero between parameters."""
+        if self.fresh is None:
+            self.fresh = self._new_fresh()
+            memory = self.fresh.memory
+            for gap in self._gaps:
+                _part(memory, gap).zero_()
+            self._meter.hold("grad" if self._waits_as_fresh else "working", self.bytes_beside_grad_buffer(memory))
+        return self.fresh
+
+    def _new_fresh(self) -> FreshGradients:
+        if self._grad_buffer is not None and self._fills_grad:
+            kept = self._grad_buffer.take(self.memory if self._fresh_dtype == self._wire else self.own_memory)
+            if kept is not None:
+                self._kept_fresh = self._kept_fresh or FreshGradients(kept, self._places)
+                return self._kept_fresh
+        used, self._used_fresh = self._used_fresh, None
+        if used is not None:
+            used.allocate()
+            return used
+        memory = self.own_memory if self._waits_as_fresh else self.memory
+        return FreshGradients(memory.buffer(self.spec.numel, self._fresh_dtype), self._places)
+
+    def take_back(self, fresh: FreshGradients) -> None:
+        """`fresh` has been summed elsewhere and is no longer read: a later backward uses its memory again."""
+        if not self.is_in_grad_buffer(fresh.memory) and fresh.free():
+            self._used_fresh = fresh
+
+    def complete(self) -> bool:
+        """Whether every parameter's gradient of this backward has come."""
+        return len(self._arrived) == len(self._slots)
+
+    def expect_all(self) -> None:
+        """A new backward begins: all its gradients are still to come."""
+        self._arrived.clear()
+
+    def has_fresh(self) -> bool:
+        """Whether there are fresh gradients that should have been reduced by now."""
+        return self.fresh is not None and not self._waits_as_fresh
+
+    def open_fresh(self) -> FreshGradients:
+        """What the backward left, ready to be reduced; zeros if it left nothing here."""
+        self._opened_fresh()
+        fresh = self.close_fresh()
+        assert fresh is not None
+        return fresh
+
+    def close_fresh(self) -> FreshGradients | None:
+        """What the backward left, with zeros for parameters that it did not reach."""
+        fresh, self.fresh = self.fresh, None
+        if fresh is None:
+            return None
+        for slot, arrived in zip(self._slots, self._in_fresh, strict=True):
+            if not arrived:
+                _part(fresh.memory, slot.span).zero_()
+        self._in_fresh = [False] * len(self._slots)
+        self._meter.drop("grad" if self._waits_as_fresh else "working", self.bytes_beside_grad_buffer(fresh.memory))
+        return fresh
+
+    # -- where they wait --------------------------------------------------------------------------------
+
+    def sum_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a sum of `numel` elements: the gradient buffer, if it fits and is free."""
+        if self._grad_buffer is not None and self._grad_buffer.fits(numel, dtype):
+            kept = self._grad_buffer.take(self.own_memory)
+            if kept is not None:
+                return kept
+        return self.own_memory.buffer(numel, dtype)
+
+    def is_in_grad_buffer(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the gradient buffer, where sums may be made in place."""
+        return self._grad_buffer is not None and self._grad_buffer.has(tensor)
+
+    def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
+        """The bytes of `tensor` that are not in the gradient buffer."""
+        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
+
+    def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
+        """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,
+        if it waits there."""
+        if self.grad is None:
+            self.grad = reduced
+            self._landing = landing or Copied()
+            self._hold("grad", "grad", reduced)
+            return
+        self._landing.land()
+        if landing is not None:
+            landing.land()
+        self.grad.add_(reduced)
+        self._give_back("grad", reduced)
+
+    def take_grad(self) -> Tensor | None:
+        """Hand over what has waited for the step; it is the caller's from here on."""
+        if self._waits_as_fresh:
+            fresh = self.close_fresh()
+            return fresh.memory if fresh is not None else None
+        grad, self.grad = self.grad, None
+        if grad is not None:
+            self._landing.land()
+            self._drop("grad", "grad", grad)
+        return grad
+
+    @property
+    def _kind_of_due(self) -> str:
+        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
+        return "grad" if self._grad_buffer is None else "working"
+
+    def keep_due(self, due: Tensor) -> None:
+        """Store what the update will read; a second one before the update is added to the first."""
+        if self.due is None:
+            self.due = due
+            self._hold("due", self._kind_of_due, due)
+        else:
+            self.due.add_(due)
+            self._give_back("due", due)
+
+    def make_due(self) -> None:
+        """Make a gradient of zeros for the update to read."""
+        dtype, numel = torch_dtype(self.spec.table.due.dtype), self._due_span.numel
+        if self._is_below("due"):
+            self.keep_due(self.require_host().buffer(numel, dtype).zero_())
+        else:
+            self.keep_due(torch.zeros(numel, dtype=dtype, device=self._device))
+
+    def require_host(self) -> HostMemory:
+        """The host's memory; only if the table has a row there."""
+        assert self.host is not None
+        return self.host
+
+    def _is_below(self, buffer: Buffer) -> bool:
+        return buffer in self._below
+
+    def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
+        """Count what lies on the device; `HostMemory` counts its own."""
+        if not self._is_below(buffer):
+            self._meter.hold(kind, self.bytes_beside_grad_buffer(tensor))
+
+    def _drop(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
+        if not self._is_below(buffer):
+            self._meter.drop(kind, self.bytes_beside_grad_buffer(tensor))
+
+    def _give_back(self, buffer: Buffer, tensor: Tensor) -> None:
+        """`tensor` is no longer read."""
+        if self._is_below(buffer):
+            self.require_host().give_back(tensor)
+
+    def due_piece(self, index: int) -> Tensor | None:
+        """This rank's elements of the gradient of parameter `index`, as the update reads them; `None` if there is
+        none."""
+        if self.due is None:
+            return None
+        return _part(self.due, self._due_spans[index])
+
+    def note(self, index: int, *, has_one: bool) -> None:
+        """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
+        self.touched_here[index] = self.touched_anywhere[index] = has_one
+
+    def drop(self) -> None:
+        """Drop every gradient, wherever it waits."""
+        self.close_fresh()
+        grad = self.take_grad()
+        if grad is not None:
+            self._give_back("grad", grad)
+        if self.due is not None:
+            self._drop("due", self._kind_of_due, self.due)
+            self._give_back("due", self.due)
+            self.due = None
+        if self._grad_buffer is not None:
+            self._grad_buffer.leave()
+        self.touched_here = [False] * len(self._slots)
+        self.touched_anywhere = [False] * len(self._slots)
+
+    def let_go(self) -> None:
+        """Free all memory, also what is kept for later gradients, of which there will be none."""
+        self.drop()
+        self._grad_buffer = self._kept_fresh = self._used_fresh = None
+
+
+def _part(tensor: Tensor, span: Span) -> Tensor:
+    return tensor[span.start : span.stop]
+
+
+def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, int], ...]:
+    """Neighbouring slots that lie on equally many ranks form one range; the zeros between parameters may fall in
+    either."""
+    table = spec.table
+    over_data = math.prod(spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
+    found: list[tuple[Span, int]] = []
+    for slot in slots:
+        copies = over_data * (1 if slot.box is None else slot.box.copies)
+        mine = slot.span.overlap(due).within(due)
+        if found and found[-1][1] == copies:
+            found[-1] = (Span(found[-1][0].start, max(found[-1][0].stop, mine.stop)), copies)
+        elif mine.numel:
+            found.append((mine, copies))
+    return tuple(found)
+
+
+def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:
+    """The factor for gradients of `dtype`, equal to `scale` to the bit: a tensor if it can represent that exactly.
+
+    For a Python number torch makes a tensor in every call: 2.8 us instead of 1.2 for a gradient of 256 elements. In
+    fp32 the number is rounded before it is used anyway; in bf16 and fp16 it is not, and only powers of two are exact.
+    """
+    factor = torch.tensor(scale, dtype=dtype)
+    return factor if dtype == torch.float32 or factor.item() == scale else scale
+
+
+def _gaps(slots: Sequence[Slot], numel: int) -> list[Span]:
+    """The elements between parameters, and after the last. They are sent and summed, so they must be zero."""
+    starts = [slot.start for slot in slots[1:]] + [numel]
+    gaps = [Span(slot.span.stop, start) for slot, start in zip(slots, starts, strict=True)]
+    return [gap for gap in gaps if gap.numel]

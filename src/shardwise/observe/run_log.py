@@ -1,0 +1,401 @@
+"""The log of an engine's run: the record, trackers, notes of faults, and a timeline of one step.
+
+Every rank has a `RunLog`. `log` exchanges one small message between all ranks: the loop's values, how long the rank's
+last steps took and for what, and its memory. Rank 0 writes.
+
+[Note: each step once] If ranks are lost, the values of an iteration that became void are not written. All ranks know
+what all have logged, so the next rank 0 can write it, even if the former one died before it had.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm import World
+from shardwise.comm.generation import RECORD_PATH, Membership
+from shardwise.comm.weighing import mean_of
+from shardwise.observe.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
+from shardwise.observe.profiling import ProfileWindow
+from shardwise.observe.record import RunRecord, read_record, warns_if_unwritable
+from shardwise.observe.run_notes import Notes
+from shardwise.observe.run_timeline import StepTimeline
+from shardwise.observe.slowness import SlowWindow
+from shardwise.observe.trackers import Tracker, check_trackers, open_tracker
+from shardwise.plan import Plan
+from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_of
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.training import Session
+from shardwise.system.process_memory import process_memory
+from shardwise.system.telemetry import Lap
+
+RECORD = "record.jsonl"
+RANKS_EVERY_SECONDS = 1.0
+"""Lines about ranks are long for many ranks, so they are written at most this often."""
+_TIERS = ("device", "host", "disk")
+
+_log = logging.getLogger("shardwise")
+
+
+class RunLog:
+    """One rank's part of the log of a run. `close()` it."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        """Raises `ConfigError` for trackers or a profile that are impossible here; opens nothing before `follow`."""
+        wanted = plan.trackers or {}
+        self._wanted = {str(name): options for name, options in wanted.items()}
+        check_trackers(self._wanted, plan.run)
+        self._plan, self._world = plan, world
+        self.profile = ProfileWindow(plan.profile, plan.run, world.rank, world.device)
+        self._folder = None if plan.run is None else Path(plan.run)
+        self._has_record = self._folder is not None and (plan.trackers is None or "jsonl" in self._wanted)
+        self._trackers: list[Tracker] = []
+        self._record: RunRecord | None = None
+        self._notes: Notes | None = None
+        self._is_open = True
+        self._sharded: ShardedModel | None = None
+        self._lr: float | None = None
+        self._last_step = self._tokens = 0
+        self._has_begun = False
+        self._began_after: int | None = None
+        self._noted = -1
+        self._goes_on = world.is_newcomer
+        """Whether steps that were already logged are taken again."""
+        self._totals = RankTotals()
+        self._ranks_at = 0.0
+        self._memory: list[dict[str, Any]] = []
+        self._bytes = _Bytes()
+        self._timeline = StepTimeline(self._folder, is_made=world.is_newcomer)
+        self._at_exit: Callable[[], None] | None = None
+        self._slow: SlowWindow | None = None
+        self._last_entry: LogEntry | None = None
+        """The last log that counted. See [Note: each step once]."""
+
+    def _open(self, folder: Path) -> None:
+        self._at_exit = _closer(weakref.ref(self))
+        atexit.register(self._at_exit)
+        self._notes = Notes(folder, self._world.rank)
+        if self._world.rank != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open_trackers(folder)
+
+    def _open_trackers(self, folder: Path) -> None:
+        plan = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
+        config = {"world_size": self._world.size, **plan}
+        self._trackers = [
+            open_tracker(name, folder, config, options) for name, options in self._wanted.items() if name != "jsonl"
+        ]
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def follow(self, sharded: ShardedModel) -> None:
+        """`sharded` takes the steps from now on: the first one, or another after `reshard`."""
+        self._plan = self._plan.with_precision(sharded.plan.precision, "engine")  # auto has been settled
+        if self._folder is not None and self._notes is None:
+            self._open(self._folder)
+        self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
+        self._last_step = sharded.progress.num_steps
+        self.profile.follow(sharded.parts.timeline, sharded.progress.num_steps)
+        sharded.progress.on_step[:] = [self._note_step]
+        self._world.journal.clock.lap()
+
+    def go_on(self, world: World, sharded: ShardedModel) -> None:
+        """`sharded` takes the steps from now on, on the ranks of another generation. Their first rank continues the
+        record, whose next line has the number of ranks."""
+        was_first, self._world = self._world.rank == 0, world
+        self._flush_ranks(self._last_step)  # of the former ranks; the new ones have other numbers
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+        self._has_begun, self._goes_on = False, True
+        self._memory = []
+        self._timeline.give_up()  # it belonged to the former model
+        if self._folder is not None and world.rank == 0 and not was_first:
+            self._open_trackers(self._folder)
+        self.follow(sharded)
+
+    def _note_step(self) -> None:
+        sharded = self._sharded
+        assert sharded is not None
+        step = sharded.progress.num_steps
+        if step != self._noted + 1:  # the first one here, or the first after a resume
+            self._began_after = step - 1
+        self._noted = step
+        if sharded.parts.optimizer is not None:
+            lr = sharded.parts.optimizer.members[0].param_groups[0].get("lr")
+            self._lr = float(lr) if lr is not None else None
+        self._timeline.note_step(sharded)
+        self.profile.note_step(step)
+
+    # -- logging ------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        kind: str,
+        tokens: int,
+        samples: int,
+        session: Session,
+        *,
+        mean: bool = True,
+    ) -> dict[str, float]:
+        """See `Engine.log`."""
+        sharded = self._sharded
+        assert sharded is not None
+        numbers = numbers_of(values)
+        if session.is_arriving:
+            return numbers
+        if not mean and kind != "step":
+            if self._world.rank == 0 and not session.was_void():
+                self._begin(sharded, sharded.progress.num_steps)
+                self._write(LogEntry(kind, sharded.progress.num_steps, numbers, {}, 0))
+            return numbers
+        is_step = kind == "step"
+        lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
+        num_steps = max(1, sharded.progress.num_steps - self._last_step)
+        own_values = numbers if mean or self._world.rank == 0 else {}
+        mine = self._message(sharded, own_values, tokens, samples, lap).message()
+        messages = [
+            RankMessage.of(message) for message in session.asking(lambda: self._exchange(mine, is_step=is_step))
+        ]
+        written = _means(messages, numbers) if mean else messages[0].values
+        sharded = self._sharded or sharded  # which may be of another generation by now
+        step = sharded.progress.num_steps
+        if session.was_void():
+            self._last_step = step if is_step else self._last_step
+            return written if mean else numbers
+        combined = _combined(sharded, self._world.rank, messages, num_steps, self._lr) if is_step else ({}, 0)
+        entry = LogEntry(kind, step, written, *combined)
+        if self._world.rank == 0:
+            self._begin(sharded, step - 1 if is_step else step)
+            self._write(entry)
+            if is_step:
+                self._write_ranks(messages, step)
+                self._write_memory(messages, step)
+        self._last_entry = entry
+        if is_step:
+            self._look_for_slow(sharded, messages, step)
+            self._last_step = step
+        return written if mean else numbers
+
+    def _exchange(self, mine: bytes, *, is_step: bool) -> list[str]:
+        """The messages of all ranks, by rank."""
+        assert self._sharded is not None
+        messages = [message.decode() for message in self._world.exchange(mine, "log")]
+        if is_step:
+            self._timeline.share(self._sharded, self._world)
+        return messages
+
+    def _look_for_slow(self, sharded: ShardedModel, messages: list[RankMessage], step: int) -> None:
+        """Report slow ranks, the same on all ranks; a slow rank may be asked to leave."""
+        plan, membership = sharded.plan.slow, self._world.membership
+        if self._slow is None:
+            axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
+            self._slow = SlowWindow(plan.factor, plan.seconds, axes)
+        rows = [{**vars(one.lap), "computing": one.lap.computing} for one in messages]
+        spare = self._world.size - membership.least if membership is not None else 0
+        for found in self._slow.add(rows, [one.weight for one in messages], max(1, step - self._last_step)):
+            leaves, what = _consequence(membership if plan.leave and found.rank is not None else None, spare)
+            spare -= leaves
+            if self._world.rank == 0:
+                _log.warning("%s%s", found.words, what)
+                if self._record is not None:
+                    self._record.write("slow", step=step, rank=found.rank, words=found.words, leaves=leaves)
+            if leaves and membership is not None and found.rank == self._world.rank:
+                membership.leave()
+
+    def _message(
+        self, sharded: ShardedModel, numbers: dict[str, float], tokens: int, samples: int, lap: Lap
+    ) -> RankMessage:
+        """This rank's message."""
+        process = process_memory()
+        memory = {"process": process.now_bytes, "process_peak": process.peak_bytes}
+        tiers = self._bytes.by_tier(sharded) if self._folder is not None and lap.seconds > 0 else {}
+        return RankMessage(numbers, int(tokens), int(samples), lap, memory, tiers, sharded.progress.weighing.reported)
+
+    def _write(self, entry: LogEntry) -> None:
+        line = {**entry.line, **entry.means}
+        if entry.tokens:
+            self._tokens += entry.tokens
+            line["tokens"] = self._tokens
+        if self._record is not None:
+            self._record.write(entry.kind, step=entry.step, **line)
+        prefix = "" if entry.kind == "step" else f"{entry.kind}/"
+        numbers = {f"{prefix}{name}": value for name, value in line.items() if value is not None and name != "time"}
+        self._tell_trackers(lambda tracker: tracker.log(entry.step, numbers))
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        """Those that cannot write are left out from now on."""
+        for tracker in list(self._trackers):
+            self._trackers.remove(tracker)
+            with warns_if_unwritable(f"The log of the tracker {type(tracker).__name__}"):
+                tell(tracker)
+                self._trackers.append(tracker)
+
+    def _write_ranks(self, messages: list[RankMessage], step: int) -> None:
+        self._totals.add(messages, max(1, step - self._last_step))
+        if time.monotonic() - self._ranks_at >= RANKS_EVERY_SECONDS:
+            self._flush_ranks(step)
+
+    def _flush_ranks(self, step: int) -> None:
+        if self._record is not None and self._totals.messages:
+            rows = self._totals.of_ranks()
+            self._record.write("ranks", step=step, time=time.time(), num_steps=self._totals.num_steps, ranks=rows)
+        self._totals, self._ranks_at = RankTotals(), time.monotonic()
+
+    def _write_memory(self, messages: list[RankMessage], step: int) -> None:
+        """Write promised and held bytes, rank by rank, if they have changed."""
+        known = self._memory or [{} for _ in messages]
+        rows = [one.tiers or before for one, before in zip(messages, known, strict=True)]
+        if self._record is not None and rows != self._memory:
+            self._memory = rows
+            self._record.write("memory", step=step, ranks=rows)
+
+    def _begin(self, sharded: ShardedModel, step: int) -> None:
+        """Begin the log on rank 0, with the first line. It continues after `step`, or after the last step that was
+        taken elsewhere, if that is less."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        after = step if self._goes_on or self._began_after is None else self._began_after
+        self._tell_trackers(lambda tracker: tracker.begin(after))
+        if self._has_record and self._folder is not None:
+            with warns_if_unwritable(self._folder / RECORD):
+                self._open_record(self._folder / RECORD, sharded, after)
+
+    def _open_record(self, path: Path, sharded: ShardedModel, step: int) -> None:
+        plan = sharded.plan.model_dump(mode="json")
+        axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
+        more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.parts.sharding.device)}
+        size = self._world.size
+        is_of_this_job = self._register_record(path) or self._last_entry is not None
+        if step <= 0 and not is_of_this_job:
+            self._record = RunRecord.start(path, plan=plan, world_size=size, **more)
+            return
+        self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
+        record, entry = read_record(path), self._last_entry
+        self._tokens = int(max((tokens for _, tokens in record.column("tokens")), default=0))
+        if entry is not None and entry.step <= step and not any(entry.is_in(line) for line in record.lines):
+            self._write(entry)
+
+    def _register_record(self, path: Path) -> bool:
+        """Tell an elastic launcher where the record is, because it writes there who caused a fault; returns whether it
+        already knew."""
+        membership = self._world.membership
+        if membership is None or membership.folder is None:
+            return False
+        note = membership.folder / RECORD_PATH
+        is_known = note.exists()
+        note.write_text(str(path.resolve()))
+        return is_known
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Stop logging, because the others continue without this rank, and with the record."""
+        if self._record is not None:
+            self._record.close()
+        self._record, self._has_record, self._trackers = None, False, []
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write how the run ended. May be called twice."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        if self._sharded is not None:
+            self._sharded.progress.on_step.clear()
+        self.profile.close()
+        if self._notes is not None:
+            if error is not None:
+                self._notes.error(error)
+            self._notes.close()
+        if self._last_entry is not None and self._sharded is not None and self._world.rank == 0:
+            self._begin(self._sharded, self._sharded.progress.num_steps)  # if nothing was logged since a loss
+        self._flush_ranks(self._last_step)
+        if self._record is not None:
+            outcome = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}
+            self._record.write("end", step=self._last_step, time=time.time(), **outcome)
+            self._record.close()
+        self._tell_trackers(lambda tracker: tracker.close(failed=error is not None))
+
+
+class _Bytes:
+    """Bytes that a rank was promised and holds under one plan."""
+
+    def __init__(self) -> None:
+        self._report: MemoryReport | None = None
+        self._measured_at = -RANKS_EVERY_SECONDS
+
+    def by_tier(self, sharded: ShardedModel) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes promised and measured, by tier and kind; empty if they were measured a moment ago."""
+        now = time.monotonic()
+        if now - self._measured_at < RANKS_EVERY_SECONDS:
+            return {}
+        # the promise depends on the program, which is known after the first step
+        report = memory_of(sharded) if self._report is None else measured_anew(sharded, self._report)
+        self._report, self._measured_at = report, now
+        promised = (report.promised, report.promised_on_host, report.promised_on_disk)
+        measured = (report.measured, report.measured_on_host, report.measured_on_disk)
+        return {
+            "promised": dict(zip(_TIERS, promised, strict=True)),
+            "measured": dict(zip(_TIERS, measured, strict=True)),
+            "replicated": {"device": report.replicated},
+        }
+
+
+def _combined(
+    sharded: ShardedModel, rank: int, messages: list[RankMessage], num_steps: int, lr: float | None
+) -> tuple[dict[str, Any], int]:
+    """Metrics of all ranks together, over the last `num_steps`, and their number of tokens."""
+    seconds = max(one.lap.seconds for one in messages)
+    shares = sharded.mesh.data_place(rank)[1] / len(messages)
+    tokens = round(sum(one.tokens for one in messages) * shares)
+    samples = round(sum(one.samples for one in messages) * shares)
+    norm = sharded.progress.gradient_norm
+    line: dict[str, Any] = {"seconds": seconds / num_steps, "norm": None if norm is None else float(norm)}
+    if lr is not None:
+        line["lr"] = lr
+    if tokens:
+        line["tokens_per_second"] = tokens / seconds
+    if samples:
+        line["samples_per_second"] = samples / seconds
+    return {**line, "time": time.time()}, tokens
+
+
+def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, float]:
+    check_names(messages)
+    weights = [one.weight for one in messages]
+    return {name: mean_of([one.values[name] for one in messages], weights) for name in names}
+
+
+def _consequence(membership: Membership | None, num_spare: int) -> tuple[bool, str]:
+    """Whether a slow rank leaves, and what follows, for the log; without a `membership` it was not to leave."""
+    if membership is None:
+        return False, ""
+    if num_spare > 0:
+        return True, "; it is left out"
+    return False, f"; it stays, because the job needs {membership.least} ranks (--elastic)"
+
+
+def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:
+    """A function that ends the log of a script that does not close its engine."""
+
+    def close() -> None:
+        alive = log()
+        if alive is not None:
+            alive.close(getattr(sys, "last_value", None))  # the uncaught exception, if there is one
+
+    return close
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Splits of the model itself: tensor, pipeline, sequence and expert parallelism."""

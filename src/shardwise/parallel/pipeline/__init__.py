@@ -1,0 +1,38 @@
+"""Pipeline parallelism: a model's modules are split into stages along the mesh axis `pp`, and steps run through
+them."""
+
+from shardwise.parallel.pipeline.pipeline import Pipeline, Trainer
+from shardwise.parallel.pipeline.sends import most_under_way
+from shardwise.parallel.pipeline.stage_layout import (
+    AXIS,
+    StageLayout,
+    has_pipeline,
+    stage_layout,
+    stage_warnings,
+)
+from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
+from shardwise.parallel.pipeline.staged_model import PLAIN_LOOP, StagedModel
+from shardwise.parallel.pipeline.tied_gradients import SharedGradients
+from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads, backward_of_weights
+from shardwise.parallel.pipeline.whole_tensors import AcrossStages
+
+__all__ = [
+    "AXIS",
+    "PLAIN_LOOP",
+    "AcrossStages",
+    "Aside",
+    "Layout",
+    "Pipeline",
+    "SharedGradients",
+    "StageLayout",
+    "StageMessage",
+    "StageMessageLayout",
+    "StagedModel",
+    "Trainer",
+    "WeightGrads",
+    "backward_of_weights",
+    "has_pipeline",
+    "most_under_way",
+    "stage_layout",
+    "stage_warnings",
+]

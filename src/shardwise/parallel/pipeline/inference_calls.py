@@ -1,0 +1,198 @@
+"""Calls of the model itself in a pipeline, without gradients: inside `engine.inference()`.
+
+[Note: calls by all] Each call is a single micro-batch: a rank runs its stages, and the last stage's rank then sends the
+output to all, so that every rank returns what the unsplit model does, and code around the call, such as a loop that
+generates, runs on every rank as it is. So all ranks of a pipeline have to make the same calls. Each is preceded by a
+meeting that compares them, and so is the end. Shapes may change from call to call: layouts travel with tensors.
+What is called may also be a module in the model that has all stages: peft's `generate` calls the model that it wraps.
+
+The alternative, one rank that drives the others, saves a broadcast of the logits per token, but then code around the
+model runs on one rank, and the others have to interpret its orders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from shardwise.comm import BatchCheck, Collectives, require_same_batch
+from shardwise.errors import ModelError, StateError
+from shardwise.parallel.pipeline.caches import CallCache, Growth, cache_in, is_cache, layers_of, with_cache
+from shardwise.parallel.pipeline.call_agreement import CallAgreement
+from shardwise.parallel.pipeline.pipeline import Pipeline
+from shardwise.parallel.pipeline.sends import as_sent
+from shardwise.parallel.pipeline.stage_messages import DTYPES, Layout
+from shardwise.parallel.pipeline.staged_model import Forward
+from shardwise.runtime import Inference, named_tensors
+from shardwise.runtime.micro_batches import MicroBatch
+
+Tensor = torch.Tensor
+_COLLECTED = ("output_hidden_states", "output_attentions")
+
+
+class Calls:
+    """Answers calls of a model in stages. `collectives` are those of `device`, where the model is."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        collectives: Collectives,
+        device: torch.device,
+        inference: Inference,
+        meetings: CallAgreement,
+    ) -> None:
+        self._pipeline = pipeline
+        self._inference = inference
+        self._meetings = meetings
+        self._staged = pipeline.staged
+        self._line = pipeline.line
+        self._collectives = collectives
+        self._device = device
+        self._batches = BatchCheck(self._line, device)
+        self._layers = {stage: layers_of(self._staged.modules_of(stage)) for stage in self._staged.stages}
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """A context in which the model may be called. All ranks of the pipeline enter, and make the same calls."""
+        self._staged.answer, self._staged.gathers_in_calls = self._answer, self._meetings.are_common
+        try:
+            yield
+            while not self._meetings.end():
+                self._stand_by()
+        except BaseException:
+            self._meetings.fail()
+            raise
+        finally:
+            self._staged.answer, self._staged.gathers_in_calls = None, False
+
+    def _stand_by(self) -> None:
+        """While other pipelines make a call, take part in the rounds of this rank's stages."""
+        for _ in self._staged.stages:
+            with self._inference.rounds():
+                pass
+        self._meetings.call_is_over()
+
+    def _answer(self, model: nn.Module, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a call of `model`, the whole one or one in it that has all stages, on every rank."""
+        pipeline = self._pipeline
+        self._require_possible(kwargs)
+        kwargs = with_cache(model, args, kwargs)
+        part = MicroBatch(args, kwargs)
+        cache = cache_in(args, kwargs)
+        grown = None if cache is None else CallCache(cache, self._layers)
+        called_with = named_tensors(*_without(cache, args, kwargs))
+        if not self._meetings.call(model, self._batches.word_of(called_with) or b""):
+            require_same_batch(called_with, self._line)
+        output: Any = None
+        with pipeline.cleared_on_error():
+            for stage in self._staged.stages:
+                with ExitStack() as stack:
+                    if grown is not None:
+                        stack.enter_context(grown.in_stage(stage))
+                    output = self._through(stage, model, part, run)
+                run = model  # with its hooks, as if each further stage were a rank of its own
+            pipeline.end_forwards()
+            return self._shared(output, grown)
+
+    def _through(self, stage: int, model: nn.Module, part: MicroBatch, run: Forward) -> Any:
+        """Run one stage, between what it receives and sends."""
+        pipeline = self._pipeline
+        arrived = pipeline.forward_from[stage].receive_once() if stage else None
+        forward = partial(run, *part.args, **part.kwargs)
+        with self._inference.rounds():
+            output, sent = pipeline.through(stage, 0, part, arrived, forward, called=model, sends_others=True)
+        if sent is not None:
+            pipeline.forward_to[stage].send_once(output, sent)
+        return output
+
+    def _shared(self, output: Any, cache: CallCache | None) -> Any:
+        """The output of the last stage, on every rank; the caches of all ranks then hold as much."""
+        pp_rank, growth = self._line.index, None if cache is None else cache.growth()
+        given = None if cache is None else cache.cache
+        last = self._pipeline.last_place
+        tensors: list[Tensor] = []
+        described: dict[str, Any] = {"grown": growth}
+        if pp_rank == last:
+            described |= _described(output, given, type(self._staged.model).__name__, tensors)
+        told: list[dict[str, Any]] = [json.loads(one) for one in self._line.exchange(json.dumps(described).encode())]
+        self._meetings.call_is_over()
+        if "refused" in told[last]:
+            raise ModelError(told[last]["refused"])
+        if cache is not None:
+            found = [Growth(*one["grown"]) for one in told if one["grown"] is not None]
+            if found:
+                cache.grow_others(found[0])
+        layouts = [Layout.of_plain(plain) for plain in told[last]["tensors"]]
+        if pp_rank != last:
+            tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
+        for tensor in tensors:
+            if tensor.numel():
+                sent = as_sent(tensor.detach().contiguous().view(-1))
+                self._collectives.broadcast(sent, self._line.ranks[last], self._line.group, "outputs").wait()
+        self._collectives.synchronize()
+        return output if pp_rank == last else _rebuilt(told[last], given, tensors)
+
+    def _require_possible(self, kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            raise StateError(
+                "The model was called with gradients enabled inside engine.inference(), where none can be computed. "
+                "Train outside of it."
+            )
+        config = getattr(self._staged.model, "config", None)
+        for name in _COLLECTED:
+            asked = kwargs.get(name)
+            if getattr(config, name, False) if asked is None else asked:
+                raise ModelError(
+                    f"{name} collects something of all layers, and a rank of a pipeline has only those of its stages. "
+                    f"Leave it out of the call, or the axis {self._line.axis!r} out of the mesh."
+                )
+
+
+def _without(cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call without its cache, which differs between ranks."""
+    return [one for one in args if one is not cache], {key: one for key, one in kwargs.items() if one is not cache}
+
+
+def _described(output: Any, cache: Any, model: str, tensors: list[Tensor]) -> dict[str, Any]:
+    """An output as plain data, apart from its tensors, which are appended to `tensors`; or why it is refused."""
+    leaves, spec = tree_flatten(output, is_leaf=is_cache)
+    plain: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dtype in DTYPES.values() and leaf.layout is torch.strided:
+            plain.append({"tensor": len(tensors)})
+            tensors.append(leaf)
+        elif leaf is cache or leaf is None or isinstance(leaf, bool | int | float | str):
+            plain.append({"cache": True} if leaf is not None and leaf is cache else {"plain": leaf})
+        else:
+            what = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            return _refused(model, what)
+    try:
+        shape = treespec_dumps(spec)
+    except NotImplementedError:
+        return _refused(model, f"a {type(output).__name__}")
+    return {"shape": shape, "leaves": plain, "tensors": [Layout.of(one).plain() for one in tensors]}
+
+
+def _refused(model: str, what: str) -> dict[str, Any]:
+    return {
+        "refused": f"{model} returns {what}, which the last pipeline stage cannot send to the others. Let it return "
+        f"tensors, in tuples, lists or dicts; with transformers, try use_cache=False."
+    }
+
+
+def _rebuilt(described: Mapping[str, Any], cache: Any, tensors: Sequence[Tensor]) -> Any:
+    """The output that `_described` has described."""
+    leaves: list[Any] = []
+    for one in described["leaves"]:
+        if "tensor" in one:
+            leaves.append(tensors[one["tensor"]])
+        else:
+            leaves.append(cache if "cache" in one else one["plain"])
+    return tree_unflatten(leaves, treespec_loads(described["shape"]))

@@ -1,0 +1,390 @@
+"""Runs the micro-batches of a step through the stages of this rank, in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm import BatchCheck, Line, World, link_between
+from shardwise.errors import StateError
+from shardwise.parallel.pipeline.sends import Channel, most_under_way
+from shardwise.parallel.pipeline.stage_layout import AXIS, StageLayout
+from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
+from shardwise.parallel.pipeline.staged_model import StagedModel
+from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads
+from shardwise.parallel.pipeline.whole_tensors import AcrossStages
+from shardwise.plan.mesh import Mesh
+from shardwise.program.schedule import Op
+from shardwise.runtime import named_tensors, tensors_in
+from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss
+from shardwise.system.telemetry import STAGES, Timeline
+
+Tensor = torch.Tensor
+
+
+class Trainer(Protocol):
+    """Runs backwards: it knows the loss scale, and when each gradient is reduced."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of a micro-batch's loss."""
+        ...
+
+    def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
+        """Announce that `op` runs next, and whether it is the last of its kind for its stage."""
+        ...
+
+    def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
+        """A context in which backwards are first halves; see [Note: two halves]."""
+        ...
+
+    def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Run a stage's backward from the gradients of the outputs that it sent."""
+        ...
+
+    def backward_of_weights(self, aside: Sequence[Aside]) -> None:
+        """Run the second half of a backward; see [Note: two halves]."""
+        ...
+
+
+@dataclass
+class _Held:
+    """What a forward keeps for its backward: its outputs, with their layouts if they were sent, and what it
+    received."""
+
+    outputs: Sequence[Tensor]
+    layouts: Sequence[Layout]
+    arrived: StageMessage | None
+
+    @property
+    def awaited(self) -> list[Layout]:
+        """Layouts of the gradients that come back for what was sent."""
+        return [layout for layout in self.layouts if layout.has_grad]
+
+
+@dataclass
+class _Step:
+    """The state of one step."""
+
+    parts: Sequence[MicroBatch]
+    kinds: Sequence[Hashable]
+    loss_fn: LossFunction | None
+    timeline: Timeline
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    aside: dict[tuple[int, int], list[Aside]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs schedules on the stages of this rank. All ranks along the axis call every method, with the same batch."""
+
+    def __init__(self, staged: StagedModel, world: World, mesh: Mesh, device: torch.device) -> None:
+        self.staged = staged
+        self.layout: StageLayout = staged.layout
+        self.across = AcrossStages(staged, world, mesh, device)
+        self.pp_rank = mesh.coordinate(world.rank)[AXIS]
+        self._line = world.group(mesh, AXIS)
+        self._collectives = world.collectives(device)
+        self._device = device
+        self._batches = BatchCheck(self.line, device)
+        from shardwise.parallel.pipeline.auxiliary_losses import LossesAside  # only ranks with a pipeline load them
+        from shardwise.parallel.pipeline.on_every_stage import OnEveryStage
+
+        self._losses_aside = LossesAside
+        self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
+        self._forms: dict[Hashable, tuple[int, ...]] = {}
+        """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
+        self._row = self.layout.schedule.rows[self.pp_rank]
+        is_halved = any(op.kind == "I" for op in self._row)
+        self._weights = WeightGrads(staged.own_modules()) if is_halved else None
+        self._last_stage = len(self.layout.stages) - 1
+        host = world.collectives(torch.device("cpu"))
+        most = most_under_way(self.layout.num_ranks)
+        self.forward_to: dict[int, Channel] = {}
+        """By stage of this rank: where it sends its outputs, and whence its inputs come (`forward_from`)."""
+        self.forward_from: dict[int, Channel] = {}
+        self._backward_to: dict[int, Channel] = {}
+        self._backward_from: dict[int, Channel] = {}
+        for stage in range(self._last_stage):
+            lower, upper = (self._line.ranks[self.layout.pp_rank_of(one)] for one in (stage, stage + 1))
+            up = link_between(AXIS, lower, upper, world.rank, f"{stage}>{stage + 1}")
+            down = link_between(AXIS, upper, lower, world.rank, f"{stage + 1}>{stage}")
+            if world.rank == lower:
+                self.forward_to[stage] = Channel(up, "activation", self._collectives, host, device, most)
+                self._backward_from[stage] = Channel(down, "gradient", self._collectives, host, device, most)
+            if world.rank == upper:
+                self.forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
+                self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks along the pipeline, by pipeline rank; blocks."""
+        return self._collectives.exchange(message, self._line, "stages")
+
+    @property
+    def line(self) -> Line:
+        """The ranks of the pipeline, with the collectives between them."""
+        return Line(self._collectives, self._line)
+
+    @property
+    def last_place(self) -> int:
+        """The pipeline rank with the last stage."""
+        return self.layout.pp_rank_of(self._last_stage)
+
+    @property
+    def row(self) -> tuple[Op, ...]:
+        """This rank's operations in a step, in order."""
+        return self._row
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether a batch has gone through the stages: the same on all ranks of the pipeline."""
+        return bool(self._forms)
+
+    @property
+    def halved_params(self) -> set[nn.Parameter] | None:
+        """The parameters whose gradients come in the second half of a backward; `None` if the schedule has no halves:
+        see [Note: two halves] in `weight_grads.py`."""
+        return None if self._weights is None else self._weights.params
+
+    def attach(self) -> None:
+        """Replace the model's forward, and those of linear layers if the schedule splits backwards."""
+        self.staged.attach()
+        if self._weights is not None:
+            self._weights.attach()
+
+    def release(self) -> None:
+        self.staged.release()
+        if self._weights is not None:
+            self._weights.release()
+
+    def train(
+        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
+        self._require_whole()
+        self._check_same_batch(parts)
+        step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, timeline)
+        with self.cleared_on_error():
+            last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
+            for index, op in enumerate(self._row):
+                trainer.begin_op(op, is_last_of_kind=index == last[op.kind, op.stage])
+                following = self._row[index + 1] if index + 1 < len(self._row) else None
+                if op.kind == "F":
+                    self._forward(op, step, following)
+                elif op.kind == "W":
+                    self._look_ahead(following, step)
+                    with self._on_timeline(op, step):
+                        trainer.backward_of_weights(step.aside.pop((op.stage, op.micro_batch)))
+                else:
+                    self._backward(op, step, trainer, following)
+            return self._finish(step)
+
+    def evaluate(
+        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
+    ) -> Tensor:
+        """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
+        self._require_whole()
+        with torch.no_grad(), self.cleared_on_error():
+            step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, Timeline())
+            for op in self._row:
+                if op.kind == "F":
+                    begin_stage(op.stage)
+                    self._forward(op, step, None)
+                    step.held.clear()
+            begin_stage(None)
+            return self._finish(step)
+
+    # -- one op -----------------------------------------------------------------------------------------
+
+    def _forward(self, op: Op, step: _Step, following: Op | None) -> None:
+        _, batch, stage = op
+        part, kind = step.parts[batch], step.kinds[batch]
+        arrived = None
+        if stage:
+            channel = self.forward_from[stage]
+            with self._on_timeline(op, step, "wait "):
+                layout = channel.layout(kind)
+                arrived = StageMessage(channel.receive(layout.tensors, batch), layout)
+            for tensor, one in zip(arrived.tensors, layout.tensors, strict=True):
+                tensor.requires_grad_(one.has_grad and torch.is_grad_enabled())
+        self._look_ahead(following, step)
+        with self._on_timeline(op, step):
+            outputs, sent = self._trained_through(op, part, arrived, step.loss_fn)
+        if sent is None:
+            step.losses.append(outputs[0].detach())
+        else:
+            self.forward_to[stage].send_with_layout(outputs, sent, kind, batch)
+        step.held[stage, batch] = _Held(outputs, () if sent is None else sent.tensors, arrived)
+
+    def _trained_through(
+        self, op: Op, part: MicroBatch, arrived: StageMessage | None, loss_fn: LossFunction | None
+    ) -> tuple[Sequence[Tensor], StageMessageLayout | None]:
+        """The forward of a stage: its outputs and their layout, or the loss."""
+
+        def forward() -> Any:
+            output = self.staged.model(*part.args, **part.kwargs)
+            return (part.loss(output, loss_fn),) if op.stage == self._last_stage else output
+
+        return self.through(op.stage, op.micro_batch, part, arrived, forward)
+
+    def through(
+        self,
+        stage: int,
+        number: int,
+        part: MicroBatch,
+        arrived: StageMessage | None,
+        forward: Callable[[], Any],
+        *,
+        called: nn.Module | None = None,
+        sends_others: bool = False,
+    ) -> tuple[Any, StageMessageLayout | None]:
+        """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
+
+        The first forward of each kind is watched; for `called` and `sends_others` see `StagedModel.running`.
+        """
+        called = called or self.staged.model
+        form = (called, stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
+        is_new, is_last = form not in self._forms, stage == self._last_stage
+        is_first_here = stage == self.staged.stages[0]
+        losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
+        with (
+            self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
+            self.staged.running(
+                stage, arrived, called=called, is_watched=is_new, sends=self._forms.get(form), sends_others=sends_others
+            ),
+        ):
+            outputs = forward()
+            if is_new:
+                self.staged.require_own(outputs)
+            if losses is not None:
+                losses.require_none(outputs)
+            sent = None if is_last else self.staged.handed_over
+        self._forms.setdefault(form, () if sent is None else sent.arguments)
+        return outputs, sent
+
+    def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
+        _, batch, stage = op
+        held = step.held.pop((stage, batch))
+        gradients: list[Tensor] = []
+        if stage < self._last_stage:
+            with self._on_timeline(op, step, "wait "):
+                gradients = self._backward_from[stage].receive(held.awaited, batch)
+            self.forward_to[stage].was_answered(batch)
+        self._look_ahead(following, step)
+        with (
+            self._on_timeline(op, step),
+            self.staged.running(stage, held.arrived, is_backward=True),
+            self._halved(op, step, trainer),
+        ):
+            if stage == self._last_stage:
+                trainer.backward(held.outputs[0])
+            else:
+                with_grads = [one for one, layout in zip(held.outputs, held.layouts, strict=True) if layout.has_grad]
+                trainer.backward_through(with_grads, gradients)
+        if held.arrived is not None:
+            received = [tensor for tensor in held.arrived.tensors if tensor.requires_grad]
+            answer = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
+            self._backward_to[stage].send(answer, batch)
+
+    def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
+        """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
+        return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
+
+    @contextmanager
+    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> Iterator[None]:
+        """A context in which the backward is a first half if `op` is one."""
+        if op.kind != "I" or self._weights is None:
+            yield
+            return
+        with trainer.first_half(op.micro_batch), self._weights.put_aside() as aside:
+            yield
+        step.aside[op.stage, op.micro_batch] = aside
+
+    def _look_ahead(self, op: Op | None, step: _Step) -> None:
+        """Begin to receive the input of `op`, if its size is known."""
+        if op is None:
+            return
+        kind, batch, stage = op
+        if kind == "F" and stage and self.forward_from[stage].knows(step.kinds[batch]):
+            channel = self.forward_from[stage]
+            channel.expect(channel.layout(step.kinds[batch]).tensors, batch)
+        held = step.held.get((stage, batch))
+        if kind in "BI" and stage < self._last_stage and held is not None:
+            self._backward_from[stage].expect(held.awaited, batch)
+
+    def _kind_of(self, part: MicroBatch) -> Hashable:
+        """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
+        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), _form_of(part)
+
+    def _require_whole(self) -> None:
+        if self.staged.gathers_in_calls:
+            raise StateError(
+                "Inside engine.inference() that does not keep all parameters of a pipeline, they are whole only in "
+                "calls of the model. Leave it before steps and engine.eval_step(), or give it more keep_bytes."
+            )
+
+    def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
+        """Raise unless all ranks of the pipeline were given the same batch."""
+        named = {
+            f"micro-batch {number}, {name}": tensor
+            for number, part in enumerate(parts)
+            for name, tensor in named_tensors(part.args, part.kwargs).items()
+        }
+        self._batches.see(named)
+
+    # -- the end of a step ------------------------------------------------------------------------------
+
+    def end_forwards(self) -> None:
+        """All micro-batches have passed through the stages of this rank: nothing is on its way any more."""
+        for channel in self._channels():
+            channel.wait_for_sends()
+        self._on_every_stage.compare(self.exchange)
+        self._on_every_stage.forget()
+
+    def _finish(self, step: _Step) -> Tensor:
+        self.end_forwards()
+        mean = torch.zeros(1, dtype=torch.float32, device=self._device)
+        root = self._line.ranks[self.last_place]
+        if step.losses:
+            mean[0] = mean_loss(step.losses, step.parts).float()
+        self._collectives.broadcast(mean, root, self._line, "loss").wait()
+        return mean[0]
+
+    @contextmanager
+    def cleared_on_error(self) -> Iterator[None]:
+        """A context after which, if it raises, messages on their way are dropped."""
+        try:
+            yield
+        except BaseException:
+            for channel in self._channels():
+                channel.abandon()
+            raise
+
+    def _channels(self) -> Iterator[Channel]:
+        for channels in (self.forward_to, self.forward_from, self._backward_to, self._backward_from):
+            yield from channels.values()
+
+
+def _looks_of(part: MicroBatch) -> Hashable:
+    """A key that is equal for micro-batches with inputs of equal shapes and dtypes."""
+
+    def looks(value: Any) -> Hashable:
+        return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))
+
+    return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())
+
+
+def _form_of(part: MicroBatch) -> Hashable:
+    """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes, and all values but
+    those on which models are known to branch."""
+
+    def looks(value: Any) -> Hashable:
+        plain = value if isinstance(value, bool | str) or value is None else type(value)
+        return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
+
+    named = tuple((key, looks(value)) for key, value in sorted(part.kwargs.items()))
+    return tuple(map(looks, part.args)), named, part.branches

@@ -1,0 +1,184 @@
+"""Modules that stand for those of other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError, StateError
+from shardwise.parallel.pipeline.placeholder_values import TensorFacts
+
+Tensor = torch.Tensor
+
+
+class ElsewhereError(ModelError, AttributeError):
+    """The forward reads an attribute of a module on another stage; being an `AttributeError`, it answers `hasattr`."""
+
+
+class Owner(Protocol):
+    """The model that runs, with absent modules in it."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the model, or its loss, is being computed."""
+        ...
+
+    def pass_by(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of a module that is not in the running stage."""
+        ...
+
+    def stand_in_for(self, facts: TensorFacts) -> Tensor:
+        """A stand-in for a parameter or buffer of another stage."""
+        ...
+
+    def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:
+        """Whether modules of a class have set an attribute to a tensor."""
+        ...
+
+
+class PlaceholderModule(nn.Module):
+    """Stands for a module of another stage, or for one inside it.
+
+    It has the plain attributes of that module. While a forward runs, it looks like that module to a forward that goes
+    through all modules: it is an instance of its class, and has stand-ins for its parameters, buffers and inner
+    modules, of which the forward may read shapes, dtypes and devices. The parameters that the module shares with one of
+    this stage are the real ones.
+    """
+
+    def __init__(self, name: str, number: int, original: nn.Module, owner: Owner, kept: set[Tensor]) -> None:
+        super().__init__()
+        self._name, self._number, self._owner, self._original_class = name, number, owner, type(original)
+        self._plain = {
+            key: value
+            for key, value in original.__dict__.items()
+            if not key.startswith("_") and not isinstance(value, nn.Module | Tensor) and not callable(value)
+        }
+        own: list[tuple[str, Tensor | None, bool]] = [(key, one, True) for key, one in original._parameters.items()]
+        own += [(key, one, False) for key, one in original._buffers.items()]
+        self._facts = {
+            key: TensorFacts(f"{name}.{key}", tuple(one.shape), one.dtype, one.device, one.requires_grad, is_param)
+            for key, one, is_param in own
+            if one is not None and one not in kept
+        }
+        self.__dict__["_inner"] = {
+            key: _Inner(f"{name}.{key}", number, child, owner, kept)
+            for key, child in original._modules.items()
+            if child is not None
+        }
+        self.training = original.training
+        self.__dict__["_parameters"] = _InForward(self._stand_ins)
+        self.__dict__["_modules"] = _InForward(self._unregistered)
+        for key, param in original._parameters.items():
+            if param is not None and param in kept:
+                self.register_parameter(key, param)
+        for key, child in original._modules.items():
+            if child is not None and any(param in kept for param in child.parameters()):
+                self.add_module(key, self._inner[key])
+        if original.state_dict(keep_vars=True):
+            refuse_states(self)
+
+    @property  # type: ignore[misc]  # typeshed's can be set
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]  # what isinstance() asks
+        return self._original_class if self._is_in_forward() else type(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._owner.pass_by(self._name, self._number, args, kwargs)
+
+    def _is_in_forward(self) -> bool:
+        owner: Owner | None = self.__dict__.get("_owner")
+        return owner is not None and owner.is_in_forward
+
+    def _stand_ins(self) -> dict[str, Any]:
+        """Those for parameters, while a forward runs."""
+        if not self._is_in_forward():
+            return {}
+        return {key: self._owner.stand_in_for(facts) for key, facts in self._facts.items() if facts.is_param}
+
+    def _unregistered(self) -> dict[str, Any]:
+        """The inner modules, while a forward runs."""
+        return self._inner if self._is_in_forward() else {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own = self.__dict__
+            if "_owner" not in own or name.startswith("__"):
+                raise
+            if self._owner.is_set_in_forward(self._original_class, name):
+                raise ModelError(
+                    f"The model's forward reads {name} of {self._name}, a tensor which that module computes, but it "
+                    f"lies on another pipeline stage. Pipeline stages pass on only activations."
+                ) from None
+            if name in own.get("_plain", {}):
+                return own["_plain"][name]
+            if self._is_in_forward() and name in own.get("_facts", {}):
+                return self._owner.stand_in_for(own["_facts"][name])
+            if self._is_in_forward() and name in own.get("_inner", {}):
+                return own["_inner"][name]
+            raise ElsewhereError(
+                f"The model's forward reads {name} of {own.get('_name')}, which lies on another pipeline stage. A "
+                f"pipeline can only call the modules of its stages; list others: pipeline.stages."
+            ) from None
+
+
+class _Inner(PlaceholderModule):
+    """Stands for a module inside of a module of another stage."""
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise ModelError(
+            f"The model's forward calls {self._name}, which lies inside a module of another pipeline stage. A pipeline "
+            f"can only call the modules of its stages; list others: pipeline.stages."
+        )
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._inner.values())
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        inner: dict[str, PlaceholderModule] = self._inner
+        return list(inner.values())[key] if isinstance(key, int) else inner[key]
+
+
+class _InForward(dict[str, Any]):
+    """Parameters or modules of an absent module: registered ones, and others while a forward runs."""
+
+    def __init__(self, others: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.others = others
+
+    def items(self) -> Any:
+        return {**self.others(), **dict(super().items())}.items()
+
+    def values(self) -> Any:
+        return dict(self.items()).values()
+
+
+def refuse_states(module: nn.Module) -> None:
+    """Refuse the module's own `state_dict` and `load_state_dict`, because it is not whole on this rank."""
+    module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+
+
+def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  # as torch calls it
+    """`keep_vars=True` only asks which parameters are here, and is allowed."""
+    if not keep_vars:
+        raise StateError(
+            "model.state_dict() would have no more than this rank's pipeline stages. Call engine.state_dict(), on all "
+            "ranks: it has the whole model's. engine.save(folder) writes checkpoints."
+        )
+
+
+def _refuse_loading(*_: object) -> NoReturn:
+    raise StateError(
+        "model.load_state_dict() would reach no more than this rank's pipeline stages. Call "
+        "engine.load_state_dict(state), on all ranks, with the whole model's state."
+    )

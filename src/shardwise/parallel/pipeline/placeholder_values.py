@@ -1,0 +1,213 @@
+"""Stand-ins for what a stage does not have: results of modules of earlier stages, and parameters of other stages.
+
+[Note: stand-ins] The model's own forward runs on every stage, and reads shapes, dtypes and devices of tensors of
+others. Stand-ins have these, but other values, which nobody may use. In a watched forward every operation is followed
+(`dependence.py`); in others a gradient that flows to a stand-in is an error. Their values are finite, positive and all
+different, so that the gradient of a penalty on them is not zero by chance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.errors import ModelError
+from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage
+from shardwise.parallel.pipeline.watched_names import FINITE, OWN, Names, foreign
+from shardwise.runtime import tensors_in
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.dependence import Dependence
+
+Tensor = torch.Tensor
+
+
+class TensorFacts(NamedTuple):
+    """What a stand-in for a parameter or buffer of another stage needs to know of it."""
+
+    name: str
+    """In the whole model."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_param: bool
+
+
+class Placeholders:
+    """The stand-ins of one forward of a stage. `pieces` are the modules of all stages, in order, and `first` is the
+    number of the one with which this stage begins. `sequence_parts`: into how many parts the received sequence is
+    split."""
+
+    def __init__(
+        self,
+        stage: int,
+        pieces: Sequence[str],
+        first: int,
+        arrived: StageMessage | None,
+        sequence_parts: int = 1,
+    ) -> None:
+        self.dependence: Dependence | None = None
+        """Follows what is computed from stand-ins, in a forward that is watched."""
+        self._stage = stage
+        self._pieces = pieces
+        self._first = first
+        self._arrived = arrived
+        self._sequence_parts = sequence_parts
+        self._num_calls: Counter[str] = Counter()
+        self._made: dict[Layout, Tensor] = {}
+        self._params: dict[str, Tensor] = {}
+
+    def of_module(self, name: str) -> Any:
+        """What a module of an earlier stage returns."""
+        assert self._arrived is not None
+        calls = self._arrived.layout.returned.get(name)
+        if not calls:
+            return self._of_layout(Layout.of(self._arrived.tensors[0]), name)
+        call = min(self._num_calls[name], len(calls) - 1)
+        self._num_calls[name] += 1
+        return self._of(calls[call], name)
+
+    def of_param(self, facts: TensorFacts, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A parameter or buffer of another stage; it takes no memory."""
+        known = self._params.get(facts.name)
+        if known is not None:
+            return known
+        value = torch.full((), 0.5 if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        if facts.requires_grad:
+            with torch.enable_grad():
+                value = value.requires_grad_().expand(facts.shape)
+            self._guard(value, facts.name)
+        else:
+            value = value.expand(facts.shape)
+        if facts.is_param:
+            value._is_param = True  # what isinstance(..., nn.Parameter) asks
+        if self.dependence is not None:
+            self.dependence.mark(value, facts.name)
+        self._params[facts.name] = value
+        return value
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context in which a forward is watched."""
+        from shardwise.parallel.pipeline.dependence import (  # only ranks with a pipeline load it
+            Dependence,
+            FinitenessChecks,
+        )
+
+        self.dependence = Dependence(partial(self.refuse, does="reads a number from"))
+        if self._arrived is not None:
+            self.note_own(self._arrived.tensors)
+        with FinitenessChecks(self.dependence), self.dependence:
+            yield
+
+    def note_own(self, value: object) -> None:
+        """Follow tensors that this stage received, or that its modules have returned."""
+        if self.dependence is not None:
+            for tensor in tensors_in(value):
+                self.dependence.mark(tensor, OWN)
+
+    def marks(self, tensor: Tensor) -> Names:
+        """In a watched forward: what the tensor depends on, `OWN` included."""
+        assert self.dependence is not None
+        return self.dependence.names(tensor)
+
+    def require_none(self, value: object, does: str) -> None:
+        """In a watched forward: raise `ModelError` if tensors in `value` depend on stand-ins."""
+        assert self.dependence is not None
+        names = foreign(self.dependence.names(value))
+        if names:
+            self.refuse(names, does)
+
+    def refuse(self, names: Names, does: str) -> NoReturn:
+        """Raise `ModelError`: the forward does something with what `names` stand for, if that is known."""
+        names = frozenset(name.removeprefix(FINITE) for name in names)
+        where = f"In pipeline stage {self._stage}, which begins with {self._pieces[self._first]}, the forward"
+        params = sorted(names - set(self._pieces))
+        if params:
+            raise ModelError(
+                f"{where} {does} the values of {_listed(params)} of another stage (a penalty on weights, say), which "
+                f"this one does not have. Leave such a penalty to the optimizer (weight_decay), or let the module "
+                f"itself add it to a tensor that the blocks after it take and return."
+            )
+        known = [name for name in self._pieces if name in names]
+        what = f"what {_listed(known)} returned" if known else "what modules of earlier stages returned"
+        raise ModelError(
+            f"{where} {does} {what} (a skip connection, or a sum over layers), but stages pass on only the arguments "
+            f"of their first module. Let the blocks between take and return it too, say a sum that each adds to, or "
+            f"put the modules between which it is used in one stage: pipeline.stages."
+        )
+
+    def _of(self, description: Any, name: str) -> Any:
+        """A value with stand-ins, from its description (see `described`)."""
+        [(kind, inner)] = description.items()
+        if kind == "tensor":
+            return self._of_layout(Layout.of_plain(inner), name)
+        if kind == "plain":
+            return inner
+        if kind == "dict":
+            return {key: self._of(item, name) for key, item in inner.items()}
+        if kind == "other":
+            raise ModelError(
+                f"{name} returns {inner}, of which later pipeline stages cannot make a stand-in. Let it return tensors "
+                f"in tuples, lists or dicts."
+            )
+        items = [self._of(item, name) for item in inner]
+        return tuple(items) if kind == "tuple" else items
+
+    def _of_layout(self, layout: Layout, name: str) -> Tensor:
+        """A tensor of this layout; it has memory of its own, because the model may write to it."""
+        assert self._arrived is not None
+        if layout in self._made and self.dependence is None:
+            return self._made[layout]
+        first = self._arrived.tensors[0]
+        shape = list(layout.shape)
+        if self._sequence_parts > 1 and tuple(shape) == tuple(first.shape):  # masks are made for whole sequences
+            shape[-2] *= self._sequence_parts
+        made = torch.zeros((), dtype=layout.dtype, device=first.device)
+        needs_grad = first.requires_grad and layout.dtype.is_floating_point
+        with torch.set_grad_enabled(needs_grad):
+            made = _varied(made.requires_grad_(needs_grad).expand(shape).clone())
+        if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
+            self._guard(made, name)
+        self._made[layout] = made
+        if self.dependence is not None:
+            self.dependence.mark(made, name)
+        return made
+
+    def _guard(self, tensor: Tensor, name: str) -> None:
+        """Raise if a gradient flows back to a stand-in: then the stage's output depends on it."""
+        pieces, stage, first = self._pieces, self._stage, self._first  # the hook must not refer to the tensor
+
+        def refuse(gradient: Tensor | None) -> None:
+            if gradient is None or isinstance(gradient, FakeTensor):  # rehearsed: it has no values
+                return
+            if bool(gradient.count_nonzero()):
+                names: Names = frozenset() if name in pieces else frozenset({name})
+                Placeholders(stage, pieces, first, None).refuse(names, "uses")
+
+        tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+def _varied(tensor: Tensor) -> Tensor:
+    """The zeros, filled with different values from 0.5 to 1.5."""
+    if tensor.dtype.is_floating_point:
+        tensor.add_(0.5)
+        for dim, size in enumerate(reversed(tensor.shape)):
+            if size > 1:
+                steps = torch.linspace(0, 0.5**dim / 2, size, dtype=tensor.dtype, device=tensor.device)
+                tensor.add_(steps.view(size, *[1] * dim))
+    return tensor
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Such as `tokens, blocks.0 and blocks.1`, or `blocks.0 and 5 more modules`."""
+    if len(names) > 3:
+        return f"{names[0]} and {len(names) - 1} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,158 @@
+"""What a stage passes to the next: one or several tensors, which are arguments of the next stage's first module.
+
+[Note: several tensors] Blocks may take and return tuples, such as (hidden, residual) or (hidden, mask). In the first
+forward of each kind a stage finds out which tensor arguments of the next stage's first module depend on activations,
+and passes these on; the next stage computes the others itself, from the batch. Tensors with gradients are followed by
+their gradients in the backward. The layout that precedes the first message of a kind also says what earlier modules
+have returned, so that stand-ins for them can be unpacked as the model's forward does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.errors import ModelError
+
+Tensor = torch.Tensor
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+"""Dtypes that can be sent."""
+
+
+class Layout(NamedTuple):
+    """Shape and dtype of a tensor, and whether a gradient of it is sent back in training."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_grad: bool = True
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def plain(self) -> list[object]:
+        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.has_grad]
+
+    @classmethod
+    def of_plain(cls, plain: Sequence[Any]) -> Layout:
+        shape, dtype, has_grad = plain
+        return cls(tuple(shape), DTYPES[dtype], has_grad)
+
+
+@dataclass(frozen=True)
+class StageMessageLayout:
+    """The layout of a parcel: `arguments` has, for each tensor among the arguments of the next stage's first module,
+    its number in the parcel, or -1 if that stage computes it. `returned` has, by module and call, what earlier modules
+    have returned (see `described`)."""
+
+    tensors: tuple[Layout, ...]
+    arguments: tuple[int, ...]
+    returned: Mapping[str, Sequence[Any]] = field(default_factory=dict, compare=False)
+
+    def encoded(self) -> bytes:
+        """As a message."""
+        plain = [[one.plain() for one in self.tensors], list(self.arguments), dict(self.returned)]
+        return json.dumps(plain).encode()
+
+    @classmethod
+    def of_encoded(cls, message: bytes) -> StageMessageLayout:
+        tensors, arguments, returned = json.loads(message)
+        return cls(tuple(map(Layout.of_plain, tensors)), tuple(arguments), returned)
+
+    @property
+    def num_bytes(self) -> int:
+        return _bytes_of(self.tensors)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that are sent back in training."""
+        return _bytes_of([one for one in self.tensors if one.has_grad])
+
+
+def _bytes_of(tensors: Iterable[Layout]) -> int:
+    return sum(torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in tensors)
+
+
+@dataclass
+class StageMessage:
+    """Tensors with their layout. For the receiver, `replaced` has, by the identity of an argument that was computed
+    from stand-ins, this argument and the received tensor: later modules may be called with the same one."""
+
+    tensors: list[Tensor]
+    layout: StageMessageLayout
+    replaced: dict[int, tuple[ref[Tensor], Tensor]] = field(default_factory=dict)
+
+    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
+        """The arguments of a call of `name`, the first module of the stage, with the received tensors among them."""
+        leaves, spec = tree_flatten((args, kwargs))
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(indices) != len(self.layout.arguments):
+            raise ModelError(
+                f"{name} is called with {len(indices)} tensors on its own pipeline stage, and with "
+                f"{len(self.layout.arguments)} at the end of the stage before it. The arguments of a stage's first "
+                f"module must not depend on values."
+            )
+        for index, number in zip(indices, self.layout.arguments, strict=True):
+            if number >= 0:
+                self.replaced[id(leaves[index])] = ref(leaves[index]), self.tensors[number]
+                leaves[index] = self.tensors[number]
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The arguments of a call of a later module, with received tensors instead of the ones that `entering`
+        replaced; `None` if there are no such."""
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [self._instead_of(leaf) for leaf in leaves]
+        if all(new is leaf for new, leaf in zip(given, leaves, strict=True)):
+            return None
+        args, kwargs = tree_unflatten(given, spec)
+        return args, kwargs
+
+    def _instead_of(self, leaf: Any) -> Any:
+        original, received = self.replaced.get(id(leaf), (None, None))
+        return received if original is not None and original() is leaf else leaf
+
+
+def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """All tensors among the arguments of a call, in tuples, lists and dicts."""
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+
+
+def numbered(tensors: Sequence[Tensor], sent: Iterable[int]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """The different ones of `tensors` at the indices `sent`, and for each of `tensors` its number among them, or -1."""
+    numbers: dict[int, int] = {}
+    chosen: list[Tensor] = []
+    arguments = [-1] * len(tensors)
+    for index in sent:
+        tensor = tensors[index]
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(chosen)
+            chosen.append(tensor)
+        arguments[index] = numbers[id(tensor)]
+    return chosen, tuple(arguments)
+
+
+def described(value: Any) -> dict[str, Any]:
+    """What a module returned, as plain data: the layouts of tensors in tuples, lists and dicts, and numbers."""
+    if isinstance(value, Tensor) and value.dtype in DTYPES.values():
+        return {"tensor": Layout.of(value).plain()}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [described(item) for item in value]}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: described(item) for key, item in value.items()}}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"plain": value}
+    return {"other": type(value).__name__}

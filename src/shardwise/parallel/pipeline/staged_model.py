@@ -1,0 +1,456 @@
+"""A model of which this rank has some stages: its own forward, from the beginning of a stage to its end.
+
+[Note: a forward cut short] The model's own forward runs on every rank, so that everything else that it computes from a
+batch (masks, positions, rotary angles) is available. `PlaceholderModule` modules replace those of other stages. The
+ones before the stage return stand-ins for what they have returned on their own stage; results computed from them are
+discarded, because modules of the stage are called with the received tensors whatever the forward passes to them. What
+the stage returns must not depend on stand-ins, say through a skip connection: see [Note: stand-ins]. The first module
+after the stage is not called: its arguments are the stage's output, and the forward ends there with an `EndOfForward`
+exception.
+
+Calling blocks one after the other instead would need code for each model that computes something beside its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.errors import ModelError, StateError
+from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule, refuse_states
+from shardwise.parallel.pipeline.placeholder_values import Placeholders, TensorFacts
+from shardwise.parallel.pipeline.stage_layout import StageLayout, refuse_sums_over_layers
+from shardwise.parallel.pipeline.stage_messages import (
+    DTYPES,
+    Layout,
+    StageMessage,
+    StageMessageLayout,
+    argument_leaves,
+    described,
+    numbered,
+)
+from shardwise.parallel.pipeline.whole_model import WholeNames, holders_of
+from shardwise.plan.placement import Box
+from shardwise.program import UnitSpec
+from shardwise.runtime import EndOfForward, tensors_in
+
+Tensor = torch.Tensor
+Forward = Callable[..., Any]
+Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
+PLAIN_LOOP = (
+    "This engine's plan splits the model into pipeline stages, of which each rank has its own, so the model cannot "
+    "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch), "
+    "or call it inside engine.inference()."
+)
+
+
+@dataclass
+class _Running:
+    """The stage that is running: the numbers of its first and last module, and what it received."""
+
+    called: nn.Module
+    """The module whose forward is cut short: the model, or one in it that has all stages."""
+    stage: int
+    first: int
+    last: int
+    arrived: StageMessage | None
+    stand_ins: Placeholders
+    sends: tuple[int, ...] | None = None
+    """The arguments that this stage passes on (see `StageMessageLayout`), if a watched forward has found them out."""
+    sends_others: bool = False
+    """Whether a forward that calls the next stage with another number of tensors than the watched one passes on all of
+    them. Otherwise it is refused."""
+    is_backward: bool = False
+    """Whether modules are called only to recompute what they have saved."""
+    is_entered: bool = False
+    is_in_forward: bool = False
+    """Whether the model's own forward runs, rather than its loss, or a recomputation of some modules in a backward."""
+    returned: dict[str, list[Any]] = field(default_factory=dict)
+    """Descriptions of what this stage's modules have returned, by name and call."""
+    handed_over: StageMessageLayout | None = None
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a module is registered: `holder[key]`. `own` is the module itself if it belongs to this rank."""
+
+    name: str
+    holder: dict[str, nn.Module | None]
+    key: str
+    own: nn.Module | None
+    absent: PlaceholderModule
+
+
+class StagedModel:
+    """Removes the modules of other ranks' stages from `model` when it is constructed.
+
+    `sequence_parts`: by stage, into how many parts the sequence that it receives is split, if it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: StageLayout, pp_rank: int, sequence_parts: Mapping[int, int] | None = None
+    ) -> None:
+        self.model = model
+        self._sequence_parts = dict(sequence_parts or {})
+        self.layout = layout
+        self.stages = layout.at(pp_rank)
+        self._names = layout.pieces
+        self._running_stage: _Running | None = None
+        own = {name for stage in self.stages for name in layout.stages[stage]}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.params = layout.params_at(model, pp_rank)
+        """The parameters of this rank's stages."""
+        self.whole = WholeNames.of(model)
+        self.pp_rank = pp_rank
+        self.holders = holders_of(model, layout, modules)
+        """The pipeline ranks that have each parameter, by its first name: several if stages share it."""
+        self.group_names: list[list[str]] = []
+        """The names of the parameters in each optimizer group before other stages' parameters were removed."""
+        self._name_of = {param: name for name, param in model.named_parameters()}
+        self._slots = [self._placed(model, number, name, modules, own) for number, name in enumerate(self._names)]
+        self._firsts = {stage: self._names.index(layout.stages[stage][0]) for stage in self.stages}
+        self._lasts = {stage: self._names.index(layout.stages[stage][-1]) for stage in self.stages}
+        for one in self._slots:
+            if one.own is None:
+                one.holder[one.key] = one.absent
+        refuse_states(model)
+        self._dtypes = {param.dtype: param for param in model.parameters()}
+        """An own parameter by its dtype, which may change."""
+        self.answer: Answer | None = None
+        """Answers calls of a module with all stages while no stage is running, given its forward; without it they are
+        refused."""
+        self.gathers_in_calls = False
+        """Whether parameters, of any rank, are whole only in calls that are answered."""
+        self.wholes = [one for name, one in model.named_modules() if _has_all(name, self._names)]
+        """The model and the modules in it that have all stages, such as those that peft wraps, from outside inwards."""
+        self._handles: list[RemovableHandle] = []
+        self._forwards = [one.forward for one in self.wholes]
+
+    def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Slot:
+        above, _, key = name.rpartition(".")
+        holder = modules[above]._modules if above else model._modules
+        module = modules[name]
+        is_own = name in own
+        absent = PlaceholderModule(name, number, module, self, set() if is_own else self.params)
+        return _Slot(name, holder, key, module if is_own else None, absent)
+
+    @contextmanager
+    def receiving_whole_sequences(self) -> Iterator[None]:
+        """Inside, stages receive whole sequences, also where training gives them parts."""
+        parts, self._sequence_parts = self._sequence_parts, {}
+        try:
+            yield
+        finally:
+            self._sequence_parts = parts
+
+    def own_modules(self) -> list[nn.Module]:
+        """The modules of this rank's stages."""
+        return [one.own for one in self._slots if one.own is not None]
+
+    def modules_of(self, stage: int) -> list[nn.Module]:
+        """The modules of one of this rank's stages."""
+        first, last = self._firsts[stage], self._lasts[stage]
+        return [one.own for one in self._slots[first : last + 1] if one.own is not None]
+
+    def named_modules_of(self, stage: int) -> dict[str, nn.Module]:
+        """As `modules_of`, with their names in the model."""
+        return dict(zip(self.layout.stages[stage], self.modules_of(stage), strict=True))
+
+    def by_stage(self, units: Sequence[tuple[UnitSpec, Sequence[nn.Parameter]]]) -> dict[int, list[UnitSpec]]:
+        """The `units` that each of this rank's stages uses. Each unit comes with its parameters."""
+        own = {stage: {param for one in self.modules_of(stage) for param in one.parameters()} for stage in self.stages}
+        return {
+            stage: [unit for unit, held in units if any(param in params for param in held)]
+            for stage, params in own.items()
+        }
+
+    def is_first_with(self, name: str) -> bool:
+        """Whether no lower pipeline rank has this parameter or buffer."""
+        if name in self.holders:
+            return self.holders[name][0] == self.pp_rank
+        is_in_stage = any(name.startswith(f"{piece}.") for piece in self._names)
+        return is_in_stage or self.pp_rank == 0
+
+    def boxes(self, within: Mapping[nn.Parameter, Box]) -> dict[nn.Parameter, Box]:
+        """This rank's boxes of its parameters, if it has parts of them or other ranks of the pipeline have copies.
+
+        `within` are the boxes along the other model axes, inside one stage.
+        """
+        if not within and not any(len(pp_ranks) > 1 for pp_ranks in self.holders.values()):
+            return {}
+        boxes = {}
+        for name, param in self.model.named_parameters():
+            pp_ranks, box = self.holders[name], within.get(param) or Box.whole(tuple(param.shape))
+            number = pp_ranks.index(self.pp_rank) * box.copies + box.place
+            boxes[param] = replace(box, copies=box.copies * len(pp_ranks), place=number)
+        return boxes
+
+    def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Remove the parameters of other ranks' stages from the optimizers; groups stay, even if they are empty."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.group_names.append([self._name_of[param] for param in group["params"] if param in self._name_of])
+                for param in group["params"]:
+                    if param not in self.params:
+                        optimizer.state.pop(param, None)
+                group["params"] = [param for param in group["params"] if param in self.params]
+        self._name_of.clear()
+
+    def attach(self) -> None:
+        """Replace the forward of the model and of others with all stages. Call it after other hooks are registered, so
+        that they see the received activation.
+
+        It also works on a copy of this object and the model, which has none of our hooks.
+        """
+        for module, original in zip(self.wholes, self._forwards, strict=True):
+            module.__dict__["forward"] = self._answering(module, original)
+        if hasattr(self.model, "peft_config"):
+            self.model.__dict__["save_pretrained"] = _refuse_to_save_adapters
+        firsts = set(self._firsts.values())
+        for one in self._slots:
+            if one.own is not None:
+                number = self._number(one)
+                enter = self._enter if number in firsts else self._substitute
+                self._handles += [
+                    one.own.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                    one.own.register_forward_hook(partial(self._returned, one.name)),
+                ]
+
+    def _answering(self, module: nn.Module, original: Forward) -> Forward:
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(module, original, args, kwargs)
+
+        return forward
+
+    def release(self) -> None:
+        """Restore the forwards. Modules of other stages stay absent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self.wholes:
+            module.__dict__.pop("forward", None)
+
+    # -- running one stage ------------------------------------------------------------------------------
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the model, or its loss, is being computed."""
+        return self._running_stage is not None and not self._running_stage.is_backward
+
+    @property
+    def handed_over(self) -> StageMessageLayout:
+        """The layout of what the running stage, which is not the last, has passed on."""
+        assert self._running_stage is not None
+        assert self._running_stage.handed_over is not None
+        return self._running_stage.handed_over
+
+    @contextmanager
+    def running(
+        self,
+        stage: int,
+        arrived: StageMessage | None,
+        *,
+        is_watched: bool = False,
+        sends: tuple[int, ...] | None = None,
+        sends_others: bool = False,
+        is_backward: bool = False,
+        called: nn.Module | None = None,
+    ) -> Iterator[None]:
+        """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
+        `stage`. If it is watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on,
+        and `sends_others` what happens to other tensors (see `_Running`)."""
+        first, last = self._firsts[stage], self._lasts[stage]
+        stand_ins = Placeholders(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
+        called = self.model if called is None else called  # a module may have a length, of zero too
+        now = _Running(called, stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
+        others = [one for one in self._slots if one.own is not None and not first <= self._number(one) <= last]
+        for one in others:
+            one.holder[one.key] = one.absent
+        self._running_stage = now
+        try:
+            with stand_ins.watched() if is_watched else nullcontext():
+                yield
+        finally:
+            self._running_stage = None
+            for one in others:
+                one.holder[one.key] = one.own
+
+    def require_own(self, output: object) -> None:
+        """In a watched forward: raise `ModelError` if `output`, or a buffer, depends on what earlier stages computed,
+        other than through the received tensors."""
+        now = self._running_stage
+        assert now is not None
+        now.stand_ins.require_none(list(tensors_in(output)), "uses")
+        for name, buffer in self.model.named_buffers():
+            now.stand_ins.require_none(buffer, f"changes the buffer {name} by")
+
+    def stand_in_for(self, facts: TensorFacts) -> Tensor:
+        """A stand-in for a parameter or buffer of another stage, of the dtype and on the device that own ones have."""
+        assert self._running_stage is not None
+        like = self._dtypes.get(facts.dtype)
+        device = next((param.device for param in self._dtypes.values()), facts.device)
+        dtype = facts.dtype if like is None or not facts.is_param else like.dtype
+        return self._running_stage.stand_ins.of_param(facts, dtype, device)
+
+    def _number(self, one: _Slot) -> int:
+        return one.absent._number
+
+    def _run(self, module: nn.Module, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = self._running_stage
+        if now is None:
+            if self.answer is None:
+                raise StateError(PLAIN_LOOP)
+            return self.answer(module, self._answering(module, original), args, kwargs)
+        if module is not now.called:
+            return original(*args, **kwargs)
+        refuse_sums_over_layers(kwargs, "The batch")
+        now.is_in_forward = True
+        try:
+            output = original(*args, **kwargs)
+        except EndOfForward as end:
+            return end.output
+        finally:
+            now.is_in_forward = False
+        if now.last + 1 < len(self._names):
+            raise ModelError(
+                f"The forward of {type(module).__name__} ended without calling {self._names[now.last + 1]}, with "
+                f"which the next pipeline stage begins. List the modules in the order of the forward: pipeline.stages."
+            )
+        self._check_entered(now)
+        return output
+
+    def _enter(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Pre-forward hook of the first module of a stage: replace its first argument by the received activation."""
+        now = self._running_stage
+        if now is None:
+            return None
+        if now.is_entered and now.is_in_forward:
+            raise ModelError(
+                f"The forward calls {self._names[now.first]}, with which pipeline stage {now.stage} begins, more than "
+                f"once, and each call there would get what the stage received. Begin the stage with another module: "
+                f"pipeline.stages."
+            )
+        now.is_entered = True
+        return None if now.arrived is None else now.arrived.entering(args, kwargs, self._names[now.first])
+
+    def _substitute(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Pre-forward hook of the other modules of a stage."""
+        now = self._running_stage
+        return None if now is None or now.arrived is None else now.arrived.within(args, kwargs)
+
+    def _returned(self, name: str, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
+        """Forward hook of the modules of a stage: later stages make stand-ins for what they return."""
+        now = self._running_stage
+        if now is not None and now.is_in_forward:
+            now.returned.setdefault(name, []).append(described(output))
+            now.stand_ins.note_own(output)
+
+    def pass_by(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of a module that is not in the running stage."""
+        now = self._running_stage
+        if now is None:
+            raise StateError(PLAIN_LOOP if self.answer is None else _part_of(name, self.model))
+        if number < now.first:
+            if now.is_entered and now.is_in_forward:  # reentrant checkpointing recomputes in the reverse order
+                self._refuse_order(name, now)
+            return now.stand_ins.of_module(name)
+        self._check_entered(now)
+        if now.arrived is not None:
+            args, kwargs = now.arrived.within(args, kwargs) or (args, kwargs)
+        raise EndOfForward(_handed_over(now, name, args, kwargs))
+
+    def is_set_in_forward(self, kind: type[nn.Module], name: str) -> bool:
+        """Whether this rank's modules of a class have set an attribute to a tensor, such as an auxiliary loss."""
+        return any(type(one) is kind and isinstance(one.__dict__.get(name), Tensor) for one in self.own_modules())
+
+    def _check_entered(self, now: _Running) -> None:
+        if not now.is_entered:
+            self._refuse_order(self._names[now.first], now)
+
+    def _refuse_order(self, name: str, now: _Running) -> NoReturn:
+        around = self._names[now.first], self._names[now.last]
+        raise ModelError(
+            f"{name} does not run where pipeline stage {now.stage} ({around[0]} to {around[1]}) has it in the order of "
+            f"the forward. List the modules in the order in which {type(self.model).__name__} calls them: "
+            f"pipeline.stages."
+        )
+
+
+def _has_all(module: str, pieces: Sequence[str]) -> bool:
+    """Whether the module of that name, "" for the model itself, has all `pieces`."""
+    return not module or all(piece.startswith(f"{module}.") for piece in pieces)
+
+
+def _part_of(name: str, model: nn.Module) -> str:
+    return (
+        f"{name} lies on another pipeline stage, and inside engine.inference() the stages answer only calls of the "
+        f"whole model. Call {type(model).__name__} itself, on all ranks of the pipeline."
+    )
+
+
+def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The tensors that a stage sends to the next stage, which begins with `name`; sets their layout."""
+    tensors = argument_leaves(args, kwargs)
+    with_grads = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    if len({id(tensors[index]) for index in with_grads}) < len(
+        {id(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+    ):
+        raise ModelError(
+            f"{name}, with which the next pipeline stage begins, is called with an object that holds tensors with "
+            f"gradients, but stages pass on only tensors, in tuples, lists and dicts. Cut the model elsewhere: "
+            f"pipeline.stages."
+        )
+    if now.sends is None:
+        sent = [index for index, tensor in enumerate(tensors) if tensor.requires_grad or now.stand_ins.marks(tensor)]
+    elif now.sends_others and len(tensors) != len(now.sends):  # with a mask, say, which each stage has anyway
+        sent = list(range(len(tensors)))
+    else:
+        sent = [index for index, number in enumerate(now.sends) if number >= 0]
+        if len(tensors) != len(now.sends) or not set(with_grads) <= set(sent):
+            raise ModelError(
+                f"{name}, with which the next pipeline stage begins, is called with other tensors, or others with "
+                f"gradients, than in the first step with such a batch. The arguments of a stage's first module must "
+                f"not depend on values or on the number of the step."
+            )
+    if not sent:
+        raise ModelError(
+            f"{name}, with which the next pipeline stage begins, is called with nothing that the modules before it "
+            f"computed. Begin the stage with another module: pipeline.stages."
+        )
+    chosen, arguments = numbered(tensors, sent)
+    received = {} if now.arrived is None else now.arrived.layout.returned
+    now.handed_over = StageMessageLayout(_layouts(chosen, name), arguments, {**received, **now.returned})
+    return tuple(chosen)
+
+
+def _layouts(tensors: Sequence[Tensor], name: str) -> tuple[Layout, ...]:
+    """The layouts of tensors that are sent. The first one with a floating-point dtype always gets a gradient, because
+    the next stage's backward ends there."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided:
+            raise ModelError(
+                f"{name}, with which the next pipeline stage begins, is called with a tensor of {tensor.dtype} and "
+                f"layout {tensor.layout}, which cannot be sent. Cut the model elsewhere: pipeline.stages."
+            )
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    return tuple(Layout(tuple(one.shape), one.dtype, one.requires_grad or one is first) for one in tensors)
+
+
+def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
+    """In place of a model's `save_pretrained`: peft leaves out the adapters of layers that it does not find."""
+    raise ModelError(
+        "The adapters of other pipeline stages would be missing: peft writes those of the layers that this rank has. "
+        "Save with engine.save(), resume the checkpoint with a plan without pp, and call save_pretrained there."
+    )

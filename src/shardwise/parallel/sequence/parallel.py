@@ -1,0 +1,274 @@
+"""Sequence parallelism of one model: hooks, attention, batches and random numbers.
+
+[Note: dropout] Ranks with the same seed would drop the same elements of different tokens. So inside a training forward
+a rank draws from a generator that depends on its place on the line, seeded by one number drawn from the user's
+generator, whose state is then restored. This state does not outlive the forward, so checkpoints need nothing more;
+recomputation sees the generator as it was inside the forward, because torch's checkpointing keeps its state.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Line, World
+from shardwise.errors import ModelError, StateError
+from shardwise.parallel.sequence import hugging_face
+from shardwise.parallel.sequence.attention import Attention, Sample
+from shardwise.parallel.sequence.batch import Splitter
+from shardwise.parallel.sequence.refusals import is_ring
+from shardwise.parallel.sequence.rehearsed import rehearsed
+from shardwise.parallel.sequence.routing import Routing
+from shardwise.parallel.sequence.whole_outputs import WholeOutputs, join, whole_output
+from shardwise.plan import Plan
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.runtime import in_backward
+from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.nested import tensors_in
+
+Tensor = torch.Tensor
+_NUM_REMEMBERED = 1024
+"""For how many of the latest tensors the batch is remembered."""
+
+
+class SequenceParallel:
+    """Routes the attention of `model` over the ranks along `sp`, and splits its batches. All ranks must construct it.
+
+    `close` restores the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        world: World,
+        device: torch.device,
+        whole_outputs: WholeOutputs,
+        *,
+        in_stages: bool = False,
+    ) -> None:
+        """`in_stages`: a forward of `model` is that of one pipeline stage."""
+        self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
+        num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # other ranks have some of the heads
+        ring = is_ring(model, plan, self._line.num_ranks * num_cuts)
+        self.attention = Attention(self._line, is_ring=ring)
+        self._model = model
+        self._device = device
+        self._splitter = Splitter(model, self._line, is_zigzag=ring)
+        self._is_pretrained = bool(hugging_face.pretrained_in(model))
+        self._numbering = None if self._splitter.adds_positions else model
+        self._running = _Running()
+        self._is_suspended = False
+        self._whole_outputs = whole_outputs
+        self._split_call: dict[str, Any] | None = None
+        """The whole batch of the current forward, if the forward has split it by itself."""
+        self._in_stages = in_stages
+        self._is_checked = False
+        """Whether it has been checked that some stage calls attention."""
+        self._hooks = ExitStack()
+        for module in model.modules():
+            before = module.register_forward_pre_hook(self._before, prepend=True)
+            after = module.register_forward_hook(self._after, always_call=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+        self._given = _SplitTensors()
+        finds = model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
+        self._hooks.callback(finds.remove)
+        self._put_back = hugging_face.route(model, self.attention)
+
+    def close(self) -> None:
+        """Remove hooks and routing. May be called twice."""
+        self._hooks.close()
+        self._put_back()
+
+    def split(self, batch: Any, documents: Tensor | None) -> Any:
+        """See `Engine.split_sequence`."""
+        part, sample = self._splitter.split(batch, documents)
+        self._given.note(part, batch, sample)
+        self.attention.sample = sample
+        return part
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """See `Engine.join_sequence`."""
+        if self._is_suspended:
+            return part
+        if self.attention.sample is None:
+            raise StateError(
+                "engine.join_sequence joins outputs for a batch that engine.split_sequence, or the model, has "
+                "split, and there is none yet. Call the model first."
+            )
+        return join(part, self._line, self.attention.sample, dim)
+
+    def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
+        """Remember the samples of `parts`, which have the rows of `batch`, in order. Those of a list were split one by
+        one, and are known."""
+        is_cut = isinstance(batch, Tensor | tuple | Mapping)
+        sample = self._given.sample_of(batch) if is_cut else None
+        if sample is not None and len(parts) > 1:
+            for place, part in enumerate(parts):
+                self._given.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which this rank computes whole sequences by itself."""
+        self._put_back()
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+            self._put_back = hugging_face.route(self._model, self.attention)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A context, in a backward, in which recomputed modules are routed as in a forward."""
+        running = self._running
+        running.depth += 1
+        with ExitStack() as stack:
+            stack.callback(lambda: setattr(running, "depth", max(0, running.depth - 1)))
+            if running.depth == 1 and not self._is_suspended:
+                stack.enter_context(Routing(self.attention, self._numbering))
+            yield
+
+    def rehearsed(self, twin: nn.Module) -> AbstractContextManager[None]:
+        """A context in which attention of a rehearsed copy of the model has this rank's shapes and sends nothing."""
+        return rehearsed(twin, self._line, is_ring=self.attention.is_ring)
+
+    # -- hooks on the model and its modules --------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: object) -> None:  # noqa: ARG002  # of a hook
+        running = self._running
+        running.depth += 1
+        if running.depth > 1 or self._is_suspended:
+            return
+        running.stack = ExitStack()
+        self._enter(running.stack, module)
+
+    def _find_sample(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Find the sample of the model's inputs. A whole batch given to a transformers model is replaced by its
+        part."""
+        if self._is_suspended or in_backward():
+            return None
+        self._split_call = None
+        sample = self._given.sample_of((args, kwargs))
+        if sample is not None:
+            self.attention.sample = sample
+            return None
+        called = self._splitter.whole_call(args, kwargs) if self._is_pretrained else None
+        if called is not None:
+            self._split_call = called
+            return (), self.split(called, None)
+        self._given.require_one()
+        return None
+
+    def _after(self, module: nn.Module, args: object, output: object) -> object:  # noqa: ARG002  # of a hook
+        running = self._running
+        running.depth = max(0, running.depth - 1)
+        if running.depth or running.stack is None:
+            return None
+        stack, running.stack = running.stack, None
+        stack.close()
+        if not in_backward():
+            self._watch(output)
+        if module is self._model and output is not None and not (self._in_stages or in_backward()):
+            self._require_attention(self.attention.num_calls)
+            return self._joined(output)
+        return None
+
+    def _joined(self, output: object) -> object:
+        """The output for the whole batch, if this forward has split the batch by itself and whole outputs are
+        requested."""
+        sample, called, self._split_call = self.attention.sample, self._split_call, None
+        if called is None or sample is None or not self._whole_outputs.are_asked_for:
+            return None
+        return whole_output(output, self._line, sample, called, with_tokens=self._whole_outputs.with_tokens)
+
+    def _enter(self, stack: ExitStack, module: nn.Module) -> None:
+        if not in_backward():
+            if module is self._model and not self._in_stages:
+                self.attention.num_calls = 0
+            if module.training:
+                stack.enter_context(_random_numbers_of(self._line.index, self._device))
+        stack.enter_context(Routing(self.attention, self._numbering))
+
+    def _watch(self, output: object) -> None:
+        """Hook the gradients of `output`, so that whatever the backward recomputes for it uses its sample."""
+        sample = self.attention.sample
+        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        for node in nodes if sample is not None else ():
+            node.register_prehook(lambda _, of=sample: self.attention.note_backward(of))
+
+    def check_was_asked(self, stages: Line) -> None:
+        """Raise `ModelError` if no stage has called attention; once. All ranks of the pipeline must call."""
+        if not self._is_checked:
+            self._is_checked = True
+            asked = max(map(int, stages.exchange(str(int(self.attention.num_calls > 0)).encode())))
+            self._require_attention(asked)
+
+    def _require_attention(self, num_calls: int) -> None:
+        if num_calls == 0:
+            raise ModelError(
+                f"{type(self._model).__name__} computed a forward without any attention that could be split over "
+                f"{self._line.axis!r}: neither torch.nn.functional.scaled_dot_product_attention nor transformers' "
+                f"AttentionInterface was called. Use one of them, or leave {self._line.axis} out of the mesh."
+            )
+
+
+class _SplitTensors:
+    """The tensors that were returned by splits, while they live, with their samples."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[weakref.ref[Tensor], Sample]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def note(self, part: Any, batch: Any, sample: Sample) -> None:
+        """Remember the tensors of `part` that are not in `batch`; other parts may contain those too."""
+        whole = {id(tensor) for tensor in tensors_in(batch)}
+        cut = [tensor for tensor in tensors_in(part) if id(tensor) not in whole]
+        self._recent.extend((weakref.ref(tensor), sample) for tensor in cut)
+
+    def sample_of(self, inputs: object) -> Sample | None:
+        """The sample of the first tensor in `inputs` that was returned by a split."""
+        for tensor in tensors_in(inputs):
+            for given, sample in reversed(self._recent):
+                if given() is tensor:
+                    return sample
+        return None
+
+    def require_one(self) -> None:
+        """Raise `StateError` if inputs derived from a split batch could belong to different samples."""
+        alive = [sample for given, sample in self._recent if given() is not None]
+        if any(not sample.is_attended_like(alive[-1]) for sample in alive):
+            raise StateError(
+                "The model is called with tensors that engine.split_sequence has not returned, and the batches that "
+                "it has split differ in length, documents or padding. Call the model with what it returned, or split "
+                "each batch right before its forward."
+            )
+
+
+class _Running(threading.local):
+    """How deeply modules of the model are nested in this thread; autograd recomputes in its own threads on devices."""
+
+    depth = 0
+    stack: ExitStack | None = None
+
+
+@contextmanager
+def _random_numbers_of(place: int, device: torch.device) -> Iterator[None]:
+    """A context in which random numbers depend on `place`; see [Note: dropout]."""
+    (seed,) = torch.randint(2**62, (1,)).tolist()
+    is_host = device.type == "cpu"
+    devices = [] if is_host else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type="cuda" if is_host else device.type):
+        torch.manual_seed((seed + place) % 2**63)
+        yield

@@ -1,0 +1,43 @@
+"""The configuration: strict, and every value remembers where it came from."""
+
+from shardwise.plan.describe import plan_table, schema_table
+from shardwise.plan.files.formats import flatten
+from shardwise.plan.load import PlanSource, load_plan
+from shardwise.plan.schema import (
+    Activations,
+    Budget,
+    DtypeName,
+    LossScale,
+    Offload,
+    PlaceEdit,
+    Plan,
+    PolicyName,
+    Profile,
+    Rows,
+    Rule,
+    StyleName,
+    TensorParallel,
+    Wire,
+)
+
+__all__ = [
+    "Activations",
+    "Budget",
+    "DtypeName",
+    "LossScale",
+    "Offload",
+    "PlaceEdit",
+    "Plan",
+    "PlanSource",
+    "PolicyName",
+    "Profile",
+    "Rows",
+    "Rule",
+    "StyleName",
+    "TensorParallel",
+    "Wire",
+    "flatten",
+    "load_plan",
+    "plan_table",
+    "schema_table",
+]

@@ -1,0 +1,1 @@
+"""Plan files: YAML, TOML and JSON as plain values, with the line of every key."""

@@ -1,0 +1,218 @@
+"""The schemes that users ask for by name. A new one is a line here and a golden text in `tests/golden`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.errors import ConfigError, PlacementError, nearest
+from shardwise.plan import PlaceEdit, Plan, Rows, Rule
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
+from shardwise.plan.placement.table import Table
+from shardwise.plan.placement.wire import Wire
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A table without dtypes, and where the idea comes from."""
+
+    axes: Axes
+    param: Place
+    held: Place
+    grad: Place
+    optim: Place
+    known_from: str
+
+    def over(self, mesh: Mesh) -> Preset:
+        """The preset on the axes of `mesh`: one written for a single axis takes all replica axes of the mesh."""
+        if self.axes != DP:
+            mesh.require(self.axes, "This preset")
+            return self
+
+        def spread(place: Place) -> Place:
+            axes = mesh.replica_axes
+            return replace(place, shard=axes if place.shard else (), partial=axes if place.partial else ())
+
+        return Preset(
+            mesh.replica_axes,
+            spread(self.param),
+            spread(self.held),
+            spread(self.grad),
+            spread(self.optim),
+            self.known_from,
+        )
+
+
+DP, TWO = ("dp",), ("node", "local")
+COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
+LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
+HOST, DISK = Place(shard=DP, tier="host"), Place(shard=DP, tier="disk")
+
+PRESETS = {
+    #                    axes  param  held   grad     optim
+    "ddp": Preset(DP, COPY, COPY, COPY, COPY, "PyTorch DDP (arXiv:2006.15704), Horovod (arXiv:1802.05799)"),
+    "zero1": Preset(DP, COPY, COPY, PARTIAL, SHARD, "ZeRO stage 1 (arXiv:1910.02054)"),
+    "zero2": Preset(DP, COPY, COPY, SHARD, SHARD, "ZeRO stage 2 (arXiv:1910.02054)"),
+    "zero3": Preset(DP, SHARD, SHARD, SHARD, SHARD, "ZeRO stage 3 (arXiv:1910.02054), FSDP (arXiv:2304.11277)"),
+    "zero3-kept": Preset(DP, SHARD, COPY, SHARD, SHARD, "FSDP with reshard_after_forward=False"),
+    "hsdp": Preset(TWO, LOCAL, LOCAL, LOCAL, LOCAL, "FSDP hybrid sharding, MiCS (arXiv:2205.00119)"),
+    "hpz": Preset(TWO, BOTH, LOCAL, BOTH, BOTH, "ZeRO++ secondary shard (arXiv:2306.10209)"),
+    "offload": Preset(DP, COPY, COPY, HOST, HOST, "ZeRO-Offload (arXiv:2101.06840): ZeRO stage 2, updated on the host"),
+    "zero3-offload": Preset(DP, SHARD, SHARD, HOST, HOST, "ZeRO stage 3 with offload_optimizer, updated on the host"),
+    # Parameters stay off the disk unless a row or a budget says so. With Adam in bf16 a step moves 24 bytes for each
+    # parameter's states and master weight; parameters there would add 4, and 4 more for each micro-batch.
+    "infinity": Preset(DP, SHARD, SHARD, HOST, DISK, "ZeRO-Infinity (arXiv:2104.07857): zero3-offload, states on disk"),
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset called `name`. Raises `PlacementError` with the nearest name if there is none."""
+    if name not in PRESETS:
+        raise PlacementError(f"There is no preset {name!r}. {nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def takes_local_size(plan: Plan) -> bool:
+    """Whether the mesh of `plan` depends on the number of ranks per host."""
+    return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
+
+
+def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
+    """The mesh that `plan` asks for, over `world_size` ranks, `local_size` of them on each host (default: all).
+
+    Without a mesh in the plan a one-axis preset takes all ranks, and a two-axis preset takes the ranks of a host as its
+    inner axis. Raises `ConfigError` for a mesh that this world cannot have.
+    """
+    axes = preset(plan.preset).axes
+    if plan.mesh is None and len(axes) > 1:
+        local = world_size if local_size is None else local_size
+        if local < 1 or world_size % local:
+            why = f"but {local} does not divide the world's {world_size}" if local else "which is not set"
+            raise ConfigError(
+                f"Preset {plan.preset!r} without a mesh takes the ranks of one host for its axis {axes[-1]!r}: "
+                f"LOCAL_WORLD_SIZE, {why}. Give the plan a mesh, such as "
+                f"{{{axes[0]}: {world_size}, {axes[-1]}: 1}}."
+            )
+        return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
+    sizes = plan.mesh or {axes[-1]: -1}
+    return Mesh.of(sizes, world_size)
+
+
+def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "Row") -> Table:
+    """The table that `plan` asks for on `mesh`: the preset's rows, the plan's edits and dtypes, then the rule's.
+
+    Parameters rest and are held in the compute dtype (`precision`); gradients at rest and optimizer states in at least
+    fp32, so that sums over micro-batches and small updates are not rounded away.
+    """
+    base = preset(plan.preset).over(mesh)
+    asked = (rule.precision if rule is not None else None) or plan.precision
+    if asked == "auto":
+        raise PlacementError(
+            "precision auto has no table yet: sw.shard settles it, by what the devices of all ranks are fast at. Name "
+            "one: bf16 or fp32."
+        )
+    compute: Dtype = asked
+    states: Dtype = compute if WIDTH[compute] >= WIDTH["fp32"] else "fp32"
+    rows = [rows for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
+
+    def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
+        edited = replace(place, **{"dtype": dtype, **_edits_of(kind, rows)})
+        mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
+        if edited.tier == "disk" and kind == "grad":
+            raise PlacementError(
+                f"{what} 'grad' is placed on tier 'disk', where parameters and optimizer states can be. Make "
+                f"rows.grad.tier host, or leave it out."
+            )
+        if kind in ("param", "held") and edited.dtype != compute:
+            raise PlacementError(
+                f"{what} {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
+                f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
+            )
+        return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
+
+    param, held = row("param", base.param, compute), row("held", base.held, compute)
+    if held.shard == param.shard and "tier" not in _edits_of(
+        "held", rows
+    ):  # what is held is what rests, wherever that is
+        held = replace(held, tier=param.tier)
+    grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
+    _check_tiers(param, held, grad, optim, what)
+    if rule is None and plan.wire.param is not None and not (param.shard or optim.shard):
+        raise PlacementError(
+            f"wire.param is {plan.wire.param}, but with {plan.preset} every rank has and updates all parameters, so "
+            f"none are sent. Leave it out, or choose a preset that shards parameters or states, such as zero1 or zero3."
+        )
+    return Table(
+        axes=mesh.replica_axes,
+        param=param,
+        held=held,
+        grad=grad,
+        optim=optim,
+        compute=compute,
+        grad_wire=Wire(plan.wire.grad or compute),
+        param_wire=None if plan.wire.param is None else Wire(plan.wire.param),
+        step="device" if optim.tier == "device" else "host",
+    )
+
+
+def _edits_of(kind: Kind, rows: Sequence[Rows]) -> dict[str, Any]:
+    """The edits that a plan and a rule make to one row; the rule's win."""
+    edits = [getattr(one, kind) for one in rows]
+    return {key: value for edit in edits for key, value in edit if value is not None}
+
+
+def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str) -> None:
+    """Raise `PlacementError` for combinations of rows on lower tiers that are not supported."""
+    if param.tier == "disk" and (optim.tier, optim.shard) != ("disk", param.shard):
+        raise PlacementError(
+            f"{what} 'param' rests on the disk as {_describe(param)} and 'optim' on the {optim.tier} as "
+            f"{_describe(optim)}, but updated parameters are written in one piece with their states. Set "
+            f"rows.optim.tier=disk and give both rows the same shard, or make rows.param.tier host."
+        )
+    if grad.tier == "host" and grad.partial:
+        raise PlacementError(
+            f"{what} 'grad' waits on the host as summands over {'+'.join(grad.partial)}, and sums are taken on the "
+            f"device. Shard it over that axis, or leave out rows.grad.tier."
+        )
+    for kind, place in (("param", param), ("grad", grad)):
+        if place.tier == "host" and optim.tier == "device":
+            raise PlacementError(
+                f"{what} {kind!r} is on the host and 'optim' on the device, but the update is done where the states "
+                f"are. Set rows.optim.tier=host too."
+            )
+    if grad.tier == "host" and (grad.shard, grad.dtype) != (optim.shard, optim.dtype):
+        raise PlacementError(
+            f"{what} 'grad' waits on the host as {_describe(grad)}, but the update needs {_describe(optim)} there, and "
+            f"nothing is cut or cast on the way. Give both rows the same shard and dtype, or leave out rows.grad.tier."
+        )
+    if held.tier != "device" and (param.tier, param.shard) != (held.tier, held.shard):
+        raise PlacementError(
+            f"{what} 'held' is on the {held.tier}, but only parameters that rest there can be held "
+            f"there. Give rows.param the same place, or leave out rows.held.tier."
+        )
+
+
+def _describe(place: Place) -> str:
+    return f"shard({'+'.join(place.shard)}) in {place.dtype}" if place.shard else f"copy in {place.dtype}"
+
+
+def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
+    """The tables of the plan's rules by rule name, for the rules that have rows."""
+    return {
+        name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row")
+        for name, rule in plan.rules.items()
+        if rule.has_rows
+    }
+
+
+def resident_table(plan: Plan, mesh: Mesh) -> Table:
+    """The plan's table for parameters that are too small to be worth gathering (`resident_below`)."""
+    whole = PlaceEdit(shard=(), tier="device")
+    return table_for(plan, mesh, Rule(rows=Rows(param=whole, held=whole)), what="resident_below: row")
+
+
+def _in_order(axes: Axes, mesh: Mesh) -> Axes:
+    """The axes in the order of the mesh; the order in which a plan names them has no meaning."""
+    return tuple(sorted(axes, key=mesh.axes.index))

@@ -1,0 +1,189 @@
+"""The table: one place for each of four kinds of tensor, and the checks that keep a table consistent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.errors import PlacementError, nearest
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
+from shardwise.plan.placement.wire import FP32, Wire
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the four kinds of tensor of one model (or of some of its parameters) live.
+
+    `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
+    which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
+    sent; `param_wire` that of parameters, or `None` if they are sent as they are. Raises `PlacementError` for rows that
+    no step could follow.
+    """
+
+    axes: Axes
+    param: Place
+    held: Place
+    grad: Place
+    optim: Place
+    compute: Dtype = "fp32"
+    grad_wire: Wire = FP32
+    param_wire: Wire | None = None
+    step: Tier = "device"
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            self._check_axes(kind)
+        for kind in ("param", "grad"):
+            self._check_no_repeated_update(kind)
+        self._check_nesting()
+        self._check_states_are_wide()
+        if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
+            raise PlacementError(
+                f"wire.param is {self.param_wire}, which is not narrower than parameters in {self.param.dtype}, so "
+                f"sending would gain nothing. Leave it out: parameters are then sent as they are."
+            )
+
+    def place(self, kind: Kind) -> Place:
+        place: Place = getattr(self, kind)
+        return place
+
+    @property
+    def full(self) -> Place:
+        """What forward and backward need: everything, on the device, in the compute dtype."""
+        return Place(dtype=self.compute)
+
+    @property
+    def fresh(self) -> Place:
+        """What a backward produces: a summand of everything, in the dtype that is sent."""
+        return Place(partial=self.axes, dtype=self.grad_wire.dtype)
+
+    @property
+    def due(self) -> Place:
+        """What the update needs: the gradient of the elements whose states are on this rank."""
+        return replace(self.optim, tier=self.step)
+
+    @cached_property
+    def order(self) -> Axes:
+        """The sharded axes, beginning with the one that splits a buffer first, into the largest pieces.
+
+        [Note: why places nest] Every place of a table is one contiguous range of a flat buffer, and the ranges nest:
+        what is sharded over fewer axes contains what is sharded over more. So an all-gather grows a range in place and
+        a reduce-scatter shrinks one, and neither copies to reorder. Among axes that appear together the inner one, with
+        the faster links, splits first: reductions then run over the fast axis while the buffer is whole, and over the
+        slow one when it is small.
+        """
+        inner_first = tuple(reversed(self.axes))
+        shards = [self.place(kind).shard for kind in KINDS]
+        count = {axis: sum(axis in shard for shard in shards) for axis in self.axes}
+        used = [axis for axis in inner_first if count[axis]]
+        return tuple(sorted(used, key=lambda axis: -count[axis]))
+
+    def on(self, mesh: Mesh) -> Table:
+        """The same table without the axes on which the mesh has a single rank."""
+        mesh.require(self.axes, "The table")
+
+        def keep(axes: Axes) -> Axes:
+            return tuple(axis for axis in axes if mesh.size(axis) > 1)
+
+        return self._with_axes(keep)
+
+    def stored_as(self, dtype: Dtype) -> Table:
+        """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
+        wire = self.param_wire if self.param_wire is not None and narrows(self.param_wire, dtype) else None
+        return replace(
+            self,
+            param=replace(self.param, dtype=dtype),
+            held=replace(self.held, dtype=dtype),
+            compute=dtype,
+            param_wire=wire,
+        )
+
+    def without(self, axis: str) -> Table:
+        """The same table without `axis`, for parameters that differ between the ranks along it."""
+
+        def left(axes: Axes) -> Axes:
+            return tuple(one for one in axes if one != axis)
+
+        return self._with_axes(left)
+
+    def _with_axes(self, chosen: Callable[[Axes], Axes]) -> Table:
+        def kept(place: Place) -> Place:
+            return replace(place, shard=chosen(place.shard), partial=chosen(place.partial))
+
+        return replace(
+            self,
+            axes=chosen(self.axes),
+            param=kept(self.param),
+            held=kept(self.held),
+            grad=kept(self.grad),
+            optim=kept(self.optim),
+        )
+
+    def _check_axes(self, kind: Kind) -> None:
+        place = self.place(kind)
+        for axis in place.shard + place.partial:
+            if axis not in self.axes:
+                raise PlacementError(
+                    f"{kind} is placed on axis {axis!r}, but a plan places over {', '.join(self.axes)}. "
+                    f"{nearest(axis, self.axes)}"
+                )
+        for axes in (place.shard, place.partial):
+            self._check_order(kind, axes)
+        both = set(place.shard) & set(place.partial)
+        if both:
+            raise PlacementError(f"{kind} is both sharded and partial over {'+'.join(sorted(both))}; choose one.")
+        if place.partial and kind != "grad":
+            raise PlacementError(
+                f"{kind} is partial over {'+'.join(place.partial)}, but only gradients are ever summands. "
+                f"Shard it over that axis, or leave it a copy."
+            )
+
+    def _check_order(self, kind: Kind, axes: Axes) -> None:
+        """Rows are compared for equality, so the axes of equal rows have to be written alike."""
+        if len(set(axes)) < len(axes):
+            raise PlacementError(f"{kind} names an axis twice: {'+'.join(axes)}. Name each once.")
+        in_order = tuple(axis for axis in self.axes if axis in axes)
+        if axes != in_order:
+            raise PlacementError(
+                f"{kind} is placed on {'+'.join(axes)}; write the axes in the order of the mesh: {'+'.join(in_order)}."
+            )
+
+    def _check_no_repeated_update(self, kind: Kind) -> None:
+        repeated = set(self.place(kind).shard) - set(self.optim.shard)
+        if repeated:
+            raise PlacementError(
+                f"{kind} is sharded over {'+'.join(sorted(repeated))} but its optimizer state is not, "
+                f"so every rank there would repeat the same update. Shard optim over it too."
+            )
+
+    def _check_nesting(self) -> None:
+        by_size = sorted(KINDS, key=lambda kind: len(self.place(kind).shard))
+        for small, large in itertools.pairwise(by_size):
+            odd = set(self.place(small).shard) - set(self.place(large).shard)
+            if odd:
+                raise PlacementError(
+                    f"{small} is sharded over {'+'.join(self.place(small).shard)} and {large} over "
+                    f"{'+'.join(self.place(large).shard)}: neither contains the other, so no rank could hold "
+                    f"both as one range. Shard {large} over {'+'.join(sorted(odd))} too."
+                )
+
+    def _check_states_are_wide(self) -> None:
+        """New parameters are a cast of the master weights, made before they are gathered: it must narrow."""
+        if WIDTH[self.optim.dtype] < WIDTH[self.param.dtype]:
+            raise PlacementError(
+                f"optim is {self.optim.dtype}, narrower than param in {self.param.dtype}, so updates would be "
+                f"rounded away. Make optim {self.param.dtype} or wider."
+            )
+        if {self.optim.dtype, self.param.dtype} == {"bf16", "fp16"}:
+            raise PlacementError(
+                f"optim is {self.optim.dtype} and param {self.param.dtype}: neither can hold all values of the other. "
+                f"Make optim fp32, or {self.param.dtype}."
+            )
+
+
+def narrows(wire: Wire, dtype: Dtype) -> bool:
+    """Whether elements in `dtype` take fewer bytes as `wire`. What is no floating-point number is never converted."""
+    return dtype not in ("uint8", "int8") and WIDTH[wire.dtype] < WIDTH[dtype]

@@ -1,0 +1,55 @@
+"""The bytes of a program's messages that leave each host: one copy of what a host sends for every other host.
+
+`comm/host_layout.py` decides how ranks carry it; the byte counts agree exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardwise.plan.mesh import Mesh
+from shardwise.program.action import Action
+
+Indices = tuple[int, ...]
+_ONCE, _TWICE = ("gather", "reduce_scatter"), ("all_reduce", "agree")
+
+
+def lines_on_hosts(hosts: Sequence[int]) -> tuple[Indices, ...]:
+    """The indices of a line's ranks, grouped by host in the order in which the hosts appear. `hosts` has the host of
+    each rank."""
+    by_host: dict[int, list[int]] = {}
+    for index, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(index)
+    return tuple(tuple(indices) for indices in by_host.values())
+
+
+def crossing_bytes(verb: str, chunk_bytes: int, num_near: int, num_ranks: int, num_hosts: int) -> int:
+    """Bytes that all ranks of one host together send to other hosts, for one collective of a line.
+
+    `chunk_bytes` is what each of the line's `num_ranks` contributes (`gather`) or receives (`reduce_scatter`), or a
+    rank's share of an `all_reduce`. `num_near` of the ranks are on that host.
+    """
+    gathered = num_near * (num_hosts - 1) * chunk_bytes
+    summed = (num_ranks - num_near) * chunk_bytes
+    return {"gather": gathered, "reduce_scatter": summed}.get(verb, gathered + summed)
+
+
+def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> list[int]:
+    """Bytes that leave each host for `actions`, which every rank runs; each host has `local_size` consecutive ranks.
+
+    Gathers, sums and what is agreed on are counted. Broadcast buffers, whole matrices, activations and messages outside
+    of a program are not.
+    """
+    num_ranks = mesh.world_size
+    sent = [0] * -(-num_ranks // local_size)
+    for action in actions:
+        rounds = 1 if action.verb in _ONCE else 2 if action.verb in _TWICE else 0
+        if not rounds or not action.sent_bytes:
+            continue
+        chunk_bytes = action.sent_bytes // (rounds * (mesh.size(action.over) - 1))
+        for ranks in {mesh.group(rank, action.over) for rank in range(num_ranks)}:
+            hosts = lines_on_hosts([rank // local_size for rank in ranks])
+            for indices in hosts:
+                left = crossing_bytes(action.verb, chunk_bytes, len(indices), len(ranks), len(hosts))
+                sent[ranks[indices[0]] // local_size] += left
+    return sent

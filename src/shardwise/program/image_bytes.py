@@ -1,0 +1,51 @@
+"""The host memory that the image of a rank takes: what the other ranks go back to when a rank is lost (`elastic/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.program.footprint import optim_bytes_of
+from shardwise.program.spec import FlatSpec
+
+
+@dataclass(frozen=True)
+class ImageBytes:
+    """Bytes of one rank. `live` would lie elsewhere without an image; `copy` is the image's cost."""
+
+    live: int
+    """What the optimizer updates in place there: states, and master weights of another dtype than the parameters."""
+    copy: int
+    """The same after the last step, and the parameters that only this rank has."""
+
+    @property
+    def total(self) -> int:
+        return self.live + self.copy
+
+
+def image_bytes(
+    flats: Sequence[FlatSpec], states_per_param: int, coordinate: Mapping[str, int] | None = None
+) -> ImageBytes:
+    """For ranks that share memory, where sharded parameters rest. Scalars beside tensors and padding to 64 bytes are
+    not counted. `coordinate` is the rank's; without one, the figures are those of the range with the most."""
+    live = copy = 0
+    for flat in flats:
+        param, optim = flat.table.param, flat.table.optim
+        if not flat.trainable:
+            copy += flat.num_bytes(param.shard, param.dtype) if param.shard else 0
+            continue
+        updated = optim_bytes_of(flat, states_per_param, coordinate)
+        live += updated
+        copy += updated + (flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0)
+    return ImageBytes(live, copy)
+
+
+def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec]) -> str:
+    """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says."""
+    axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
+    if axes:
+        return f"the mesh splits models or samples along {', '.join(axes)}, and the remaining ranks cannot form it"
+    if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):
+        return "parameters or states are kept on a disk"
+    return ""

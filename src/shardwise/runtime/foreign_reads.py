@@ -1,0 +1,105 @@
+"""Modules that read parameters of other modules: found while the first step is watched, and gathered for from then on.
+
+A model may read `self.wte.weight` without calling `wte`, so no hook of `wte` fires. While a forward is recorded, every
+operation is inspected: if it reads a unit that is not gathered, the unit is gathered on the spot, and the running
+module becomes one of the unit's sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.memory import FullState, Unit
+from shardwise.runtime.hooks import changed_inside
+from shardwise.runtime.nested import argument_tensors
+
+
+class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Watches operations and calls `gather(unit)` before one reads a unit that is not gathered."""
+
+    def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._units = {flat.full.untyped_storage()._cdata: (unit, flat) for unit in units for flat in unit.flats}
+        self._gather = gather
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, operations are not watched, because our own actions touch the buffers."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # an operator, with its schema
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for unit in () if self._is_paused else self._missing((args, kwargs)):
+            with self.paused():
+                self._gather(unit)
+        if not self._is_paused and func._schema.is_mutable:
+            self._require_unchanged(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _require_unchanged(self, func: Any, args: Sequence[Any]) -> None:
+        """Raise if `func` writes to a parameter. This sees even writes to `param.data`."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in argument_tensors(value):
+                with torch._C.DisableTorchFunctionSubclass():
+                    found = self._units.get(tensor.untyped_storage()._cdata)
+                if found is not None:
+                    raise changed_inside(found[0].name)
+
+    def _missing(self, values: object) -> list[Unit]:
+        """The units that tensors among `values` belong to and that are not gathered."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
+            found = [self._units.get(tensor.untyped_storage()._cdata) for tensor in argument_tensors(values)]
+        return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
+
+
+class Callers:
+    """The modules of the model that are running, innermost last. Create it just after `model` itself was called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._running: list[nn.Module] = [model]
+        self._handles = [
+            handle
+            for module in model.modules()
+            for handle in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def innermost(self) -> nn.Module | None:
+        return self._running[-1] if self._running else None
+
+    def num_running(self, module: nn.Module) -> int:
+        """How many nested calls of `module` are running."""
+        return self._running.count(module)
+
+    def remove(self) -> None:
+        """Remove the hooks. Call it only while none of the modules runs, for PyTorch may be iterating over its
+        hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        if module in self._running:
+            del self._running[self._running.index(module) :]

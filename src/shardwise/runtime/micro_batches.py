@@ -1,0 +1,196 @@
+"""The batch of one optimizer step as micro-batches, and the loss of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+
+from shardwise.comm.weighing import Weighing
+from shardwise.errors import ConfigError, ModelError
+
+Tensor = torch.Tensor
+LossFunction = Callable[..., Tensor]
+"""Called with the model's output, and the micro-batch's target if there are targets."""
+
+
+class MicroSteps:
+    """The micro-batches of the current step, counted where each ends: in `engine.step()`.
+
+    [Note: micro-steps] How often a loop calls backward for a micro-batch, and whose backward it is, says nothing of
+    when the micro-batch ends: a GAN calls it twice, another engine's runs through this model. So backwards are not
+    counted. `engine.backward` divides its loss by the number of micro-batches, and `loss.backward()` does what it does
+    in plain PyTorch: loops written for that divide the loss. DeepSpeed's loops do not, whichever they call, so for them
+    gradients are divided as they arrive, together with the average over ranks.
+    """
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self.divides_arriving = False
+        """Whether the gradients of every backward are divided, and not losses given to `engine.backward`."""
+        self.are_all_run = False
+        """Whether one call has run all micro-batches of the step, so that the next end is that of the step."""
+        self.num_dropped = 0
+        """How many steps in a row were begun, and dropped by `zero_grad` before their last micro-batch."""
+
+    def end(self, of: int, *, is_last: bool | None = None) -> bool:
+        """End a micro-batch of a step that has `of`; returns whether the step is complete. `is_last` decides instead
+        of the count, if it is given."""
+        self.num_ended += 1
+        is_complete = self.are_all_run or self.num_ended >= of if is_last is None else is_last
+        if is_complete:
+            self.num_dropped = 0
+        return is_complete
+
+    def drop(self, of: int) -> None:
+        """`zero_grad` drops what has come of the current step, which begins anew."""
+        if 0 < self.num_ended < of:
+            self.num_dropped += 1
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.num_ended, self.are_all_run = 0, False
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model is called with, and what its output is compared with, if that is given apart."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+    has_target: bool = False
+    weight: float = 1.0
+    """How much it counts beside those of other ranks and the others of its step."""
+    weighing: Weighing | None = None
+    """Knows that weight while the loss is computed, if weights are used."""
+
+    @cached_property
+    def branches(self) -> tuple[tuple[str, bool], ...]:
+        """What models of transformers read from the values of a batch to decide how to attend: by name, whether a mask
+        hides nothing, and whether positions start anew within a row, as those of packed documents do."""
+        found = []
+        for name, value in sorted(self.kwargs.items()):
+            if isinstance(value, Tensor) and not value.is_floating_point() and "mask" in name:
+                found.append((name, bool(value.all())))
+            elif isinstance(value, Tensor) and name == "position_ids":
+                found.append((name, bool((value.diff(dim=-1) == 1).all())))
+        return tuple(found)
+
+    def loss(self, output: Any, loss_fn: LossFunction | None) -> Tensor:
+        """The loss of `output`: what `loss_fn` makes of it, else the output itself, or its `loss`."""
+        loss: Any = output
+        if loss_fn is not None:
+            with nullcontext() if self.weighing is None else self.weighing.during(self.weight):
+                loss = loss_fn(output, self.target) if self.has_target else loss_fn(output)
+        elif isinstance(output, Mapping) or hasattr(output, "loss"):
+            loss = output.get("loss") if isinstance(output, Mapping) else output.loss
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            whose = "loss_fn returns" if loss_fn is not None else "The model returns"
+            cure = "" if loss_fn is not None else ", or give train_step a loss_fn that makes one of the output"
+            raise ModelError(f"{whose} {shown}, but a step needs a loss: a tensor of one element. Return that{cure}.")
+        return loss
+
+
+def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list[MicroBatch]:
+    """`num` micro-batches of `batch`, with their weights; see `Engine.train_step` for what that may be.
+
+    Raises `ConfigError` for one that cannot be split evenly, where samples are not weighed, or that has too few.
+    """
+    inputs = _parts(batch, num, "batch", is_even=not weighing.is_used)
+    if target is None:
+        parts = [_called_with(part) for part in inputs]
+    else:
+        targets = _parts(target, num, "target", is_even=not weighing.is_used)
+        parts = [_called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
+    if not weighing.is_used:
+        return parts
+    if isinstance(inputs, _Cut):
+        weights = [weighing.current * count * num / sum(inputs.counts) for count in inputs.counts]
+        weighing.take(1)
+    else:
+        weights = weighing.take(num)
+    return [replace(part, weight=weight, weighing=weighing) for part, weight in zip(parts, weights, strict=True)]
+
+
+def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:
+    """The mean over the samples of all micro-batches, without dimensions."""
+    weights = [part.weight for part in parts]
+    if all(weight == weights[0] for weight in weights):
+        return (sum(losses[1:], start=losses[0]) / len(losses)).reshape(())
+    counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    return (sum(counted[1:], start=counted[0]) / sum(weights)).reshape(())
+
+
+def _called_with(part: Any, target: Any = None, *, has_target: bool = False) -> MicroBatch:
+    if isinstance(part, Mapping):
+        return MicroBatch((), dict(part), target, has_target)
+    args = tuple(part) if isinstance(part, tuple | list) and not hasattr(part, "_fields") else (part,)
+    return MicroBatch(args, {}, target, has_target)
+
+
+class _Cut(list[Any]):
+    """Micro-batches of one batch, and the rows that each has of it; where that is none, it is a stand-in of one row."""
+
+    def __init__(self, parts: Iterable[Any], counts: Sequence[int]) -> None:
+        super().__init__(parts)
+        self.counts = tuple(counts)
+
+
+def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
+    if isinstance(value, list | Iterator):
+        parts = list(islice(value, num)) if isinstance(value, Iterator) else value
+        if len(parts) != num:
+            raise ConfigError(
+                f"{what} has {len(parts)} micro-batches, but the plan's accumulate is {num}. Give as many, or one "
+                f"{what} as a tensor, tuple or dict, which is split along its first dimension."
+            )
+        return parts
+    if num == 1:
+        return [value]
+    rows = {one.shape[0] if one.dim() else 0 for one in _tensors_in(value)}
+    if not rows:
+        raise ConfigError(f"{what} has no tensor that could be split into {num} micro-batches (the plan's accumulate).")
+    if len(rows) > 1 or (is_even and next(iter(rows)) % num) or not next(iter(rows)):
+        told = " and ".join(map(str, sorted(rows)))
+        raise ConfigError(
+            f"{what} has tensors of {told} rows, which cannot be split into {num} even micro-batches (the plan's "
+            f"accumulate). Give a multiple of {num} rows, or a list of {num} micro-batches."
+        )
+    each, more = divmod(next(iter(rows)), num)
+    counts = [each + (place < more) for place in range(num)]
+    starts = [0, *accumulate(counts)]
+    spans = [
+        slice(start, start + count) if count else slice(0, 1) for start, count in zip(starts, counts, strict=False)
+    ]
+    return _Cut([_share(value, span) for span in spans], counts)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _share(value: Any, span: slice) -> Any:
+    """The rows of one micro-batch; what is no tensor is every micro-batch's."""
+    if isinstance(value, Tensor):
+        return value[span]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_share(item, span) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_share(item, span) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _share(item, span) for key, item in value.items()}
+    return value

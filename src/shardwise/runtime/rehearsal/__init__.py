@@ -1,0 +1,18 @@
+"""A forward and backward without memory and without arithmetic, to measure what activations a model will hold.
+
+Formulas by layer would be a list of layers, and never complete. Here the model itself runs, on fake tensors and under
+the hooks that train it.
+"""
+
+from shardwise.runtime.rehearsal.rehearse import (
+    Around,
+    Loss,
+    Take,
+    Work,
+    nothing_around,
+    rehearse,
+    rehearse_work,
+)
+from shardwise.runtime.rehearsal.twin import Twin
+
+__all__ = ["Around", "Loss", "Take", "Twin", "Work", "nothing_around", "rehearse", "rehearse_work"]

@@ -1,0 +1,297 @@
+"""Runs a model on a batch without memory, and records what it would hold at each moment.
+
+Moments come from the same hooks as in training. Tensors claim the device on which the model will train, so that
+attention and other operators choose the same kernels as there. Gradients are dropped when training would take them, as
+soon as autograd produces them. Recomputation (activation checkpointing) needs no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.errors import ConfigError, ModelError
+from shardwise.memory import FullState, Unit, torch_dtype
+from shardwise.optim.precision import cast_floating
+from shardwise.plan.placement import WIDTH, Dtype
+from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
+from shardwise.runtime.activations import (
+    Offloading,
+    RehearsedDiskStore,
+    RehearsedStore,
+    TreatedSites,
+    Treatments,
+)
+from shardwise.runtime.foreign_reads import Callers, Reach
+from shardwise.runtime.hooks import Hooks
+from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.rehearsal.grouped import GroupedProducts
+from shardwise.runtime.rehearsal.integers import Integers, like
+from shardwise.runtime.rehearsal.live_bytes import DEVICE_BLOCK_BYTES, LivingBytes
+from shardwise.runtime.rehearsal.refusal import refusal
+from shardwise.runtime.rehearsal.twin import Twin, TwinFlat
+from shardwise.runtime.split_backward import Halves
+
+Loss = Callable[[Any], torch.Tensor]
+Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Makes the arguments of a forward, which then belong to the caller alone."""
+Around = Callable[[nn.Module], AbstractContextManager[None]]
+Work = Callable[[Take, LivingBytes], None]
+"""Runs a forward and backward on some arguments while bytes are counted."""
+PROCESS_BYTES = 2**25
+HALF_PROCESS_BYTES = 12 * 2**20
+"""[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
+then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), heap gaps between live blocks, and the engine's
+own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which
+plain PyTorch takes 12 and 24; 28 and 40 for a GPT of 34 M parameters; 31 for a small Whisper, 9 of which are oneDNN's
+convolutions. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is added for products in bf16
+and fp16. So are [Note: cached kernels] in `grouped.py`. Python modules that are imported late are not included: 16 MiB
+by the first `shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's
+peak contains none of this.
+
+What freed activations leave in the heap is counted by moment on top of that ([Note: the heap does not shrink] in
+`live_bytes.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return
+memory below a live block. Where blocks of many sizes come and go (long sequences beside short ones, groups of different
+sizes in every step), gaps were another half of the predicted bytes for a Whisper, and three times as much for a small
+Mixtral in bf16. With MALLOC_MMAP_THRESHOLD_=131072 in the environment there are hardly any, at the cost of fresh pages.
+"""
+MAX_PASSES = 4
+"""Each pass may discover more: modules that read units without calling them, parameters without a gradient."""
+
+
+def rehearse(
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: object,
+    *,
+    device: torch.device,
+    compute: Dtype,
+    loss: Loss | None = None,
+    around: Around | None = None,
+    treatments: Treatments | None = None,
+) -> Activations:
+    """The activations of one forward and backward of `model` on `batch`. Changes neither; needs no other rank.
+
+    `batch` is what the model is called with: a tensor, a tuple of arguments, a dict of keyword arguments, or a
+    `MicroBatch` with both. Only its shapes, dtypes and integers matter. The backward starts from `loss(output)`;
+    without `loss`, from the output itself if it is a tensor, or its `loss`, or else the sum of its floating-point
+    tensors. As in `loss = model(...)`, the rest of the output is freed before the backward. `units` are those of the
+    model, whose parameters may be on the meta device. `around` is entered with the model's copy while that computes.
+    `treatments`: the units whose activations are recomputed or offloaded.
+
+    Raises `ModelError` for a model that reads values of floating-point tensors or fails on the batch, and `ConfigError`
+    for a `batch` of another type.
+    """
+
+    def prepare(twin: Twin) -> Work:
+        return partial(_back_and_forth, twin.model, loss or loss_in, around or nothing_around)
+
+    return rehearse_work(prepare, model, units, batch, device=device, compute=compute, treatments=treatments)
+
+
+def nothing_around(_: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _back_and_forth(model: nn.Module, loss: Loss, around: Around, take: Take, _: LivingBytes) -> None:
+    with around(model):
+        args, kwargs = take()
+        result = loss(model(*args, **kwargs))
+        del args, kwargs
+        if not result.requires_grad:
+            raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
+        (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+
+
+def rehearse_work(
+    prepare: Callable[[Twin], Work],
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: object,
+    *,
+    device: torch.device,
+    compute: Dtype,
+    treatments: Treatments | None = None,
+) -> Activations:
+    """As `rehearse`, for another kind of forward and backward: `prepare` makes the work for the copy of `model`, once
+    its hooks are registered. The work may run several times."""
+    args, kwargs = _arguments(batch)
+    fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
+    with fakes, Integers(), products, torch.enable_grad():
+        twin = Twin(model, units, device)
+        stage = _Stage(twin, device)
+        work = prepare(twin)
+        on_host, on_disk = RehearsedStore(), RehearsedDiskStore()
+        elsewhere = {"offload": on_host, "disk": on_disk}
+        if treatments:
+            waits, resting = device.type != "cpu", twin.resting
+            keepers = {policy: Offloading(store, device, resting, waits=waits) for policy, store in elsewhere.items()}
+            by_site = {twin.copied(site): treatment for site, treatment in treatments.by_site.items()}
+            TreatedSites(by_site, keepers).install()
+        given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
+        for _ in range(MAX_PASSES):
+            for store in elsewhere.values():
+                store.begin_peaks()
+            try:
+                stage.perform(work, fake, compute)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise refusal(error, model) from error
+            if not stage.is_wiser:
+                break
+    on_cpu = device.type == "cpu"
+    process_bytes = process_bytes_for(compute) + products.kernel_bytes if on_cpu else 0
+    return Activations(
+        tuple(stage.marks),
+        process_bytes,
+        on_cpu,
+        host_bytes=on_host.peak_bytes,
+        disk_bytes=on_disk.peak_bytes,
+        staging_bytes=on_disk.peak_staging_bytes,
+        unit_bytes=on_disk.peak_unit_bytes,
+        peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
+    )
+
+
+def process_bytes_for(compute: Dtype) -> int:
+    """The allowance of [Note: process memory] for a model that computes in `compute`."""
+    return PROCESS_BYTES + (HALF_PROCESS_BYTES if WIDTH[compute] == 2 else 0)
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The tensor from which the backward starts: see `rehearse`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not tensors:
+        raise ModelError(
+            f"The model returns {type(output).__name__}, from which no backward can start: no tensor, no `loss`, "
+            f"no floating-point tensors that depend on trained parameters. Return the loss."
+        )
+    return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+
+def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, MicroBatch):
+        return batch.args, batch.kwargs
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, tuple):
+        return batch, {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    raise ConfigError(
+        f"The batch is {type(batch).__name__}; it must be what the model is called with: a tensor, a tuple of "
+        f"arguments, or a dict of keyword arguments."
+    )
+
+
+class _Stage:
+    """Listens to the hooks of the copied model, as the runner does in training, and records moments."""
+
+    def __init__(self, twin: Twin, device: torch.device) -> None:
+        self._twin = twin
+        self._resting = twin.resting
+        self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
+        self._hooks = Hooks(twin.model, twin.units, self, Halves())
+        self.marks: list[Mark] = []
+        self.peak_heap_bytes = 0
+        self.is_wiser = False
+        self._open: set[str] = set()
+        self._reached: list[tuple[Unit, nn.Module]] = []
+        self._callers: Callers | None = None
+
+    def perform(self, work: Work, batch: tuple[Any, Any], compute: Dtype) -> None:
+        """Run one pass, which sets `marks`, and `is_wiser` if another pass will discover more."""
+        self.marks, self.is_wiser = [], False
+        self._open.clear()
+        self._reached.clear()
+        dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
+        with LivingBytes(self._resting, self._granule_bytes) as self._living:
+            self._living.count(batch)
+            work(lambda: batch if dtype is None else cast_floating(batch, dtype), self._living)
+        self._forget_callers()
+        for unit, site in self._reached:
+            unit.sites.append(site)
+            self._hooks.add_site(unit, site)
+
+    # -- events -----------------------------------------------------------------------------------------
+
+    def enter_root(self) -> None:
+        self._forget_callers()
+        self._callers = Callers(self._twin.model)
+        self._reach = Reach(self._twin.units, self._reach_for)
+        self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # marks are not used then
+        self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    def before_forward(self, unit: Unit) -> None:
+        _become(unit, FullState.READY)
+        self._mark(Moment("before", "forward", unit.name))
+
+    def after_forward(self, unit: Unit, *, opaque: bool) -> None:  # noqa: ARG002
+        _become(unit, FullState.ABSENT)
+        self._mark(Moment("after", "forward", unit.name))
+
+    def before_backward(self, unit: Unit) -> None:
+        if unit.name not in self._open:
+            self._open.add(unit.name)
+            self._mark(Moment("before", "backward", unit.name))
+
+    def after_backward(self, unit: Unit) -> None:
+        self._open.discard(unit.name)
+        for flat in unit.flats:
+            flat.grads.drop()
+        self._mark(Moment("after", "backward", unit.name))
+
+    def await_graph(self, unit: Unit) -> None:
+        """Nothing to do: a rehearsal builds no graph in its backward."""
+
+    def await_end(self, unit: Unit) -> None:
+        """Nothing to do: the marks do not depend on which units are gathered."""
+
+    def end_of_backward(self) -> None:
+        for unit in self._twin.units:
+            if any(any(flat.grads.touched_here) for flat in unit.flats):  # some of its parameters got no gradient
+                self._hooks.watch_inputs(unit)
+                self.is_wiser = True
+                self.after_backward(unit)
+        self._mark(END_OF_BACKWARD)
+
+    def _mark(self, moment: Moment) -> None:
+        living = self._living
+        self.marks.append(Mark(moment, living.take_peak(), living.live_bytes, living.heap_bytes))
+        self.peak_heap_bytes = living.peak_heap_bytes
+
+    def _reach_for(self, unit: Unit) -> None:
+        """A module reads `unit` without calling it: from the next pass on the unit is gathered for that module."""
+        _become(unit, FullState.READY)
+        site = (self._callers.innermost() if self._callers is not None else None) or self._twin.model
+        if all(site is not known for known in unit.sites):
+            self._reached.append((unit, site))
+            self.is_wiser = True
+
+    def _forget_callers(self) -> None:
+        """Remove the hooks of `Callers`; only while no module runs."""
+        if self._callers is not None:
+            self._callers.remove()
+            self._callers = None
+
+
+def _become(unit: Unit, state: FullState) -> None:
+    for flat in unit.flats:
+        assert isinstance(flat, TwinFlat)
+        flat.become(state)

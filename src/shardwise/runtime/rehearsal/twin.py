@@ -1,0 +1,121 @@
+"""A twin of a model: a copy whose tensors have shapes, dtypes and a device, but no bytes.
+
+[Note: twins] The model itself is not used, because modules keep what they compute (tables of positions, counters), and
+a rehearsal must not leave tensors without bytes in it. So everything in a module is copied except its tensors and the
+hooks of an engine that trains the model. Parameters are views of flat buffers, as in training. [Note: integers] in
+`integers.py` says which tensors have bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.memory import Flat, FlatGradients, FullState, Unit, torch_dtype
+from shardwise.runtime.nested import tensors_in
+from shardwise.runtime.rehearsal.integers import like
+from shardwise.system.telemetry import ByteMeter
+
+OURS = f"{__name__.partition('.')[0]}."
+
+
+class TwinGradients(FlatGradients):
+    """Records that gradients arrived, without storing them."""
+
+    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> bool:  # noqa: ARG002  # not stored
+        self.touched_here[index] = True
+        if is_last:
+            self._arrived.add(index)
+        return self.complete()
+
+
+class TwinFlat(Flat):
+    """A flat buffer that is always allocated, and only records gradients."""
+
+    def __init__(self, flat: Flat, device: torch.device) -> None:
+        super().__init__(flat.spec, flat.slots, flat.params, flat.coordinate, ByteMeter(), device)
+        self.full = torch.empty(flat.spec.numel, dtype=torch_dtype(flat.spec.table.compute), device=device)
+        self.params = tuple(self._twin_of(index) for index in range(len(flat.slots)))
+        self.grads = TwinGradients(flat.spec, flat.slots, flat.coordinate, self.meter, device)
+
+    def _twin_of(self, index: int) -> nn.Parameter:
+        slot, original = self.slots[index], self.params[index]
+        view = self.full[slot.start : slot.span.stop].view(slot.shape)
+        param = nn.Parameter(view, requires_grad=original.requires_grad)
+        param.__dict__.update(original.__dict__)  # some models keep attributes on their parameters
+        return param
+
+    def become(self, state: FullState) -> None:
+        if not self.spec.resident:
+            self.state = state
+
+
+class Twin:
+    """Twins of a model and its units. Must be made and used inside one and the same `FakeTensorMode`."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
+        self._device = device
+        self._memo: dict[int, Any] = {}
+        self._flats = {flat.name: TwinFlat(flat, device) for unit in units for flat in unit.flats}
+        for unit in units:
+            for flat in unit.flats:
+                twins = zip(flat.params, self._flats[flat.name].params, strict=True)
+                self._memo.update({id(param): twin for param, twin in twins})
+        self.model = self._copied(model)
+        self.units = [self._unit(unit) for unit in units]
+
+    def copied(self, thing: Any) -> Any:
+        """A copy of an object that refers to the model or its tensors; the copy refers to the twin's."""
+        return copy.deepcopy(thing, self._memo)
+
+    @property
+    def resting(self) -> list[torch.Tensor]:
+        """Tensors that are not activations: parameters, buffers, and other tensors that modules keep."""
+        kept = [tensor for module in self.model.modules() for tensor in tensors_in(vars(module))]
+        return kept + [flat.full for flat in self._flats.values()]
+
+    def _unit(self, unit: Unit) -> Unit:
+        flats: tuple[Flat, ...] = tuple(self._flats[flat.name] for flat in unit.flats)
+        return Unit(unit.spec, flats, [self._memo[id(site)] for site in unit.sites])
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            for tensor in tensors_in(vars(module)):
+                if id(tensor) not in self._memo:
+                    self._memo[id(tensor)] = like(tensor, self._device)
+            for hooks in _hooks_of(module):
+                theirs = [(key, hook) for key, hook in hooks.items() if not _is_ours(hook)]
+                self._memo[id(hooks)] = OrderedDict(theirs)
+        try:
+            copied = copy.deepcopy(model, self._memo)
+            for module in copied.modules():
+                for hooks in _hooks_of(module):
+                    hooks.update(copy.deepcopy(dict(hooks), self._memo))
+        except Exception as error:
+            raise ModelError(
+                f"{type(model).__name__} cannot be rehearsed, because it cannot be copied without its tensors: "
+                f"{type(error).__name__}: {error}. Keep what cannot be copied (files, locks, processes) outside of "
+                f"the model's modules."
+            ) from error
+        for module in copied.modules():  # a compiled forward is bound to the original
+            if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+                del module.forward
+        return copied
+
+
+def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
+    yield module._forward_pre_hooks
+    yield module._forward_hooks
+
+
+def _is_ours(hook: object) -> bool:
+    """Whether an engine registered this hook."""
+    called = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(called, "__module__", "")).startswith(OURS)

@@ -1,0 +1,79 @@
+"""Finds parameters that other modules read, while a pass is recorded: see `foreign_reads.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.memory import Unit
+from shardwise.runtime.foreign_reads import Callers, Reach
+from shardwise.runtime.gathering import Gathering
+from shardwise.runtime.hooks import Hooks
+from shardwise.runtime.passes import Passes
+from shardwise.runtime.ways import Ways
+
+
+class Watching:
+    """Watches every operation of a forward until all that it reads is known."""
+
+    def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes, ways: Ways) -> None:
+        self._model = model
+        self._units: Sequence[Unit] = gathering.units
+        self._gathering = gathering
+        self._hooks = hooks
+        self._passes = passes
+        self._ways = ways
+        self._callers: Callers | None = None
+        self._has_seen = {True: False, False: False}
+        """By whether a pass is a training pass: whether everything that it reads is known."""
+
+    def has_seen(self, *, training: bool) -> bool:
+        """Whether passes of this kind need not be watched."""
+        return self._has_seen[training]
+
+    def note_seen(self, *, training: bool) -> None:
+        """A pass of this kind was watched from end to end and found nothing new."""
+        self._has_seen[training] = True
+
+    def start(self) -> None:
+        """Watch every operation until the root is left."""
+        if self._callers is None:
+            self._callers = Callers(self._model)
+        if self._gathering.watcher is None:
+            watcher = Reach(self._units, self.gather_reached)
+            watcher.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            self._gathering.watcher = watcher
+
+    def pause(self) -> None:
+        if self._gathering.watcher is not None:
+            self._gathering.watcher.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            self._gathering.watcher = None
+
+    def stop(self) -> None:
+        """Stop watching for good. Call it only while no module runs."""
+        self.pause()
+        if self._callers is not None:
+            self._callers.remove()
+            self._callers = None
+
+    def gather_reached(self, unit: Unit) -> None:
+        """A module reads `unit` without calling it: gather it now, and from the next pass on before that module runs.
+
+        If it is unknown which module that is, the next pass is watched.
+        """
+        self._passes.current.keep(unit)
+        if self._callers is None:
+            self._has_seen = {True: False, False: False}
+        else:
+            self._add_site(unit, self._callers)
+        self._ways.need(unit, training=torch.is_grad_enabled())
+        self._gathering.open(unit)
+
+    def _add_site(self, unit: Unit, callers: Callers) -> None:
+        caller = callers.innermost()
+        site = caller if caller is not None else self._model
+        if all(site is not known for known in unit.sites):
+            unit.sites.append(site)
+            self._hooks.add_site(unit, site, num_running=callers.num_running(site))

@@ -1,0 +1,349 @@
+"""What trains a model under one plan, and how it is put together: hooks to programs, programs to collectives,
+optimizers to their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm import Collectives, DataGroup, World
+from shardwise.memory import Flat, on_host
+from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
+from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
+from shardwise.parallel.pipeline import Pipeline, SharedGradients, has_pipeline
+from shardwise.parallel.sequence import SequenceParallel, WholeOutputs
+from shardwise.plan import Plan
+from shardwise.plan.mesh import SEQUENCE_AXIS
+from shardwise.program import Action
+from shardwise.runtime import BufferSync, Executor, Runner, Settings
+from shardwise.runtime.activations import (
+    ActivationMemory,
+    DiskStore,
+    HostStore,
+    Offloading,
+    PagedMemory,
+    Store,
+    TreatedSites,
+    Treatments,
+)
+from shardwise.sharded.access import Access
+from shardwise.sharded.at_rest import Owner, Structure, use_unsplit_states
+from shardwise.sharded.gradients import Gradients
+from shardwise.sharded.sharding import Sharding
+from shardwise.sharded.unfreezing import Unfreezing
+from shardwise.system.telemetry import Ledger, Timeline
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that holds memory of one plan. None of it refers back to its holder, so that the memory is freed as
+    soon as `ShardedModel` drops this, without garbage collection."""
+
+    sharding: Sharding
+    flats: list[Flat]
+    optimizer: AdoptedOptimizer | None
+    runner: Runner
+    verdict: Verdict
+    buffers: BufferSync
+    gradients: Gradients
+    access: Access
+    owner: Owner
+    unfreezing: Unfreezing
+    ledger: Ledger
+    timeline: Timeline
+    pipeline: Pipeline | None
+    """If the model is split into stages."""
+    sequence: SequenceParallel | None
+    """Of the model's attention, if the mesh has that axis."""
+    treatment: ExitStack
+    """Undoes the treatment of activations, and is undone with `hooks`."""
+    hooks: ExitStack
+    """Leaves the model and the optimizers alone again, when closed."""
+
+
+class Training(Protocol):
+    """What outlives one plan, as far as parts need it."""
+
+    unread: set[str]
+    whole_outputs: WholeOutputs
+
+    @property
+    def replan(self) -> Callable[[], object]: ...
+
+
+class Steps(Protocol):
+    """Takes the steps; called by optimizers and by the model's forward."""
+
+    @property
+    def progress(self) -> Training: ...
+
+    def before_step(self, member: torch.optim.Optimizer) -> None: ...
+
+    def during_step(self) -> None: ...
+
+    def after_step(self, member: torch.optim.Optimizer) -> None: ...
+
+    def before_change(self) -> None: ...
+
+    def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None: ...
+
+    def whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]: ...
+
+    def rewritten(self) -> AbstractContextManager[None]: ...
+
+    def scaler(self) -> LossScaler | None: ...
+
+    def cast_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
+
+
+def assemble(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    sharding: Sharding,
+    world: World,
+    data_group: DataGroup,
+    peers: DataGroup,
+    steps: Steps,
+) -> Parts:
+    """Put together what trains `model`, which is laid out as `sharding`. All ranks call.
+
+    `data_group` are the ranks that hold the same part of the model, `peers` those that list the same parameters;
+    `steps` takes the steps. If this raises, model and optimizers are left alone.
+    """
+    with ExitStack() as hooks:
+        return _Assembly(model, sharding, world, data_group, peers, hooks, steps).parts(optimizers)
+
+
+def treated(parts: Parts, model: nn.Module, world: World, plan: Plan, treatments: Treatments) -> Parts:
+    """`parts` with other treatments of activations, which is all in which `plan` differs. Before the first pass; all
+    ranks call."""
+    sharding = parts.sharding.treated(plan, treatments, world)
+    parts.treatment.close()
+    parts.treatment.callback(_treat_activations(model, sharding, world, parts.sequence))
+    return replace(parts, sharding=sharding)
+
+
+class _Assembly:
+    """Puts the parts of one sharded model together; see `assemble`. `hooks` collects what undoes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        world: World,
+        data_group: DataGroup,
+        peers: DataGroup,
+        hooks: ExitStack,
+        steps: Steps,
+    ) -> None:
+        self._model = model
+        self._sharding = sharding
+        self._plan, self._mesh = sharding.plan, sharding.mesh
+        self._world = world
+        self._data_group = data_group
+        self._peers = peers
+        self._hooks = hooks
+        self._steps = steps
+        self._flats = [flat for unit in sharding.units for flat in unit.flats]
+        self._groups = {axis: world.group(sharding.mesh, axis) for axis in sharding.mesh.axes}
+        self._optimizer: AdoptedOptimizer | None = None
+
+    def parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> Parts:
+        sharding, flats = self._sharding, self._flats
+        collectives = self._world.collectives(sharding.device)
+        collectives.prepare(self._mesh)
+        buffers = BufferSync(self._model, self._data_group, on_host)
+        verdict = self._verdict(collectives, buffers)
+        executor = Executor(sharding.units, collectives, self._groups)
+        executor.provide("verdict", lambda action: verdict.sum_over(action.over))
+        executor.provide("buffers", lambda _: buffers.share())
+        self._adopt(optimizers, collectives, executor)
+        runner = self._runner(executor)
+        gradients = self._gradients(executor, runner, verdict)
+        access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
+        owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
+        self._hooks.callback(owner.close)
+        self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
+        self._hooks.callback(Structure(self._model).release)
+        cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
+        self._hooks.callback(cast.remove)
+        self._hooks.callback(runner.remove)
+        progress = self._steps.progress
+        unfreezing = Unfreezing(
+            self._model,
+            owner,
+            self._optimizer,
+            gradients,
+            runner,
+            progress.unread,
+            lambda: progress.replan(),  # noqa: PLW0108  # the engine sets it later
+        )
+        self._hooks.callback(unfreezing.close)
+        pipeline = self._pipeline(runner, gradients)
+        sequence = self._sequence(progress.whole_outputs)
+        treatment = ExitStack()
+        self._hooks.callback(treatment.close)
+        treatment.callback(_treat_activations(self._model, sharding, self._world, sequence))
+        return Parts(
+            sharding,
+            flats,
+            self._optimizer,
+            runner,
+            verdict,
+            buffers,
+            gradients,
+            access,
+            owner,
+            unfreezing,
+            collectives.ledger,
+            executor.timeline,
+            pipeline,
+            sequence,
+            treatment,
+            self._hooks.pop_all(),
+        )
+
+    def _verdict(self, collectives: Collectives, buffers: BufferSync) -> Verdict:
+        stages = [axis for axis in self._mesh.model_axes if axis not in self._mesh.same_params_axes]
+        everybody, journal = self._world.everybody, self._world.journal
+        journal.whole_model_axes = frozenset([everybody.axis, *stages] if stages else [])
+        exchange = None if on_host(self._sharding.device) else partial(self._world.exchange, subject="verdict")
+        return Verdict(
+            self._flats,
+            collectives,
+            self._groups,
+            buffers if self._plan.sync_buffers and self._data_group.size > 1 else NoNews(),
+            Agreeing(frozenset(self._peers.group.ranks), frozenset(stages), exchange),
+            must_know_norm=self._plan.takes_only_finite,
+            complete=self._shared_gradients(),
+        )
+
+    def _shared_gradients(self) -> Callable[[], None] | None:
+        """Sums gradients of parameters that are on several pipeline stages, if this rank has any."""
+        if self._sharding.staged is None:
+            return None
+        shared = SharedGradients(self._sharding.staged, self._flats, self._world, self._mesh)
+        return shared.add_up if shared else None
+
+    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives, executor: Executor) -> None:
+        """Give optimizers pieces of the flat buffers instead of parameters, and bind their actions in the program."""
+        peers = RankPeers(self._flats, collectives, self._mesh, self._world.rank, self._steps.during_step)
+        executor.provide("sums", peers.add_up)
+        executor.provide("norms", peers.add_up)
+        executor.provide("matrix", peers.exchange_matrices)
+        executor.provide("update", peers.exchange_matrices)
+        disk = self._sharding.disk
+        if disk is not None:
+            disk.timeline = executor.timeline
+        if optimizers:
+            steps = self._steps
+            self._optimizer = AdoptedOptimizer(
+                optimizers,
+                self._flats,
+                before=steps.before_step,
+                after=steps.after_step,
+                forget=steps.forget,
+                whole=steps.whole_state,
+                rewritten=steps.rewritten,
+                peers=peers,
+            )
+            self._hooks.callback(self._optimizer.release)
+        by_name = {flat.name: flat for flat in self._flats}
+        executor.provide("master", partial(_update, self._optimizer, by_name))
+        executor.provide("states", partial(_move_states, self._optimizer, by_name))
+
+    def _runner(self, executor: Executor) -> Runner:
+        plan, sharding = self._plan, self._sharding
+        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
+        settings = Settings(prefetch_bytes, plan.compile, paths_differ=plan.paths == "by_rank")
+        closings = partial(self._data_group.exchange, subject="closings")
+        return Runner(self._model, sharding.units, executor, closings, sharding.shared_buffers, settings)
+
+    def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:
+        among_all, among_peers, among_data = (
+            partial(exchange, subject="norms")
+            for exchange in (self._world.exchange, self._peers.exchange, self._data_group.exchange)
+        )
+        exchanges = (among_all, among_peers, among_data)
+        return Gradients(
+            self._flats,
+            executor.agreement,
+            runner,
+            verdict,
+            exchanges,
+            self._steps.scaler,
+            only_finite=self._plan.takes_only_finite,
+        )
+
+    def _pipeline(self, runner: Runner, gradients: Gradients) -> Pipeline | None:
+        sharding = self._sharding
+        if sharding.staged is None:
+            return None
+        pipeline = Pipeline(sharding.staged, self._world, self._mesh, sharding.device)
+        pipeline.attach()
+        units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
+        runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)
+        gradients.is_of_stage = True
+        self._world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
+        self._hooks.callback(pipeline.release)
+        return pipeline
+
+    def _sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
+        mesh = self._mesh
+        if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
+            return None
+        in_stages, device = has_pipeline(mesh), self._sharding.device
+        sequence = SequenceParallel(
+            self._model, self._plan, mesh, self._world, device, whole_outputs, in_stages=in_stages
+        )
+        self._hooks.callback(sequence.close)
+        return sequence
+
+
+def _treat_activations(
+    model: nn.Module, sharding: Sharding, world: World, sequence: SequenceParallel | None
+) -> Callable[[], None]:
+    """Let units recompute their activations, or keep them elsewhere, as the plan says. Returns what undoes it."""
+    around = sequence.recomputing if sequence is not None else nullcontext
+    treated = TreatedSites(sharding.treatments.by_site, _stores(model, sharding, world), around)
+    treated.install()
+    return treated.remove
+
+
+def _stores(model: nn.Module, sharding: Sharding, world: World) -> dict[str, Offloading]:
+    """The stores of activations that leave the device, by policy."""
+    if not sharding.treatments.have("offload", "disk"):
+        return {}
+    flats = [flat for unit in sharding.units for flat in unit.flats]
+    sharded = {param for flat in flats for param in flat.params}
+    others = (param for param in model.parameters() if param not in sharded)
+    resting = [*(flat.full for flat in flats), *others]
+    own = world.rank_device
+    device = own if sharding.device.type == own.device.type else None
+    waits = device is not None and device.accelerator is not None
+    stores: dict[str, Store] = {"offload": HostStore(ActivationMemory(sharding.meter, device))}
+    if sharding.treatments.have("disk"):
+        assert sharding.disk is not None
+        stores["disk"] = DiskStore(sharding.disk, PagedMemory(sharding.meter, device), sharding.meter)
+    return {policy: Offloading(store, sharding.device, resting, waits=waits) for policy, store in stores.items()}
+
+
+def _update(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
+    """Run `update` on one flat buffer. Without an optimizer no step is taken."""
+    assert optimizer is not None
+    optimizer.updates.update_flat(flats[action.flat])
+
+
+def _move_states(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
+    """Run `fetch` or `evict` on what one flat buffer has on a disk."""
+    assert optimizer is not None
+    move = optimizer.rows.fetch if action.verb == "fetch" else optimizer.rows.evict
+    move(flats[action.flat])

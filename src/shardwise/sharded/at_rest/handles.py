@@ -1,0 +1,182 @@
+"""Tensors that stand for whole tensors of a sharded model and hold no values; values are gathered when they are needed.
+
+[Note: whole tensors] `param.data`, `param.detach()`, a `state_dict()` and `param.grad` give such a tensor for a
+parameter at rest. It has the values at the time of reading, like a tensor that shares the parameter's memory, and what
+is written to it reaches every rank. Views of it remember how they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.errors import CommError, StateError
+from shardwise.memory import AtRest
+
+Tensor = torch.Tensor
+Step = Callable[[Tensor], Tensor]
+"""Makes a view of its base."""
+
+
+class Source(Protocol):
+    """What holds the values of a `Whole`."""
+
+    @property
+    def name(self) -> str:
+        """In words: `h.0.weight`, `the gradient of h.0.weight`."""
+        ...
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of `func` when it is called with a handle of this source."""
+        ...
+
+    def opened(self) -> AbstractContextManager[Tensor]:
+        """Yields the whole values. All ranks enter."""
+        ...
+
+    def recover(self, error: CommError) -> bool:
+        """`opened` has raised `error`, and nothing is open: returns whether it can be called again, in a job that goes
+        on when ranks are lost."""
+        ...
+
+    def take_over(self, values: Tensor) -> None:
+        """Take over `values`, as yielded by `opened`, after they were written to. All ranks call it."""
+        ...
+
+    def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Apply `func(elements, *args, **kwargs)` to this rank's elements alone; returns False if that is not
+        possible."""
+        ...
+
+    def norm(self, norm_type: float) -> float | None:
+        """The norm, if it can be computed without gathering the values."""
+        ...
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise the error for code that asks for `what` of the memory."""
+        ...
+
+
+class Home(Source, Protocol):
+    """The source of a parameter."""
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether it is freed between computations."""
+        ...
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the model's forward or a backward is running."""
+        ...
+
+    def require_open(self) -> None:
+        """Raise unless the engine still holds the parameter."""
+        ...
+
+    def reach(self) -> None:
+        """Called when a computation reads the parameter, which stays whole until that computation is over."""
+        ...
+
+    def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        """The view that autograd saved of the parameter, while it is whole."""
+        ...
+
+    def num_writes(self) -> int:
+        """How often the parameter has been written to in place."""
+        ...
+
+    def require_gradient(self) -> None:
+        """Raise if the parameter is meant to train and has no memory for its gradient."""
+        ...
+
+    def require_unwritten(self, num_writes: int) -> None:
+        """Raise if the number of writes is not `num_writes` any more: a computation must not write to it."""
+        ...
+
+    def whole(self) -> Whole: ...
+    def gradient(self) -> Whole | None: ...
+    def set_gradient(self, value: Tensor | None) -> None: ...
+    def require_alike(self, value: Tensor) -> None: ...
+    def note_wish(self, *, trains: bool) -> None: ...
+    def refuse_hook(self) -> NoReturn: ...
+
+
+class Resting(AtRest):
+    """A parameter at rest that knows its `Home`."""
+
+    __slots__ = ()
+
+    def home(self) -> Home:
+        raise NotImplementedError
+
+
+class Whole(torch.Tensor):
+    """A tensor with a shape, a dtype and a device whose values are with `source`."""
+
+    source: Source
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def __new__(
+        cls, source: Source, steps: tuple[Step, ...], like: Tensor, device: torch.device | None = None
+    ) -> Whole:
+        """With the shape, strides and dtype of `like`; on its device unless `device` is given."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
+        )
+        assert isinstance(made, Whole)
+        made.source, made.steps = source, steps
+        return made
+
+    def __init__(self, *_: object) -> None:
+        """`__new__` does everything."""
+
+    def seen_in(self, values: Tensor) -> Tensor:
+        """This view of the source's `values`."""
+        for step in self.steps:
+            values = step(values)
+        return values
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Involves no other rank, so that debuggers and error messages can show it."""
+        about = f"{self.source.name}, {list(self.shape)}, {self.dtype}"
+        return f"<{about}: sharded; .clone() gathers the values, on all ranks>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's own
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Whole))
+        return first.source.use(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is not typed as it is called
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        raise StateError(
+            f"{func} reads a tensor of a sharded model that holds no values here, and does it below the functions of "
+            f"PyTorch that know how to gather them. Give it a copy: tensor.clone(), on all ranks. If it is a wrapper "
+            f"that spreads a model over ranks by itself (DistributedDataParallel, Trainer, accelerator.prepare), leave "
+            f"it out: the engine does that."
+        )

@@ -1,0 +1,389 @@
+"""What knows the parameters of one engine by name, and handles access to them while they are at rest."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+
+from shardwise.errors import CommError, ModelError, StateError
+from shardwise.memory import Flat, Unit
+from shardwise.plan.placement import Slot
+from shardwise.runtime import Agreement, Runner, changed_inside
+from shardwise.sharded.access import Access
+from shardwise.sharded.at_rest.handles import Resting, Whole
+from shardwise.sharded.at_rest.unsplit import UnsplitSource
+from shardwise.sharded.at_rest.use import plainly, use
+from shardwise.sharded.gradients import Gradients
+
+Tensor = torch.Tensor
+
+
+class Owner:
+    """Handles access to the parameters of one engine while they are at rest.
+
+    `before_change` is called before a parameter is written to.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        runner: Runner,
+        agreement: Agreement,
+        access: Access,
+        gradients: Gradients,
+        before_change: Callable[[], None],
+    ) -> None:
+        self.runner = runner
+        self.agreement = agreement
+        self.access = access
+        self.gradients = gradients
+        self.before_change = before_change
+        self.is_closed = False
+        self.on_unfrozen: Callable[[], object] = bool
+        self.is_released = False
+        self.on_fault: Callable[[CommError], bool] = lambda _: False
+        """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether
+        it can be read now, from its present home."""
+        self.unfrozen: set[str] = set()
+        """Parameters that were frozen when the plan was made and are now meant to train."""
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._homes: dict[int, ParamHome] = {
+            id(param): ParamHome(self, unit, flat, index)
+            for unit in units
+            for flat in unit.flats
+            for index, param in enumerate(flat.params)
+        }
+        self._types: dict[type, type] = {}
+        for flat in self._flats:
+            flat.guard.begin(flat.params, self._resting_type)
+
+    def close(self) -> None:
+        """Called when the engine is closed. Parameters that are whole become plain again; accesses to others raise, and
+        to those whose last update has failed."""
+        self.is_closed = True
+        for flat in self._flats:
+            if flat.spec.resident and flat.failed_update is None:
+                flat.guard.end()
+            else:
+                flat.guard.rest()
+
+    def release(self) -> None:
+        """Restore the original class of all parameters; accesses are not intercepted any more."""
+        self.is_released = True
+        for flat in self._flats:
+            flat.guard.end()
+
+    def require_trainable(self) -> None:
+        """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
+        if self.unfrozen and torch.is_grad_enabled():
+            names = sorted(self.unfrozen)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise StateError(
+                f"{names[0]}{more} was frozen when memory was planned, so there is none for its gradient. The next "
+                f"call of the model makes it: unfreeze after a step, or after zero_grad(), and before that call."
+            )
+
+    def home_of(self, param: object) -> ParamHome:
+        return self._homes[id(param)]
+
+    def split_home_of(self, param: object) -> ParamHome | None:
+        """The home of `param`, if ranks along a model axis have other parts of it."""
+        home = self._homes.get(id(param))
+        box = home.slot.box if home is not None else None
+        return home if box is not None and (box.is_split or box.copies == 1) else None
+
+    def revive(self, home: ParamHome) -> None:
+        """Give a parameter of a closed engine its own memory, to be overwritten."""
+        param = home.param
+        param.__class__ = next(plain for plain, resting in self._types.items() if resting is type(param))
+        param.data = torch.empty(home.slot.shape, dtype=param.dtype, device=param.device)
+
+    def _resting_type(self, plain: type) -> type:
+        if plain not in self._types:
+            self._types[plain] = _resting_type(plain, self)
+        return self._types[plain]
+
+
+class ParamHome:
+    """The `Home` of one parameter."""
+
+    def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int) -> None:
+        self._owner_ref = weakref.ref(owner)
+        self._unit = unit
+        self._flat = flat
+        self._index = index
+        self.use = use
+
+    @property
+    def _owner(self) -> Owner:
+        """Held weakly, so that an old plan's buffers are freed with it rather than at the next garbage collection."""
+        return _resolve(self._owner_ref)
+
+    @property
+    def slot(self) -> Slot:
+        return self._flat.slots[self._index]
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        return self._flat.params[self._index]
+
+    @property
+    def comes_and_goes(self) -> bool:
+        return not self._flat.spec.resident
+
+    @property
+    def is_computing(self) -> bool:
+        return self._owner.runner.is_computing
+
+    def require_open(self) -> None:
+        if self._owner.is_closed:
+            raise StateError(
+                f"{self.name} is not whole on any rank: its engine was closed. Take engine.state_dict() before "
+                f"engine.close(); a model built anew, or this one, can load it."
+            )
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        if peek_interpreter_stack() is not None:
+            raise StateError(
+                f"{self.name} is read inside a torch.func transform (grad, vmap, jvp, ...), which would keep "
+                f"references to its memory. Take param.detach().clone() before, on all ranks, and use that inside."
+            )
+        if not self._is_left:
+            with self._owner.runner.gathering.borrowed([self._unit]):
+                yield plainly(Tensor.detach, [self.param], {})
+        elif isinstance(self.param, Resting):
+            with self.param.home().opened() as values:
+                yield values
+        else:
+            yield plainly(Tensor.detach, [self.param], {})
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the parameter has another home by now, because ranks were lost."""
+        owner = self._owner_ref()
+        return owner is None or owner.is_released
+
+    def recover(self, error: CommError) -> bool:
+        """Go on without the ranks that `error` says were lost; returns whether `opened` can be called again."""
+        return not self._is_left and self._owner.on_fault(error)
+
+    def reach(self) -> None:
+        self._owner.runner.reach(self._unit)
+
+    def require_gradient(self) -> None:
+        if self.name in self._owner.unfrozen:
+            self._owner.require_trainable()
+
+    def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        return self._flat.full.as_strided(tuple(size), tuple(stride), offset)
+
+    def num_writes(self) -> int:
+        return self._unit.num_writes()
+
+    def require_unwritten(self, num_writes: int) -> None:
+        if self.num_writes() != num_writes:
+            raise changed_inside(self._unit.name)
+
+    def take_over(self, values: Tensor) -> None:
+        """Copy rank 0's `values` to all ranks."""
+        if self._is_left and isinstance(self.param, Resting):
+            self.param.home().take_over(values)
+            return
+        owner, flat = self._owner, self._flat
+        owner.before_change()
+        owner.runner.step.open_params()
+        flat_values = values.reshape(-1)
+        owner.agreement.broadcast(flat, flat_values, self.slot)
+        flat.accept_edit(self._index, flat_values)
+        owner.runner.gathering.note_written(self._unit)
+        owner.runner.step.close_params()
+
+    def whole(self) -> Whole:
+        return Whole(self, (), plainly(Tensor.detach, [self.param], {}))
+
+    def assembled(self, part: Tensor) -> Tensor:
+        """The tensor of the unsplit model, of which this rank has `part`."""
+        return self._owner.agreement.assembled(self._flat, self.slot, part)
+
+    def unsplit(self) -> Whole:
+        """A tensor that stands for the one of the unsplit model."""
+        param = self.param
+        like = torch.empty(self.slot.whole_shape, dtype=param.dtype, device="meta")
+        return Whole(UnsplitSource(self), (), like, param.device)
+
+    def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        return False  # the stored copy may have a wider dtype, so only whole values are written
+
+    def norm(self, norm_type: float) -> float | None:  # noqa: ARG002
+        return None
+
+    # -- its gradient -----------------------------------------------------------------------------------
+
+    def gradient(self) -> Whole | None:
+        gradients = self._owner.gradients
+        if not gradients.has(self._flat, self._index):
+            return None
+        dtype = gradients.piece(self._flat, self._index).dtype
+        like = torch.empty(self.slot.shape, dtype=dtype, device="meta")
+        return Whole(GradSource(self._owner, self._flat, self._index, gradients.epoch), (), like, self._flat.device)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        if not self._flat.spec.trainable:
+            raise StateError(f"{self.name} is frozen, so a gradient that it is given would not be used.")
+        if value is not None and tuple(value.shape) != self.slot.shape:
+            raise ModelError(f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}.")
+        if value is not None and not value.is_floating_point():
+            raise ModelError(f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}.")
+        whole = value.clone() if isinstance(value, Resting | Whole) else value
+        self._owner.gradients.assign(self._flat, self._index, whole)
+
+    # -- what is refused --------------------------------------------------------------------------------
+
+    def require_alike(self, value: Tensor) -> None:
+        param = self.param
+        if (tuple(value.shape), value.dtype, value.device) == (self.slot.shape, param.dtype, param.device):
+            return
+        raise StateError(
+            f"{self.name} is {list(self.slot.shape)}, {param.dtype} on {param.device}, in the engine's memory; it was "
+            f"to become {list(value.shape)}, {value.dtype} on {value.device}. Say precision and device before: in the "
+            f"plan (`precision: bf16`, engine.reshard(plan) changes it), and with shard(..., device=...)."
+        )
+
+    def note_wish(self, *, trains: bool) -> None:
+        self._owner.unfrozen.discard(self.name)
+        if trains and not self._flat.spec.trainable:
+            self._owner.unfrozen.add(self.name)
+            self._owner.on_unfrozen()
+
+    def refuse_hook(self) -> NoReturn:
+        raise StateError(
+            f"A post-accumulate hook on {self.name} would see a gradient of this rank alone, before it is averaged, "
+            f"and what it does to it would be lost. Read gradients between backward and step instead: param.grad, or "
+            f"engine.get({self.name!r}, 'grad')."
+        )
+
+    def refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{self.name} is sharded, and {what} cannot be had: no rank has all of it between two computations. "
+            f"param.detach().clone() or engine.get({self.name!r}), called by all ranks, gives the values."
+        )
+
+
+@dataclass(frozen=True)
+class GradSource:
+    """The gradient of one parameter, between a backward and `zero_grad`: a `Source`."""
+
+    owner: Owner
+    flat: Flat
+    index: int
+    epoch: int
+
+    @property
+    def name(self) -> str:
+        return f"the gradient of {self.flat.slots[self.index].name}"
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return use(func, args, kwargs)
+
+    def recover(self, error: CommError) -> bool:  # noqa: ARG002
+        return False  # gradients go with the step that is repeated
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        self._require_current()
+        whole = self.owner.access.read_part(self.flat.slots[self.index].name, "grad")
+        assert whole is not None
+        yield whole
+
+    def take_over(self, values: Tensor) -> None:
+        self.owner.gradients.assign(self.flat, self.index, values)
+
+    def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        self._require_current()
+        piece = self.owner.gradients.piece(self.flat, self.index)
+        if self.flat.spec.updates_below:  # the piece is on the host, and a factor may be on the device
+            args = tuple(arg.to(piece.device) if isinstance(arg, Tensor) else arg for arg in args)
+        func(piece, *args, **kwargs)
+        self.owner.gradients.changed()
+        return True
+
+    def norm(self, norm_type: float) -> float | None:
+        self._require_current()
+        return self.owner.gradients.norms(self.flat, self.index, norm_type) if norm_type > 0 else None
+
+    def refuse(self, what: str) -> NoReturn:
+        raise StateError(f"{self.name} is sharded, and {what} cannot be had; .clone(), on all ranks, gives the values.")
+
+    def _require_current(self) -> None:
+        gradients = self.owner.gradients
+        if gradients.epoch != self.epoch or not gradients.has(self.flat, self.index):
+            raise StateError(
+                f"{self.name} is gone: gradients were zeroed since it was taken from param.grad. Clone what is to stay."
+            )
+
+
+def _resolve(known: weakref.ref[Owner]) -> Owner:
+    owner = known()
+    if owner is None:
+        raise StateError(
+            "This parameter is sharded, and the engine that held it is gone. Build the model anew, and load a "
+            "state or a checkpoint into it."
+        )
+    return owner
+
+
+def _resting_type(plain: type, owner: Owner) -> type:
+    """A subclass of `plain` for `owner`'s parameters at rest, under the same name, which users see."""
+
+    known = weakref.ref(owner)  # weak, because every class is part of a reference cycle
+
+    def home(self: Any) -> ParamHome:
+        return _resolve(known).home_of(self)
+
+    def torch_function(
+        cls: type,  # noqa: ARG001
+        func: Callable[..., Any],
+        types: Sequence[type],  # noqa: ARG001
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        owner = known()
+        if owner is not None and owner.is_closed and func is Tensor.copy_ and isinstance(args[0], Resting):
+            owner.revive(owner.home_of(args[0]))
+            return func(*args, **(kwargs or {}))
+        return use(func, args, kwargs or {})
+
+    def shown(self: Any) -> str:
+        """Involves no other rank, so that debuggers and error messages can show it."""
+        slot, dtype = _resolve(known).home_of(self).slot, self.dtype
+        return f"Parameter {slot.name} {list(slot.shape)}, {dtype}: sharded; engine.get({slot.name!r}) has the values"
+
+    def refuse_copy(self: Any, *_: object) -> NoReturn:
+        raise StateError(
+            f"{_resolve(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. "
+            f"Build another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes checkpoints."
+        )
+
+    members: dict[str, Any] = {
+        "home": home,
+        "__torch_function__": classmethod(torch_function),
+        "__repr__": shown,
+        "__deepcopy__": refuse_copy,
+        "__reduce_ex__": refuse_copy,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+    }
+    return type(plain)(plain.__name__, (Resting, plain), members)

@@ -1,0 +1,336 @@
+"""What a PyTorch function does when it is called with parameters at rest, or with whole tensors of them.
+
+Reads and writes are collective: every rank calls the same function, which gathers the tensors it was given. A function
+that needs no special treatment runs on the values themselves. Whether it has changed them is read from their version
+counter, except for a few functions that do not increment it.
+
+Autograd saves a reference to a parameter at rest, not its values: a term of the loss over all parameters gathers each
+twice, and never holds the whole model.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from shardwise.errors import CommError
+from shardwise.sharded.at_rest import uses
+from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+
+def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of `func(*args, **kwargs)`, as plain PyTorch would give it."""
+    if func in uses.METADATA:
+        return plainly(func, args, kwargs)
+    leaves, form = tree_flatten((args, dict(kwargs)))
+    handles = [leaf for leaf in leaves if isinstance(leaf, Resting | Whole)]
+    homes = [handle.home() for handle in handles if isinstance(handle, Resting)]
+    for home in homes:
+        home.require_open()
+    if homes and homes[0].is_computing:
+        for home in homes:
+            home.reach()
+        if not any(isinstance(handle, Whole) for handle in handles):
+            return _computed(func, args, kwargs, homes)
+    special = _SPECIAL.get(func)
+    if special is not None and args and isinstance(args[0], Resting | Whole):
+        return special(func, args, kwargs)
+    if args and isinstance(args[0], Whole) and not args[0].steps and len(handles) == 1:
+        known = _without_gathering(func, args[0], args[1:], kwargs)
+        if known is not None:
+            return known
+    return _run(func, leaves, form, handles)
+
+
+def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], homes: Iterable[Home]) -> Any:
+    """`func` inside a forward or backward, on parameters that have just been gathered."""
+    before = [(home, home.num_writes()) for home in homes]
+    result = plainly(func, args, kwargs)
+    for home, num_writes in before:
+        home.require_unwritten(num_writes)
+    return result
+
+
+def plainly(func: Function, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`func` as if parameters at rest were plain ones."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A norm, or a change by a number, for which each rank's own elements are enough; `None` for anything else."""
+    if func in uses.NORMS:
+        return _norm(whole, *args, **kwargs)
+    if func in uses.SCALINGS and _are_numbers((*args, *kwargs.values())) and whole.source.scale(func, args, kwargs):
+        return whole
+    return None
+
+
+# -- any function: run on the values ----------------------------------------------------------------------
+
+
+def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | Whole]) -> Any:
+    if torch.is_inference_mode_enabled():  # there tensors have no versions, and writes would go unnoticed
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(func, leaves, form, handles)
+    differentiates = torch.is_grad_enabled() and any(plainly(uses.GET_REQUIRES_GRAD, [one], {}) for one in handles)
+    with ExitStack() as stack:
+        opened = _opened(handles, stack)
+        if opened is None:
+            again = tree_unflatten(leaves, form)
+            return use(func, *again)
+        seen: dict[int, Tensor] = {}
+        for handle in handles:
+            if isinstance(handle, Whole):
+                seen[id(handle)] = handle.seen_in(opened[handle.source])
+            else:
+                seen[id(handle)] = handle if differentiates else opened[handle.home()]  # type: ignore[assignment]
+        args, kwargs = tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
+        before = {source: values._version for source, values in opened.items()}
+        if differentiates:
+            stack.enter_context(_saving_homes(opened, handles))
+        result = plainly(func, args, kwargs)
+        if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
+            for handle in handles:
+                if isinstance(handle, Resting):
+                    handle.home().require_gradient()
+        uncounted = _sources(tree_unflatten(leaves, form)[0][:1]) if func in uses.UNCOUNTED else ()
+        for source, values in opened.items():
+            if values._version != before[source] or source in uncounted:
+                source.take_over(values)
+        return _given_back(result, func, leaves, form, handles, seen, opened, differentiates=differentiates)
+
+
+def _sources(given: Any) -> set[Source]:
+    handles = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Resting | Whole))
+    return {handle.home() if isinstance(handle, Resting) else handle.source for handle in handles}
+
+
+def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor] | None:
+    """The values of all `handles`, each source opened once, in the order in which they appear. They are closed with
+    `stack`, which is empty. `None` if ranks were lost and the others go on: the parameters have other homes then, or
+    none, if one rank is left and they are plain again."""
+    sources: dict[Source, None] = {}
+    for handle in handles:
+        sources[handle.home() if isinstance(handle, Resting) else handle.source] = None
+    try:
+        return {source: stack.enter_context(source.opened()) for source in sources}
+    except CommError as error:
+        stack.close()
+        if not next(iter(sources)).recover(error):
+            raise
+        return None
+
+
+def _given_back(
+    result: Any,
+    func: Function,
+    leaves: list[Any],
+    form: Any,
+    handles: list[Resting | Whole],
+    seen: Mapping[int, Tensor],
+    opened: Mapping[Source, Tensor],
+    *,
+    differentiates: bool,
+) -> Any:
+    """`result` without references to memory that will be freed: handles in place of values, and views as `Whole`."""
+    storages = {plainly(Tensor.untyped_storage, [values], {})._cdata for values in opened.values()}
+    results, result_form = tree_flatten(result)
+
+    def kept(number: int, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, Whole):
+            return value
+        for handle in handles:
+            if value is seen[id(handle)]:
+                return handle
+        if isinstance(value, Resting) or plainly(Tensor.untyped_storage, [value], {})._cdata not in storages:
+            return value
+        if differentiates or len(handles) != 1:
+            return plainly(Tensor.clone, [value], {})
+        return _view(func, leaves, form, handles[0], number, value)
+
+    return tree_unflatten([kept(number, value) for number, value in enumerate(results)], result_form)
+
+
+def _view(func: Function, leaves: list[Any], form: Any, handle: Resting | Whole, number: int, like: Tensor) -> Whole:
+    """The `number`-th result of `func`, which is a view of what `handle` stands for."""
+
+    def again(values: Tensor) -> Tensor:
+        args, kwargs = tree_unflatten([values if leaf is handle else leaf for leaf in leaves], form)
+        view: Tensor = tree_flatten(plainly(func, args, kwargs))[0][number]
+        return view
+
+    whole = handle if isinstance(handle, Whole) else handle.home().whole()
+    return Whole(whole.source, (*whole.steps, again), like)
+
+
+@contextmanager
+def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | Whole]) -> Iterator[None]:
+    """Makes autograd save a reference to parameters that come and go instead of their values; the backward gathers
+    them."""
+    homes: dict[Source, Home] = {home: home for home in (one.home() for one in handles if isinstance(one, Resting))}
+    by_storage = {
+        plainly(Tensor.untyped_storage, [values], {})._cdata: homes[source]
+        for source, values in opened.items()
+        if source in homes and homes[source].comes_and_goes
+    }
+
+    def pack(tensor: Tensor) -> Any:
+        home = by_storage.get(plainly(Tensor.untyped_storage, [tensor], {})._cdata)
+        return tensor if home is None else (home, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        home, size, stride, offset = packed
+        home.reach()
+        view: Tensor = home.seen(size, stride, offset)
+        return view
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+# -- functions that mean something of their own -----------------------------------------------------------
+
+
+def _get_grad(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    return args[0].home().gradient() if isinstance(args[0], Resting) else None
+
+
+def _set_grad(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001
+    value = args[1] if len(args) > 1 else None
+    args[0].home().set_gradient(value)
+
+
+def _detach(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Whole:  # noqa: ARG001
+    handle = args[0]
+    return Whole(handle.source, handle.steps, handle) if isinstance(handle, Whole) else handle.home().whole()
+
+
+def _set_data(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001
+    handle, value = args
+    if value is handle or (isinstance(value, Whole) and isinstance(handle, Resting) and value.source is handle.home()):
+        return
+    if isinstance(handle, Resting):
+        handle.home().require_alike(value)
+    with torch.no_grad():
+        handle.copy_(value)
+
+
+def _copy(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A parameter that is overwritten completely is not gathered first."""
+    handle: Any = args[0]
+    value = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    if not isinstance(handle, Resting) or not isinstance(value, Tensor) or torch.is_grad_enabled():
+        return _generic(func, args, kwargs)
+    home, like = handle.home(), plainly(Tensor.detach, [handle], {})
+    values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    values.copy_(_generic(Tensor.clone, (value,), {}) if isinstance(value, Resting | Whole) else value)
+    home.take_over(values)
+    return handle
+
+
+def _to(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    handle = args[0]
+    if not kwargs.get("copy") and not any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values())):
+        more = {key: value for key, value in kwargs.items() if key != "copy"}
+        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **more)
+        device = handle.device if device is None else device
+        is_there = device == handle.device or (device.type == handle.device.type and device.index is None)
+        if is_there and dtype in (None, handle.dtype):
+            return handle
+    return _generic(func, args, kwargs)
+
+
+def _cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Code that takes a parameter's values to the host gets a copy on a CPU, too, where torch returns the parameter:
+    one rank may save it. Without gradients it is the parameter, as `model.cpu()` needs it."""
+    handle: Any = args[0]
+    is_taken = handle.device.type == "cpu" and torch.is_grad_enabled() and isinstance(handle, Resting)
+    return _generic(Tensor.clone, (handle,), {}) if is_taken else _generic(func, args, kwargs)
+
+
+def _copied(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return func(args[0].clone() if isinstance(args[0], Whole) else args[0].detach().clone(), *args[1:], **kwargs)
+
+
+def _alike(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(args[0], Resting):
+        return plainly(func, args, kwargs)
+    return func(torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+
+
+def _storage(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    handle = args[0]
+    (handle.home() if isinstance(handle, Resting) else handle.source).refuse(uses.STORAGE[func])
+
+
+def _requires_grad(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(args[0], Whole):
+        return args[0]
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    args[0].home().note_wish(trains=bool(wanted))
+    return plainly(func, args, kwargs)
+
+
+def _leave(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    return args[0]
+
+
+def _post_accumulate(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    args[0].home().refuse_hook()
+
+
+def _generic(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    leaves, form = tree_flatten((args, dict(kwargs)))
+    return _run(func, leaves, form, [leaf for leaf in leaves if isinstance(leaf, Resting | Whole)])
+
+
+_SPECIAL: dict[Function, Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]] = {
+    uses.GET_GRAD: _get_grad,
+    uses.SET_GRAD: _set_grad,
+    uses.DELETE_GRAD: _set_grad,
+    uses.SET_DATA: _set_data,
+    uses.SET_REQUIRES_GRAD: _requires_grad,
+    Tensor.requires_grad_: _requires_grad,
+    Tensor.detach_: _leave,
+    Tensor.copy_: _copy,
+    Tensor.cpu: _cpu,
+    Tensor.to: _to,
+    Tensor.register_post_accumulate_grad_hook: _post_accumulate,
+    **dict.fromkeys(uses.DETACH, _detach),
+    **dict.fromkeys(uses.COPIED, _copied),
+    **dict.fromkeys(uses.ALIKE, _alike),
+    **dict.fromkeys(uses.STORAGE, _storage),
+}
+
+
+def _norm(
+    whole: Whole, norm_type: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **more: Any
+) -> Tensor | None:
+    """The norm of all elements; `None` if something else was asked for."""
+    norm_type = more.pop("p", more.pop("ord", norm_type))
+    if norm_type == "fro":
+        norm_type = 2
+    if more or dim is not None or keepdim or not isinstance(norm_type, numbers.Real):
+        return None
+    norm = whole.source.norm(float(norm_type))
+    return None if norm is None else torch.tensor(norm, dtype=dtype or whole.dtype, device=whole.device)
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(
+        value is None
+        or isinstance(value, numbers.Number)
+        or (isinstance(value, Tensor) and not isinstance(value, Resting | Whole) and value.dim() == 0)
+        for value in values
+    )

@@ -1,0 +1,319 @@
+"""The gradients of one engine, from the backwards that leave them to the call that zeroes them.
+
+[Note: life of a gradient] A backward leaves gradients where the plan says. They are *prepared* once, for the first
+caller that needs them (a step, clipping, `p.grad`, `engine.get`): brought to where the update reads them, while all
+ranks agree on their norm and on which parameters have one. A later backward adds to the prepared gradients, and the
+next caller prepares again. As in plain PyTorch `optimizer.step()` leaves gradients in place, and `zero_grad` drops
+them; `engine.step()` does both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.memory import Flat
+from shardwise.optim import Piece
+from shardwise.optim.precision import (
+    LossScaler,
+    Norm,
+    Verdict,
+    check_copies,
+    clip,
+    norm_of,
+    norms_of,
+    scale_gradients,
+)
+from shardwise.runtime import Agreement, Runner
+
+Tensor = torch.Tensor
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class Gradients:
+    """Prepares gradients, and lets them be read, changed, clipped and zeroed. All ranks call every method.
+
+    `exchanges` are among all ranks, among those that list the same parameters, and among those with the same parts.
+    `scaler` is called each time, because a checkpoint may bring another scale. With `only_finite` no step is taken with
+    gradients whose norm is not finite.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        agreement: Agreement,
+        runner: Runner,
+        verdict: Verdict,
+        exchanges: tuple[Exchange, Exchange, Exchange],
+        scaler: Callable[[], LossScaler | None],
+        *,
+        only_finite: bool,
+    ) -> None:
+        self._flats = [flat for flat in flats if flat.spec.trainable]
+        self._agreement = agreement
+        self._runner = runner
+        self._verdict = verdict
+        self._exchange, self._exchange_of_peers, self._exchange_of_data = exchanges
+        self._checks_copies = any(slot.is_copied for flat in self._flats for slot in flat.slots)
+        """Whether the first gradients have still to be compared between ranks that have copies of a parameter."""
+        self._scaler = scaler
+        self._only_finite = only_finite
+        self._zeroed_at = runner.passes.num_backwards
+        """How many backwards had ended when gradients were last zeroed."""
+        self._prepared_at: tuple[int, int] | None = None
+        """How many backwards had ended, and how many had been cut short, when gradients were last prepared."""
+        self._judged_at: tuple[int, int] | None = None
+        """The same when the loss scale was last updated from them."""
+        self._stepped_at: tuple[int, int] | None = None
+        """The same when a step last used them."""
+        self._norm: Norm | None = None
+        """The current 2-norm of the prepared gradients; `None` if it has to be recomputed."""
+        self._norm_before: Norm | None = None
+        """The same before any clipping."""
+        self._norms: dict[float, list[float]] = {}
+        self._lost: set[tuple[str, int]] = set()
+        """Parameters whose gradient was lost with a backward that raised, and has not been zeroed since."""
+        self._seen_lost_at = 0
+        """How many backwards had been cut short when that was found."""
+        self._holds_more = False
+        """Whether there are gradients that no backward has left: zeros, or assigned ones."""
+        self._is_clipped_by_plan = False
+        self.is_of_stage = False
+        """Whether they are those of some pipeline stages, and others are elsewhere."""
+        self.is_taken = True
+        """Whether the step may be taken: gradients are finite, or need not be."""
+        self.epoch = 0
+        """Incremented whenever gradients are dropped, so that the owner of one can tell that it is gone."""
+
+    # -- whether there are any --------------------------------------------------------------------------
+
+    def exist(self) -> bool:
+        """Whether any parameter may have a gradient. The same on all ranks; sends nothing."""
+        since = max(self._zeroed_at, self._runner.passes.cut_short_at)
+        return self._holds_more or self._runner.passes.num_backwards > since
+
+    def wait(self) -> bool:
+        """Whether gradients exist that no step has used yet. The same on all ranks; sends nothing."""
+        return self.exist() and self._stepped_at != self._moment()
+
+    @property
+    def are_prepared(self) -> bool:
+        """Whether they have been prepared, and no backward has ended since."""
+        return self._prepared_at == self._moment()
+
+    def note_step(self) -> None:
+        """A step has used the current gradients."""
+        self._stepped_at = self._moment()
+
+    def has(self, flat: Flat, index: int) -> bool:
+        """Whether a parameter has a gradient, on any rank."""
+        if not flat.spec.trainable or not self.exist():
+            return False
+        self.prepare()
+        return flat.grads.touched_anywhere[index]
+
+    # -- for the step -----------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Bring gradients to where the update needs them, unless they are there, and agree on which parameters have
+        one."""
+        self._require_none_lost()
+        if self._prepared_at != self._moment():
+            self._bring()
+
+    def norm(self) -> Norm:
+        """The global 2-norm of the current gradients. On a device it has not been waited for."""
+        self.prepare()
+        if self._norm is None:
+            self._norm = norm_of(self._flats, 2.0, self._exchange)
+        return self._norm
+
+    def norm_before_clipping(self) -> Norm:
+        self.prepare()
+        if self._norm_before is None:
+            self._norm_before = self.norm()
+        return self._norm_before
+
+    def _bring(self) -> None:
+        scaler, runner = self._scaler(), self._runner
+        if runner.passes.num_unweighed:
+            raise StateError(
+                "Ranks have different numbers of samples, and gradients of experts are of tokens of all ranks, so each "
+                "loss has to be weighed. Call engine.backward(loss) in the place of loss.backward(); zero_grad() "
+                "forgets what has come so far."
+            )
+        if scaler is not None and self._prepared_at is not None and self.is_taken:
+            scale_gradients(self._flats, scaler.scale)  # as are the gradients that have come since
+        runner.step.before()
+        norm = self._verdict.decide()
+        if self._verdict.is_incomplete:
+            runner.step.reduce_unforeseen()
+            runner.step.before()
+            norm = self._verdict.decide()
+        self._forget_figures()
+        self.is_taken = not (self._only_finite and self.exist()) or math.isfinite(float(norm))
+        if scaler is not None and self.exist():
+            norm = self._unscaled(scaler.scale, float(norm))
+        if self._checks_copies and self.exist() and math.isfinite(float(norm)):
+            self._checks_copies = False
+            check_copies(self._flats, self._exchange_of_data, self._exchange_of_peers)
+        self._norm = self._norm_before = norm
+        self._prepared_at = self._moment()
+
+    def _unscaled(self, scale: float, norm: float) -> float:
+        """Divide the gradients and their norm by the loss scale, unless one has overflowed."""
+        if self._runner.passes.num_unscaled:
+            raise StateError(
+                "precision fp16 needs a scaled loss, but gradients came from a backward of one that was not. Call "
+                "engine.backward(loss), or engine.scale(loss).backward(), in the place of loss.backward(), for every "
+                "micro-batch; zero_grad() forgets what has come so far."
+            )
+        if not self.is_taken:
+            return norm
+        scale_gradients(self._flats, 1 / scale)
+        return norm / scale
+
+    def judge(self) -> bool:
+        """Whether a step may be taken. Updates the loss scale once, however often gradients were prepared."""
+        self.prepare()
+        scaler = self._scaler()
+        if scaler is not None and self.exist() and self._judged_at != self._moment():
+            self._judged_at = self._moment()
+            scaler.judge(0.0 if self.is_taken else math.inf)
+        return self.is_taken
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Norm:
+        """Scale to a global norm of at most `max_norm`; returns the norm before."""
+        norm = self.norm()
+        if norm_type != 2:
+            norm = norm_of(self._flats, norm_type, self._exchange)
+        if clip(self._flats, norm, max_norm):
+            before = self._norm_before
+            self._forget_figures()
+            self._norm_before = before
+        return norm
+
+    def clip_by_plan(self, max_norm: float) -> None:
+        """Apply the plan's `clip_grad_norm` before an update, once, however many optimizers there are."""
+        if not self._is_clipped_by_plan:
+            self.clip(max_norm)
+            self._is_clipped_by_plan = True
+
+    # -- one parameter ----------------------------------------------------------------------------------
+
+    def norms(self, flat: Flat, index: int, norm_type: float) -> float:
+        """The norm of one parameter's gradient. Those of all are computed together, in one message."""
+        if self.is_of_stage:
+            raise StateError(
+                "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of "
+                "norms, would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan."
+            )
+        self.prepare()
+        if norm_type not in self._norms:
+            self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange_of_peers)
+        start = 0
+        for other in self._flats:
+            if other is flat:
+                return self._norms[norm_type][start + index]
+            start += len(other.slots)
+        return 0.0
+
+    def piece(self, flat: Flat, index: int) -> Tensor:
+        """This rank's elements of an existing gradient. Call `changed` after writing to them."""
+        if flat.grads.due is None:
+            flat.grads.make_due()
+        piece = flat.grads.due_piece(index)
+        assert piece is not None
+        return piece
+
+    def changed(self) -> None:
+        """A gradient has been written to: forget cached norms."""
+        self._forget_figures()
+
+    def assign(self, flat: Flat, index: int, value: Tensor | None) -> None:
+        """Replace a parameter's gradient by the mean of every rank's whole `value`; `None` removes it."""
+        if self.exist():
+            self.prepare()
+        else:
+            self._prepared_at = self._moment()
+        piece = self.piece(flat, index)
+        if value is None:
+            piece.zero_()
+        else:
+            span = flat.slots[index].span.overlap(flat.optim_span).within(flat.slots[index].span)
+            slot = flat.slots[index]
+            mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype), slot)
+            piece.copy_(mean[span.start : span.stop])
+            self._holds_more = True
+        flat.grads.note(index, has_one=value is not None)
+        self._forget_figures()
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def zero(self, pieces: Sequence[Piece] | None = None, *, keep: bool = False) -> None:
+        """Drop the gradients of `pieces`, or all; with `keep` they become zeros, on which optimizers still act."""
+        if keep or pieces is not None:
+            self._zero_some(pieces, keep=keep)
+            return
+        self._runner.recover_if_cut_short()  # so that what it has left is dropped here, and not missed later
+        for flat in self._flats:
+            flat.grads.drop()
+        self._zeroed_at = self._runner.passes.num_backwards
+        self._runner.clear_faults()
+        self._lost.clear()
+        self._prepared_at, self._holds_more, self.is_taken = None, False, True
+        self.epoch += 1
+        self._forget_figures()
+
+    def _zero_some(self, pieces: Sequence[Piece] | None, *, keep: bool) -> None:
+        places = self._places() if pieces is None else [(piece.flat, piece.index) for piece in pieces]
+        self._find_lost()
+        if self._lost:
+            self._lost -= {(flat.name, index) for flat, index in places}
+            if not self._lost:
+                self.zero()
+            return
+        if not self.exist():
+            self.zero()
+            return
+        self.prepare()
+        self._holds_more = True
+        for flat, index in places:
+            if flat.spec.trainable and flat.grads.touched_anywhere[index]:
+                self.piece(flat, index).zero_()
+                flat.grads.note(index, has_one=keep)
+        self.is_taken = True
+        self._forget_figures()
+
+    def _places(self) -> list[tuple[Flat, int]]:
+        return [(flat, index) for flat in self._flats for index in range(len(flat.slots))]
+
+    # -- what it knows ----------------------------------------------------------------------------------
+
+    def _moment(self) -> tuple[int, int]:
+        return self._runner.passes.num_backwards, self._runner.passes.num_cut_short
+
+    def _forget_figures(self) -> None:
+        self._norm = self._norm_before = None
+        self._norms.clear()
+        self._is_clipped_by_plan = False
+
+    def _find_lost(self) -> None:
+        """Detect a backward that raised while other gradients waited: those are lost with it."""
+        self._runner.recover_if_cut_short()
+        cut_at = self._runner.passes.cut_short_at
+        has_lost = cut_at > self._zeroed_at or (self._holds_more and cut_at >= 0)
+        if has_lost and self._seen_lost_at != self._runner.passes.num_cut_short:
+            self._seen_lost_at = self._runner.passes.num_cut_short
+            self._lost = {(flat.name, index) for flat, index in self._places()}
+
+    def _require_none_lost(self) -> None:
+        self._find_lost()
+        if self._lost:
+            raise StateError(
+                "A backward raised, and the gradients that waited beside it are incomplete now. Call zero_grad(), and "
+                "take the micro-batches of this step again."
+            )

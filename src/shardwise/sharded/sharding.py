@@ -1,0 +1,422 @@
+"""The layout of a model under one plan: computed and checked first, then carried out as flat buffers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from shardwise.comm import DataGroup, Line, SharedBuffers, World
+from shardwise.errors import ConfigError, ModelError
+from shardwise.fit.budget import Fitted, Ranks, within_budget
+from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings, device_for
+from shardwise.memory import (
+    DiskMemory,
+    HostMemory,
+    LabelledTable,
+    Unit,
+    UnitChoice,
+    choose_units,
+    in_own_precision,
+    make_unit,
+    open_disk,
+    share,
+    unit_specs,
+)
+from shardwise.optim import hyperparameters, require_states_for_disk, vet
+from shardwise.optim.precision.auto import settle
+from shardwise.parallel.experts import AXIS as EXPERTS
+from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
+from shardwise.parallel.model_axes import (
+    Boxes,
+    boxes_after,
+    boxes_for,
+    carry_out_experts,
+    carry_out_split,
+    rows_for,
+    sequence_parts,
+    split_of,
+)
+from shardwise.parallel.pipeline import AXIS as STAGES
+from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout, stage_warnings
+from shardwise.parallel.sequence import check_model as check_sequence
+from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck
+from shardwise.plan import Budget, Offload, Plan, flatten
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
+from shardwise.program import Update
+from shardwise.runtime import check_backend
+from shardwise.runtime.activations import Treatments, treatments_for
+from shardwise.system.calibration import readable_calibration
+from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.telemetry import ByteMeter
+
+_log = logging.getLogger("shardwise")
+Updates = Mapping[nn.Parameter, Update]
+"""How each parameter is updated, as found when the optimizer was vetted."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model's flat buffers, unit by unit, with their plan and the counter of their bytes."""
+
+    plan: Plan
+    mesh: Mesh
+    table: Table
+    updates: Updates
+    units: list[Unit]
+    shared_buffers: list[SharedBuffers]
+    meter: ByteMeter
+    boxes: Boxes = field(default_factory=dict)
+    """This rank's parts of parameters, if an axis splits or replicates them."""
+    staged: StagedModel | None = None
+    """The pipeline stages of this rank, if there is a pipeline."""
+    split: ModelSplit | None = None
+    """How the model itself is split, if the mesh has an axis `tp`."""
+    experts: ExpertSplit | None = None
+    """Which rank along `ep` has which experts, if the mesh has that axis."""
+    disk: DiskMemory | None = None
+    """Holds the rows on a disk, if there are any."""
+    treatments: Treatments = field(default_factory=Treatments)
+    """Units whose activations are recomputed, or kept elsewhere."""
+    fitted: str = ""
+    """The outcome of the plan's budget, and why, if it had one."""
+    budget: Budget = field(default_factory=Budget)
+    """The budget of this plan, or of an earlier one."""
+
+    @property
+    def plan_to_fit(self) -> Plan:
+        """The plan with its budget in the place of the offload that was found for it, to be found anew."""
+        if not self.fitted or self.mesh.has_experts or self.mesh.same_params_axes:
+            return self.plan
+        return self.plan.model_copy(update={"offload": Offload(), "budget": self.budget})
+
+    @property
+    def device(self) -> torch.device:
+        return self.units[0].flats[0].device
+
+    def treated(self, plan: Plan, treatments: Treatments, world: World) -> Sharding:
+        """The same with other `treatments`, which is all in which `plan` differs. All ranks call.
+
+        Raises `TierError` on all of them for a folder that cannot be had, if activations are for a disk.
+        """
+        disk = self.disk
+        if disk is None and plan.activations.policy == "disk":
+            disk = open_disk([unit.spec for unit in self.units], plan, self.mesh, world, self.device)
+            if disk is not None:
+                disk.count_with(self.meter)
+        return replace(self, plan=plan, treatments=treatments, disk=disk)
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a plan means for one model in one world. Nothing has been changed for it yet.
+
+    `boxes` are this rank's parts of parameters, if an axis cuts or copies them.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    table: Table
+    choices: list[UnitChoice] = field(repr=False)
+    rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
+    boxes: Boxes = field(repr=False)
+    split: ModelSplit | None = field(repr=False, default=None)
+    """How the model itself is split."""
+    experts: ExpertSplit | None = field(repr=False, default=None)
+    stages: StageLayout | None = None
+    treatments: Treatments = field(default_factory=Treatments)
+
+    def of_stages(self, staged: StagedModel) -> Design:
+        """The part of it that concerns a rank with some stages of the model."""
+        own = staged.params
+        present = set(staged.model.modules())
+        choices = []
+        for choice in self.choices:
+            params = {name: param for name, param in choice.params.items() if param in own}
+            sites = tuple(site for site in choice.sites if site in present)
+            shared = {name: param for name, param in params.items() if len(staged.holders[name]) > 1}
+            alone = {name: param for name, param in params.items() if name not in shared}
+            if alone:
+                choices.append(replace(choice, params=alone, sites=sites))
+            if shared:  # see [Note: shared parameters] in parallel/pipeline/tied_gradients.py
+                name = f"{choice.name}+" if alone else choice.name
+                choices.append(replace(choice, name=name, params=shared, sites=sites))
+        rows = {param: row for param, row in self.rows.items() if param in own}
+        treatments = self.treatments.within(staged.model)
+        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes), treatments=treatments)
+
+    def open_disk(
+        self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
+    ) -> DiskMemory | None:
+        """The disk memory for rows on a disk, if any rank has such; `known` is that of the previous plan. All ranks
+        call."""
+        has_rows = any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values())
+        if not has_rows and not self.treatments.have("disk"):
+            return None
+        choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
+        if self.stages is not None:
+            own = self.stages.params_at(model, self.mesh.coordinate(world.rank)[STAGES])
+            choices = [
+                replace(choice, params={name: param for name, param in choice.params.items() if param in own})
+                for choice in choices
+            ]
+        on_cpu = world.collectives(device).is_host
+        specs = unit_specs(choices, self.rows, self.mesh, updates, on_cpu=on_cpu)
+        are_final = self.stages is None  # what stages share becomes units of its own later
+        return open_disk(specs, self.plan, self.mesh, world, device, known, makes_files=are_final)
+
+    def carry_out(
+        self, world: World, device: torch.device, updates: Updates, disk: DiskMemory | None = None
+    ) -> Sharding:
+        """Create the flat buffers, to be filled by the caller. All ranks call."""
+        meter = ByteMeter()
+        if disk is not None:
+            disk.count_with(meter)
+        coordinate = self.mesh.coordinate(world.rank)
+        collectives = world.collectives(device)
+
+        def overlaps(axis: str) -> bool:
+            return collectives.overlaps_compute(world.group(self.mesh, axis))
+
+        choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
+        specs = unit_specs(
+            choices, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
+        )
+        every = [
+            make_unit(choice, spec, self.rows, coordinate, meter, device)
+            for choice, spec in zip(choices, specs, strict=True)
+        ]
+        units = [unit for unit in every if unit.flats]
+        flats = [flat for unit in units for flat in unit.flats]
+        host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
+        for flat in flats:
+            flat.keep_below(host, disk)
+        shared_buffers = share(flats, collectives, self.mesh, world.rank)
+        laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        return replace(laid, experts=self.experts, disk=disk, treatments=self.treatments)
+
+
+def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
+    """The design of `plan` for `model`. Raises `ConfigError` or `ModelError` if it is impossible on the ranks of
+    `world`.
+
+    `known` is the current layout of a model that is already sharded.
+    """
+    mesh = mesh_for(plan, world.size, world.local_size)
+    had = known.experts if known is not None else None
+    parts = known.boxes if known is not None else None
+    experts = expert_split(model, plan, mesh, world.rank, had)
+    rows = rows_for(model, plan, mesh, experts, parts)
+    tables = [row.table.on(mesh) for row in rows.values()]
+    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
+        check_sequence(model, plan)
+    check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
+    split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
+    if parts is None:
+        boxes = boxes_for(model, mesh, world.rank, split, experts)
+    else:
+        boxes = boxes_after(model, mesh, world.rank, parts, had, experts)
+    if plan.paths == "by_rank" and has_pipeline(mesh):
+        raise ConfigError(
+            f"paths is by_rank, but along {STAGES} ranks also wait for what other stages send, so all call the same "
+            f"modules. Leave paths out of the plan, or {STAGES} out of the mesh."
+        )
+    stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
+    check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
+    choices = choose_units(model, plan, parts)
+    treatments = treatments_for(model, choices, plan)
+    if stages is not None:
+        treatments.check_stages(model, stages.pieces)
+    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages, treatments)
+
+
+def settings_of(plan: Plan, world: World) -> dict[str, object]:
+    """What has to be the same on all ranks, by key (`"wire.grad"`)."""
+    values = plan.model_dump(mode="json", exclude={"patience_seconds"})
+    if takes_local_size(plan):
+        values["LOCAL_WORLD_SIZE"] = world.local_size
+    return {
+        ".".join(path): value for path, value in flatten(values).items() if not value or not isinstance(value, dict)
+    }
+
+
+def lay(
+    model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World, wishes: Wishes
+) -> Sharding:
+    """Lay a plain model into flat buffers, with its first values. All ranks call.
+
+    Raises `ConfigError` or `ModelError` before anything is changed.
+    """
+    world.journal.forget_part()
+    check_same_settings(settings_of(plan, world), "plan", world)
+    for optimizer in optimizers:
+        check_same_settings(hyperparameters(optimizer), "optimizer", world)
+    mesh = mesh_for(plan, world.size, world.local_size)
+    peers = DataGroup(world, mesh, mesh.params_axes)
+    device = check_device(model, world)
+    plan = settle(plan, world, device_for(model, wishes, world))
+    table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
+    updates = vet(optimizers, model)
+    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
+    plan = in_own_precision(plan, model)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
+    budget, plan = plan.budget, fitted.plan
+    designed = design(model, plan, world)
+    values = FirstValues(model, wishes, world, peers)
+    check_batch_norms(model, designed, values.device)
+    require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
+    require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
+    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
+    disk = designed.open_disk(world, model, values.device, updates)
+    log_fitted(fitted, world)
+    views = _view_check(model, designed)
+    staged = None
+    if designed.stages is not None:
+        world.collectives(values.device).prepare(mesh)
+        values.give_to_stages(world)
+        parts = sequence_parts(designed.split, mesh, designed.stages)
+        for warning in stage_warnings(model, designed.stages) if world.rank == 0 else ():
+            _log.warning("%s", warning)
+        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES], parts)
+        staged.take_from(optimizers)
+        designed = designed.of_stages(staged)
+        updates = {param: update for param, update in updates.items() if param in staged.params}
+    try:
+        sharding = designed.carry_out(world, values.device, updates, disk)
+        sharding = replace(sharding, staged=staged, split=designed.split, fitted=fitted.summary, budget=budget)
+        values.apply(sharding.units)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    carry_out_experts(model, designed.experts, mesh, world, values.device)
+    if designed.split is not None:
+        carry_out_split(model, designed.split, mesh, world, values.device)
+        if verifier is not None:
+            verifier.watch(model, designed.split, world, peers)
+            designed.split.on_undo(verifier.close)
+        if views is not None:
+            line = Line(world.collectives(values.device), world.group(mesh, AXIS))
+            designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
+    return sharding
+
+
+def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
+    """A check of the heads that a forward counts, for the user's own tensor plans, on models without stages."""
+    asked = designed.plan.tensor.plan
+    if designed.split is None or asked is None or designed.stages is not None:
+        return None
+    return ViewCheck(model, {1 if isinstance(rule, str) else int(rule.get("parts", 1)) for rule in asked.values()})
+
+
+_CURES = {
+    "matrix": "Put split parameters into a group that is updated element by element (Muon: use_muon=False).",
+    "sums": "Give split parameters to an elementwise optimizer beside it, such as AdamW, or use shardwise.optim.Lamb.",
+}
+
+
+def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that needs whole parameters, or sums of their rows, if ranks have only parts
+    of them."""
+    for name, param in model.named_parameters():
+        box = designed.boxes.get(param)
+        update = updates.get(param)
+        if update is not None and update.whole and (where := _not_whole(designed, param)):
+            raise ModelError(
+                f"{update.whole} It works as it is where each rank updates whole parameters in the device's memory, as "
+                f"with the preset ddp; here {name} {where}."
+            )
+        if box is not None and box.is_split and update is not None and (update.matrix or update.num_sums):
+            axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
+            raise ModelError(
+                f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
+                f"{_CURES['matrix' if update.matrix else 'sums']}"
+            )
+
+
+def _not_whole(designed: Design, param: nn.Parameter) -> str:
+    """Why no optimizer of this plan has all of its parameters whole at once, if `param` is one; empty if it has."""
+    if designed.stages is not None:
+        return "is one stage's, and the optimizer's other parameters are other stages'"
+    row, box = designed.rows.get(param), designed.boxes.get(param)
+    if row is None:
+        return ""
+    table = row.table.on(designed.mesh)
+    if box is not None and box.is_split:
+        return f"is split: a rank has {box} of it"
+    if table.optim.shard:
+        return f"is updated in parts, sharded over {' and '.join(table.optim.shard)}"
+    return "has its states on a disk" if table.optim.tier == "disk" else ""
+
+
+def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:
+    """What the plan's budget has to know about the ranks, for a model that is on `device`. All ranks call."""
+    host_bytes = device_bytes = None
+    if plan.budget.device is not None:
+        own = {
+            "host": Cgroups().memory(host_memory()).total_bytes,
+            "device": world.rank_device.memory_bytes if device.type in (world.device.type, "meta") else None,
+        }
+        told = [json.loads(message) for message in world.exchange(json.dumps(own).encode(), "memory")]
+        host_bytes = min(one["host"] for one in told)
+        device_bytes = min((one["device"] for one in told if one["device"] is not None), default=None)
+    num_local = min(world.size, world.local_size or world.size)
+    says_it = plan.budget.device is not None and world.rank == 0
+    calibration = readable_calibration() if says_it else None
+    return Ranks(world.device.type == "cpu", num_local, host_bytes, device_bytes, calibration)
+
+
+def log_fitted(fitted: Fitted, world: World) -> None:
+    """Log once how a budget was met."""
+    if fitted.summary and world.rank == 0:
+        _log.warning("%s", fitted.summary)
+
+
+def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that needs whole parameters, where states are read unit by unit from a
+    disk."""
+    for name, param in model.named_parameters():
+        row = designed.rows.get(param)
+        if row is None or row.table.optim.tier != "disk":
+            continue
+        if param in updates and (updates[param].matrix or updates[param].needs_norm):
+            what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
+            raise ModelError(
+                f"The optimizer needs {what} of {name}, whose states the plan has on a disk, where each unit is "
+                f"updated by itself. Put them on the host (rows: {{optim: {{tier: host}}}}), or take an elementwise "
+                f"optimizer such as AdamW."
+            )
+
+
+def check_device(model: nn.Module, world: World) -> torch.device:
+    """The model's device, possibly the meta device. Raises `ModelError` for a model that lies on another rank's device,
+    or on several."""
+    device = check_model(model)
+    world.rank_device.check(device, next(name for name, _ in model.named_parameters()))
+    return device
+
+
+def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:
+    """Raise `ConfigError` for a batch norm that torch cannot compute on this device in the plan's precision.
+
+    On a CPU, torch takes weights in bf16 or fp16 only with statistics in the same dtype; ours stay in fp32, as they
+    should.
+    """
+    for name, module in model.named_modules() if device.type == "cpu" else ():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
+            continue
+        compute = designed.rows[module.weight].table.compute
+        statistics = module.running_mean
+        if compute in ("bf16", "fp16") and statistics is not None and statistics.dtype == torch.float32:
+            kind = type(module).__name__
+            raise ConfigError(
+                f"{name or 'The model'} is a {kind}, whose running statistics are in fp32, and on a CPU torch computes "
+                f"none with weights in {compute} beside them. Keep its weights in fp32 with a rule of the plan: "
+                f"rules: {{norms: {{classes: [{kind}], precision: fp32}}}}"
+            )

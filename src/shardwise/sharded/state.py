@@ -1,0 +1,462 @@
+"""The state of an engine that outlives its process or plan: checkpoints, and the change to another plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise import checkpoint
+from shardwise.checkpoint import (
+    Begun,
+    Content,
+    Entry,
+    Held,
+    Keep,
+    Request,
+    Saver,
+    TrainingState,
+    content_of,
+    encode,
+    numbers_of,
+    rng,
+    step_name,
+)
+from shardwise.comm import World
+from shardwise.errors import ConfigError, StateError, TierError
+from shardwise.fit.budget import within_budget
+from shardwise.init import check_same_settings
+from shardwise.memory import DiskMemory, Flat
+from shardwise.optim import require_states_for_disk
+from shardwise.optim.precision.auto import settle
+from shardwise.parallel.experts import ExpertSplit, share_totals
+from shardwise.parallel.model_axes import carry_out_experts, synchronize_generators
+from shardwise.parallel.pipeline import StagedModel, has_pipeline
+from shardwise.plan import Budget, Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Span, mesh_for
+from shardwise.program import Update
+from shardwise.sharded.access import with_extra_state
+from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
+from shardwise.sharded.sharding import (
+    Design,
+    Sharding,
+    check_batch_norms,
+    design,
+    log_fitted,
+    ranks_of,
+    require_elementwise,
+    require_units,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Loaded, Stateful
+
+
+class State:
+    """The checkpoints of one engine, and the objects that are remembered in them."""
+
+    def __init__(self, saver: Saver) -> None:
+        self.saver = saver
+        self.remembered: dict[str, Stateful] = {}
+        self.coming: dict[str, Any] = {}
+        """On a rank that has joined others: the states of objects that it has not remembered yet."""
+        self.user_state: Mapping[str, Any] | None = None
+        """The caller's own state, as saved or resumed last."""
+        self.begun: Begun | None = None
+        """The last checkpoint begun with `wait=False`, until it is known to be complete."""
+
+    def renew(self, world: World) -> None:
+        """Continue in another world, after ranks were lost or have joined."""
+        self.saver = self.saver.renewed(world)
+        if self.begun is not None:
+            self.begun.is_at_risk = True
+
+    def save(
+        self,
+        sharded: ShardedModel,
+        folder: Path,
+        step: int | None,
+        user_state: Mapping[str, Any],
+        *,
+        wait: bool,
+        keep: Keep,
+        metrics: Mapping[str, float],
+        without_gradients: bool,
+    ) -> Path:
+        """See `Engine.save`."""
+        progress = sharded.progress
+        number = progress.num_steps if step is None else step
+        check_same_settings({"step": number}, "save() step", sharded.world)
+
+        def make() -> tuple[Request, Content]:
+            if type(number) is not int or not 0 <= number < 10**18:
+                raise ConfigError(f"step is {number!r}, which is not a number of steps; give a whole one, at least 0.")
+            if sharded.disk is not None:
+                sharded.disk.require_whole()
+            if not without_gradients and sharded.parts.gradients.wait():
+                raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
+            kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
+            self.user_state = kept["user"]
+            if progress.scaler is not None:
+                kept["loss_scale"] = progress.scaler.state_dict()
+            extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
+            if extra:
+                for name, value in extra.items():
+                    encode(value, name)  # raises an error that names the module, if the value cannot be encoded
+                kept["extra_state"] = extra
+            request = Request(
+                folder,
+                number,
+                layout=f"{sharded.table.optim} on {sharded.mesh}",
+                state=kept,
+                metrics=numbers_of(metrics),
+                keep=keep,
+                memories={
+                    "generators": rng.capture(sharded.world.rank_device),
+                    "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
+                },
+            )
+            return request, content(sharded)
+
+        target = folder / (step_name(number) if isinstance(number, int) else str(number))
+        before, self.begun = self.begun, None
+        path = self.saver.save(target, make, wait=wait)
+        if before is not None and before.target != target and sharded.world.rank == 0 and before.is_incomplete():
+            logging.getLogger("shardwise").warning("%s", before.error(f"{target} takes its place."))
+        if not wait:
+            self.begun = Begun(target, number, progress.num_steps, keep, numbers_of(metrics))
+        return path
+
+    def wait_for_save(self, sharded: ShardedModel) -> None:
+        """Wait for a checkpoint in the background. If a rank was lost while it was being written, write it again. All
+        ranks call."""
+        self.saver.wait()
+        begun, rank = self.begun, sharded.world.rank
+        if begun is not None and begun.is_at_risk and sharded.world.any_rank(rank == 0 and begun.is_incomplete()):
+            if sharded.progress.num_steps != begun.num_steps:
+                raise begun.error("Save again.")
+            folder, user = begun.target.parent, self.user_state or {}
+            self.save(
+                sharded,
+                folder,
+                begun.number,
+                user,
+                wait=True,
+                keep=begun.keep,
+                metrics=begun.metrics,
+                without_gradients=True,  # parameters and states are those of the step that it is of
+            )
+        self.begun = None
+
+    def close(self, rank: int) -> None:
+        """Wait for a checkpoint in the background, and raise what this rank knows of it. If ranks were lost, `rank` 0
+        knows whether it is complete."""
+        self.saver.close()
+        if rank == 0 and self.begun is not None and self.begun.is_incomplete():
+            raise self.begun.error("Call engine.wait_for_save() before close(): it writes it again.")
+
+    def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
+        """See `Engine.resume`."""
+        self.saver.wait()
+        path = checkpoint.find(folder, sharded.world)
+        if path is None:
+            return None
+        if sharded.disk is not None:
+            sharded.disk.abandon()
+            sharded.find_states()
+
+        def before_change() -> None:
+            sharded.parts.runner.step.open_params()
+            if sharded.disk is not None:
+                sharded.disk.begin_replacing()
+
+        loaded = checkpoint.load_checkpoint(
+            path, content(sharded), sharded.parts.optimizer, sharded.world, self.remembered, before_change=before_change
+        )
+        if sharded.disk is not None:
+            sharded.disk.finish_writes()
+        progress = sharded.progress
+        progress.num_steps = int(loaded.state["num_steps"])
+        if progress.scaler is not None and "loss_scale" in loaded.state:
+            progress.scaler.load_state_dict(loaded.state["loss_scale"])
+        sharded.zero_grad()
+        sharded.parts.runner.step.restore_params()
+        synchronize_generators(sharded.model, sharded.mesh, sharded.world)
+        extra = loaded.state.get("extra_state", {})
+        for name, module in with_extra_state(sharded.model):
+            if name in extra:
+                module.set_extra_state(extra[name])
+        self.user_state = loaded.state["user"]
+        return replace(loaded, state=loaded.state["user"])
+
+
+def content(sharded: ShardedModel) -> Content:
+    """What a checkpoint holds of this rank, as live tensors."""
+    own_buffers = not sharded.plan.sync_buffers
+    mine = content_of(
+        sharded.model, sharded.parts.flats, sharded.parts.optimizer, sharded.peers.index, own_buffers=own_buffers
+    )
+    staged = sharded.parts.sharding.staged
+    return mine if staged is None else _of_stages(mine, staged)
+
+
+def _of_stages(content: Content, staged: StagedModel) -> Content:
+    """The content of a rank with some stages, named as in the whole model. What several stages have (shared parameters,
+    buffers outside of all) is written by the first of them."""
+
+    def is_written_here(entry: Entry) -> bool:
+        return staged.is_first_with(entry.name)
+
+    entries = [entry if is_written_here(entry) else replace(entry, written=Span(0, 0)) for entry in content.entries]
+    names = staged.group_names
+    groups = [{**group, "params": names[number]} for number, group in enumerate(content.groups)]
+    numbers = {name: kept for name, kept in content.numbers.items() if staged.is_first_with(name)}
+    whole = staged.whole
+    return replace(
+        content, entries=entries, groups=groups, numbers=numbers, shapes=dict(whole.shapes), ties=dict(whole.ties)
+    )
+
+
+def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
+    """A change of plan moves values along data axes, including `ep`, but not along axes that split layers."""
+    before, after = sharded.mesh, mesh_for(plan, sharded.world.size, sharded.world.local_size)
+
+    def places(mesh: Mesh) -> list[dict[str, int]]:
+        every = map(mesh.coordinate, range(mesh.world_size))
+        return [{axis: place[axis] for axis in mesh.model_axes} for place in every]
+
+    if places(before) != places(after) or (before.model_axes and plan.tensor != sharded.plan.tensor):
+        raise ConfigError(
+            f"reshard() keeps how a model is split along {', '.join(before.model_axes) or 'model axes'}: the mesh is "
+            f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
+        )
+    if after.model_axes and plan.compile is not None:
+        raise ConfigError(
+            f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
+        )
+    if plan.budget.device is not None and sharded.parts.sharding.experts is not None:
+        raise ConfigError(
+            "budget is for models that lie whole on each rank; with experts dealt out say offload or rows."
+        )
+
+
+@contextmanager
+def trained_as_before(flats: Sequence[Flat], *, exactly: bool = False) -> Iterator[None]:
+    """Inside, parameters that have been frozen since the plan was made are trainable, so that they keep their states.
+    With `exactly`, those that have been unfrozen since are frozen, because other ranks may not have come that far."""
+    changed = [
+        (param, flat.spec.trainable)
+        for flat in flats
+        if exactly or flat.spec.trainable
+        for param in flat.params
+        if param.requires_grad != flat.spec.trainable
+    ]
+    for param, was_trained in changed:
+        param.requires_grad_(was_trained)
+    try:
+        yield
+    finally:
+        for param, was_trained in changed:
+            param.requires_grad_(not was_trained)
+
+
+def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError | None]:
+    """A `ShardedModel` for another plan, with everything that `sharded` had; `sharded` is taken down. All ranks call,
+    between steps.
+
+    With it comes what is to be raised, on all ranks, if the disk of any has failed meanwhile; then only a resume can
+    fill the new plan. Raises `ConfigError`, `StateError` or `TierError` before anything is changed.
+    """
+    sharded.parts.unfreezing.check(sharded.peers)
+    if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
+        raise ConfigError(
+            "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
+            "resume."
+        )
+    model, world, progress = sharded.model, sharded.world, sharded.progress
+    plan = _in_one_precision(plan, sharded)
+    _require_same_split(sharded, plan)
+    mesh = mesh_for(plan, world.size, world.local_size)
+    added = sharded.parts.optimizer.added if sharded.parts.optimizer is not None else {}
+    updates = {**sharded.parts.sharding.updates, **added}
+    ranks = ranks_of(world, plan, sharded.parts.sharding.device)
+    fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
+    budget = plan.budget if plan.budget.device is not None else sharded.parts.sharding.budget
+    plan = fitted.plan
+    designed = design(model, plan, world, known=sharded.parts.sharding)
+    check_batch_norms(model, designed, sharded.parts.sharding.device)
+    require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
+    tables = {param: row.table for param, row in designed.rows.items()}
+    require_states_for_disk(
+        model, sharded.parts.optimizer.members if sharded.parts.optimizer is not None else (), tables
+    )
+    had = sharded.disk
+    if had is not None:
+        had.require_whole()
+    if sharded.parts.gradients.exist():
+        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
+    disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
+    if plan.precision != sharded.plan.precision:
+        progress = replace(progress, scaler=scaler_for(plan))
+    dealt = _dealt_out(model, sharded.parts.sharding.experts, designed)
+    log_fitted(fitted, world)
+    try:
+        known = replace(sharded.parts.sharding, updates=updates)
+        renewed, fault = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
+    except BaseException:
+        if disk is not None and disk is not had:
+            disk.close()
+        raise
+    lost = _lost(renewed, had, fault)
+    if had is not None and had is not renewed.disk:
+        had.close()
+    elif had is not None:
+        had.close_previous()
+    if lost is not None:
+        return renewed, lost
+    try:
+        renewed.parts.runner.step.restore_params()
+    except BaseException:  # a rank was lost: the others go on from the model in its plain form
+        renewed.take_down()
+        raise
+    return renewed, None
+
+
+def _in_one_precision(plan: Plan, sharded: ShardedModel) -> Plan:
+    """`plan` in the precision in which the ranks will compute. All ranks call; raises `ConfigError` on all of them if
+    they have different plans."""
+    plan = plan.after(sharded.plan)
+    check_same_settings(settings_of(plan, sharded.world), "plan", sharded.world)
+    return settle(plan, sharded.world, sharded.parts.sharding.device)
+
+
+def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierError | None:
+    """What is to be raised if the disk of any rank has failed while values moved; `fault` is that of this one's. Such a
+    model refuses to compute until it is filled by a resume, also if nothing of the new plan is on a disk."""
+    disk = renewed.disk or had
+    if disk is None:
+        return None
+    try:
+        disk.agree(renewed.world, fault, "change of plan")
+    except TierError as error:
+        if renewed.disk is None:
+            disk.count_with(renewed.parts.sharding.meter)
+            disk.begin_change("change of plan")
+            renewed.disk = disk
+            for flat in renewed.parts.flats:
+                flat.disk = disk
+        return error
+    return None
+
+
+def _moved(
+    sharded: ShardedModel,
+    sharding: Sharding,
+    designed: Design,
+    fitted: tuple[str, Budget],
+    disk: DiskMemory | None,
+    progress: Progress,
+    dealt: Sequence[str],
+) -> tuple[ShardedModel, str]:
+    """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
+    down. `sharding` is its own, with the updates of all parameters that optimizers have by now. Also returns the first
+    error of this rank's disk, or ""."""
+    optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
+    held = Held.live(sharded.parts.flats, sharded.parts.optimizer, sharded.world)
+    former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
+    training_state = TrainingState(held, sharded.world, dealt)
+    sharded.take_down()
+    for flat in (flat for unit in former.sharding.units for flat in unit.flats):
+        flat.grads.let_go()
+    renewed = move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
+    return renewed, training_state.fault
+
+
+def unshard(sharded: ShardedModel) -> None:
+    """Take `sharded` down, and leave a plain model, whole on every rank, in the precision in which the optimizer keeps
+    it. All ranks call."""
+    sharded.zero_grad()
+    values = {name: value.clone() for name, value in sharded.parts.access.whole_params()}
+    sharding = sharded.parts.sharding
+    sharded.take_down()
+    for split in (sharding.split, sharding.experts):
+        if split is not None:
+            split.undo()
+    share_totals(sharded.model, torch.Tensor.clone)
+    for flat in (flat for unit in sharding.units for flat in unit.flats):
+        for slot, param in zip(flat.slots, flat.params, strict=True):
+            param.data = values.pop(slot.name)
+
+
+@dataclass(frozen=True)
+class Former:
+    """What remains of a sharded model when it gets another layout."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    sharding: Sharding
+    progress: Progress
+    before_change: Callable[[], None]
+    added: Mapping[nn.Parameter, Update] = field(default_factory=dict)
+    """Updates of parameters whose groups were added and for which memory is still to be planned."""
+
+    @classmethod
+    def of(cls, sharded: ShardedModel) -> Former:
+        """What remains of `sharded`, which is still to be taken down."""
+        optimizers, added = (
+            ((), {})
+            if sharded.parts.optimizer is None
+            else (sharded.parts.optimizer.members, sharded.parts.optimizer.added)
+        )
+        before_change = sharded.before_change
+        return cls(sharded.model, optimizers, sharded.parts.sharding, sharded.progress, before_change, dict(added))
+
+
+def move(
+    former: Former,
+    designed: Design,
+    training_state: TrainingState,
+    world: World,
+    *,
+    fitted: tuple[str, Budget],
+    disk: DiskMemory | None = None,
+) -> ShardedModel:
+    """Lay out the model of `former`, which has been taken down, as `designed`, with `training_state`. All ranks
+    call."""
+    model, device, updates = former.model, former.sharding.device, former.sharding.updates
+    if former.sharding.experts is not None:
+        former.sharding.experts.undo()
+    sharding = replace(
+        designed.carry_out(world, device, updates, disk),
+        split=former.sharding.split,
+        fitted=fitted[0],
+        budget=fitted[1],
+    )
+    training_state.learn_new([flat for unit in sharding.units for flat in unit.flats])
+    states: dict[str, dict[str, Any]] = {}
+    for unit in sharding.units:
+        for flat in unit.flats:
+            states |= training_state.move_into(flat, world.collectives(device))
+    carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
+    renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
+    if renewed.parts.optimizer is not None:
+        for piece in renewed.parts.optimizer.pieces:
+            renewed.parts.optimizer.put_state(piece, states.pop(piece.name, {}))
+        if former.added:
+            renewed.parts.optimizer.await_memory(former.added)
+    return renewed
+
+
+def _dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
+    """The parameters of which ranks along `ep` have different parts, before or after."""
+    either = {param for split in (had, designed.experts) if split is not None for param in split.params}
+    return [name for name, param in model.named_parameters() if param in either]

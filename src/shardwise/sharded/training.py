@@ -1,0 +1,260 @@
+"""Training steps as a loop calls for them: micro-batches forward and backward, with or without a pipeline, and the
+update. Evaluation and inference, which have no update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.memory import Unit
+from shardwise.optim.precision import Norm
+from shardwise.parallel.pipeline import Aside, Pipeline, backward_of_weights
+from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
+from shardwise.parallel.tensor import Generators
+from shardwise.parallel.tensor.forwards import whole_sequences
+from shardwise.program.schedule import Op
+from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
+from shardwise.sharded.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Loaded
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+
+
+class Session:
+    """What the calls of a loop come to, on one rank: whole steps, and the parts of steps that loops call themselves.
+
+    This one is for jobs that end when a rank is lost: nothing is caught, and each step counts. That of a job whose
+    ranks may be lost or join has the same methods: `elastic/session.py`.
+    """
+
+    is_arriving = False
+    """Whether this rank has joined others, and not begun a step yet: they have made the exchanges of this part of the
+    loop before, and nobody answers it."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        """The model under its present plan, in the present world."""
+
+    @property
+    def num_steps(self) -> int:
+        """See `Engine.num_steps`."""
+        return self.sharded.progress.num_steps
+
+    def was_void(self) -> bool:
+        """Whether the last step was abandoned because a rank was lost."""
+        return False
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """`weight` overrides that of this micro-batch: see `ShardedModel.backward`."""
+        self.sharded.backward(loss, weight)
+
+    def step(self, is_last: bool | None = None) -> Norm | None:
+        """See `Engine.step`."""
+        return self.sharded.step(is_last)
+
+    def clip(self, max_norm: float, norm_type: float) -> Norm:
+        """See `Engine.clip_grad_norm_`."""
+        return self.sharded.parts.gradients.clip(max_norm, norm_type)
+
+    def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+        """See `Engine.train_step`."""
+        loss = self.forward_backward(batch, target, loss_fn)
+        self.step()
+        return loss
+
+    def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+        """See `Engine.forward_backward`."""
+        self._plan_memory()
+        sharded = self.sharded
+        _require_whole_step(sharded)
+        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        if sharded.parts.sequence is not None:
+            sharded.parts.sequence.note_micro_batches(batch, parts)
+        if sharded.parts.pipeline is not None:
+            mean = _through_stages(self, sharded.parts.pipeline, parts, loss_fn)
+        else:
+            mean = mean_loss([self._trained(part, loss_fn) for part in parts], parts)
+        sharded.progress.micro_steps.are_all_run = True
+        return mean
+
+    def _trained(self, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
+        loss = part.loss(self.sharded.model(*part.args, **part.kwargs), loss_fn)
+        self.backward(loss, part.weight)
+        return loss.detach()
+
+    def _plan_memory(self) -> None:
+        """Before the first forward of a step: see [Note: unfrozen later] in `sharded/unfreezing.py`."""
+        self.sharded.progress.replan()
+
+    # -- between steps --------------------------------------------------------------------------------------
+
+    def asking(
+        self,
+        work: Callable[[], T],
+        *,
+        alone: Callable[[], T] | None = None,  # noqa: ARG002  # here and below: for jobs that may lose ranks
+        is_small: bool = True,  # noqa: ARG002
+    ) -> T:
+        """The result of `work`, an exchange between ranks outside of a step.
+
+        `alone` is called instead on a rank that is arriving. A result that `is_small` can be sent again to a rank that
+        a fault has kept from it.
+        """
+        return work()
+
+    def before_change(self) -> None:
+        """The loop is about to change parameters or states by hand, on all ranks."""
+
+    def resume(self, folder: Path, read: Callable[[], Loaded | None]) -> Loaded | None:  # noqa: ARG002
+        """See `Engine.resume`. `read` fills this rank from a checkpoint in `folder`, if there is one."""
+        return read()
+
+    def loaders_of_others(self) -> list[Any]:
+        """Where the loaders of those ranks are that this one has joined, encoded; only once."""
+        return []
+
+    def renew(self, sharded: ShardedModel) -> None:
+        """The same ranks have changed the model's plan. All ranks call."""
+        self.sharded = sharded
+
+    # -- what it costs, and the end -------------------------------------------------------------------------
+
+    @property
+    def bytes_for_survival(self) -> tuple[int, int]:
+        """Of images of this rank's state, and of copies that it keeps for others."""
+        return 0, 0
+
+    @property
+    def cost_of_copies(self) -> dict[str, float]:
+        """See `Engine.copies`."""
+        return {}
+
+    def finish_updates(self) -> None:
+        """Wait until this rank has what others have updated last."""
+        self.sharded.parts.runner.gathering.finish_updates()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The loop has come to its end, or to `error`."""
+
+
+def _require_whole_step(sharded: ShardedModel) -> None:
+    if sharded.is_between_micro_batches:
+        raise StateError(
+            "train_step() runs all micro-batches of a step, but engine.backward() has been called for some of this one "
+            "already. Finish those and call engine.step(), or forget them with engine.zero_grad()."
+        )
+
+
+def _through_stages(
+    session: Session, pipeline: Pipeline, parts: list[MicroBatch], loss_fn: LossFunction | None
+) -> Tensor:
+    sharded = session.sharded
+    if sharded.parts.gradients.exist() and sharded.parts.gradients.are_prepared:
+        raise StateError(
+            "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
+            "engine.zero_grad(), before the next forward_backward()."
+        )
+    if sharded.plan.has_activations_on_disk:
+        from shardwise.sharded.activation_disk import ask_before_first_step  # only these jobs load it
+
+        ask_before_first_step(sharded, parts[0], loss_fn)
+    runner = sharded.parts.runner
+    with runner.over_schedule():
+        mean = pipeline.train(parts, loss_fn, _StageTrainer(session, parts), sharded.parts.timeline)
+    if sharded.parts.sequence is not None:
+        sharded.parts.sequence.check_was_asked(pipeline.line)
+    runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
+    return mean
+
+
+class _StageTrainer:
+    """The model's side of pipeline training.
+
+    While the order of units is not known, gradients that ranks keep whole anyway (`ddp`) are accumulated locally, and
+    reduced once, in the last backward of each stage; sharded ones are reduced after every backward. The program does
+    the same unit by unit.
+    """
+
+    def __init__(self, session: Session, parts: Sequence[MicroBatch]) -> None:
+        self._session = session
+        self._sharded = sharded = session.sharded
+        self._parts = parts
+        self._micro_batch = 0
+        self._reduces = sharded.parts.runner.passes.reduces
+        self._reduces_each = bool(sharded.table.grad.shard)
+
+    def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
+        self._micro_batch = op.micro_batch
+        reduces = self._reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
+        self._sharded.parts.runner.passes.begin_op(op, reduces=reduces)
+
+    def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
+        return self._sharded.parts.runner.halves.first(micro_batch)
+
+    def backward_of_weights(self, aside: Sequence[Aside]) -> None:
+        runner = self._sharded.parts.runner
+        if self._sharded.progress.scaler is not None:
+            runner.passes.note_scaled()
+        left: dict[str, list[Aside]] = {}
+        for one in aside:
+            left.setdefault(runner.halves.unit_of[one.layer.weight], []).append(one)
+
+        def compute(unit: Unit) -> None:
+            backward_of_weights(left.pop(unit.name, ()))
+
+        runner.backward_of_weights(compute)
+        assert not left, f"gradients of {', '.join(left)} were put aside and not brought"
+
+    def backward(self, loss: Tensor) -> None:
+        self._session.backward(loss, self._parts[self._micro_batch].weight)
+
+    def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        runner = self._sharded.parts.runner
+        if self._sharded.progress.scaler is not None:
+            runner.passes.note_scaled()  # the loss was scaled on another stage
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        else:  # nothing of this stage is trained, but it still counts as a backward
+            runner.end_of_backward()
+
+
+def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+    """See `Engine.eval_step`."""
+    with torch.no_grad():
+        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        if sharded.parts.sequence is not None:
+            sharded.parts.sequence.note_micro_batches(batch, parts)
+        if sharded.parts.pipeline is not None:
+            return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
+        return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
+
+
+def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
+    """See `Engine.inference`."""
+    if sharded.parts.pipeline is None:
+        return _inference_of_all_layers(sharded, keep_bytes)
+    from shardwise.sharded.inference_in_stages import inference_in_stages  # only ranks with a pipeline load it
+
+    return inference_in_stages(sharded, sharded.parts.pipeline, keep_bytes)
+
+
+@contextmanager
+def _inference_of_all_layers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
+    """Inference without a pipeline. If layers are split, the ranks that have their parts go on with the random numbers
+    of the first, or they would sample different tokens."""
+    with sharded.inference(keep_bytes), whole_sequences([sharded.model]):
+        if TENSOR_AXIS in sharded.mesh.model_axes:
+            group = sharded.world.group(sharded.mesh, TENSOR_AXIS)
+            Generators(sharded.world.rank_device, group.index).synchronize(sharded.world, group)
+        yield

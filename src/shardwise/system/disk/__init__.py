@@ -1,0 +1,96 @@
+"""The files of the disk tier: aligned direct I/O on several threads, page-aligned buffers, a folder that belongs to one
+job.
+
+Above `devices`, beside `comm`: this package knows neither ranks nor tables. Checkpoints are written through the same
+calls.
+
+Names are imported on first use, so a model that is sharded without tiers does not wait for these imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.system.disk.align import PAGE, Region, layout
+    from shardwise.system.disk.calls import Calls, SystemCalls
+    from shardwise.system.disk.copying import copy_range
+    from shardwise.system.disk.direct import open_direct, read_at, write_at
+    from shardwise.system.disk.disk_file import DiskFile
+    from shardwise.system.disk.holder import Holder
+    from shardwise.system.disk.io_queue import BLOCK_BYTES, DEPTH, IoQueue
+    from shardwise.system.disk.mounts import check_local
+    from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, tensors_in_pages
+    from shardwise.system.disk.pending import Pending
+    from shardwise.system.disk.sliced_file import SlicedFile
+    from shardwise.system.disk.slices import Step, steps, walk
+    from shardwise.system.disk.tier_folder import LeftBehind, TierFolder, folder_of, job_of_process
+
+__all__ = [
+    "BLOCK_BYTES",
+    "DEPTH",
+    "PAGE",
+    "BufferPool",
+    "Calls",
+    "DiskFile",
+    "Holder",
+    "IoQueue",
+    "LeftBehind",
+    "Pending",
+    "Region",
+    "SlicedFile",
+    "Stage",
+    "Step",
+    "SystemCalls",
+    "TierFolder",
+    "check_local",
+    "copy_range",
+    "folder_of",
+    "job_of_process",
+    "layout",
+    "open_direct",
+    "pages",
+    "read_at",
+    "steps",
+    "tensors_in_pages",
+    "walk",
+    "write_at",
+]
+
+_HOMES = {
+    "BLOCK_BYTES": "shardwise.system.disk.io_queue",
+    "DEPTH": "shardwise.system.disk.io_queue",
+    "PAGE": "shardwise.system.disk.align",
+    "BufferPool": "shardwise.system.disk.page_buffers",
+    "Calls": "shardwise.system.disk.calls",
+    "DiskFile": "shardwise.system.disk.disk_file",
+    "Holder": "shardwise.system.disk.holder",
+    "IoQueue": "shardwise.system.disk.io_queue",
+    "LeftBehind": "shardwise.system.disk.tier_folder",
+    "Pending": "shardwise.system.disk.pending",
+    "Region": "shardwise.system.disk.align",
+    "SlicedFile": "shardwise.system.disk.sliced_file",
+    "Stage": "shardwise.system.disk.page_buffers",
+    "Step": "shardwise.system.disk.slices",
+    "SystemCalls": "shardwise.system.disk.calls",
+    "TierFolder": "shardwise.system.disk.tier_folder",
+    "check_local": "shardwise.system.disk.mounts",
+    "copy_range": "shardwise.system.disk.copying",
+    "folder_of": "shardwise.system.disk.tier_folder",
+    "job_of_process": "shardwise.system.disk.tier_folder",
+    "layout": "shardwise.system.disk.align",
+    "open_direct": "shardwise.system.disk.direct",
+    "pages": "shardwise.system.disk.page_buffers",
+    "read_at": "shardwise.system.disk.direct",
+    "steps": "shardwise.system.disk.slices",
+    "tensors_in_pages": "shardwise.system.disk.page_buffers",
+    "walk": "shardwise.system.disk.slices",
+    "write_at": "shardwise.system.disk.direct",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.system.disk' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,27 @@
+"""Counters: bytes sent, bytes held, events in time, and how steps spend their time."""
+
+from shardwise.system.telemetry.ledger import ByteMeter, Ledger
+from shardwise.system.telemetry.step_clock import Lap, StepClock
+from shardwise.system.telemetry.timeline import (
+    ON_THE_WAY,
+    STAGES,
+    UNITS,
+    Event,
+    Timeline,
+    hidden_share,
+    write_trace,
+)
+
+__all__ = [
+    "ON_THE_WAY",
+    "STAGES",
+    "UNITS",
+    "ByteMeter",
+    "Event",
+    "Lap",
+    "Ledger",
+    "StepClock",
+    "Timeline",
+    "hidden_share",
+    "write_trace",
+]
