@@ -259,10 +259,18 @@ class TestMembers:
 
         place = "shardwise/members-0/news"
         store.set(f"{place}/0", Seal("guessed").close(f"{place}/0", b"x"))
-        thread = member.listen(0, read)
+        is_seen, is_overwritten = threading.Semaphore(0), threading.Semaphore(0)
+
+        def pause() -> None:
+            is_seen.release()
+            assert is_overwritten.acquire(timeout=30)
+
+        thread = member.listen(0, read, pause)
         for number in range(3):
             said = Announcement("end" if number == 2 else "wanted", number)
+            assert is_seen.acquire(timeout=30)
             launcher.publish(said)
+            is_overwritten.release()
             assert heard.get(timeout=30) == said
             store.set(f"{place}/{number + 1}", store.get(f"{place}/{number}"))
         thread.join(30)
