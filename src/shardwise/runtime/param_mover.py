@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, TierError
@@ -15,6 +14,7 @@ from shardwise.memory import ABSENT, GATHERING, READY, Copy, DiskRead, Flat, tor
 from shardwise.plan.placement import Axes, Span
 from shardwise.program import Action, Subject, Verb
 from shardwise.runtime.codec import EncodedGather, codec_for
+from shardwise.system.torch_private import is_transforming, outside_transforms
 
 Tensor = torch.Tensor
 
@@ -185,10 +185,10 @@ class ParamMover:
         if self._arriving is None:
             return
         try:
-            if peek_interpreter_stack() is None:
+            if not is_transforming():
                 self._arriving.wait()
-            else:  # inside a torch.func transform, which refuses writes to memory that it has not made
-                with torch._C._DisableFuncTorch():
+            else:
+                with outside_transforms():
                     self._arriving.wait()
         except CommError as error:
             if self.flat.is_updating:
