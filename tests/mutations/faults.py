@@ -42,7 +42,7 @@ EXECUTOR = _of(
         "a gather over several axes begins with the wrong one",
         "for other in reversed(flat.spec.table.order):",
         "for other in flat.spec.table.order:",
-        "presets custom_tables",
+        "presets values_after_forward",
     ),
     (
         "what was held of a buffer stays when it is whole",
@@ -54,7 +54,7 @@ EXECUTOR = _of(
         "every rank keeps the first part of a sum",
         "reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())",
         "reduction.finish(reduction.current.chunk(len(group.ranks))[0].clone())",
-        "presets",
+        "presets custom_tables",
     ),
     (
         "a sum is written to the first rank's part of its source",
@@ -102,13 +102,13 @@ EXECUTOR = _of(
         "parameters are written while other ranks read them",
         "for shared_buffers in self._shared_buffers:\n            shared_buffers.open()",
         "for shared_buffers in ():\n            shared_buffers.open()",
-        "shared_memory access",
+        "shared_memory",
     ),
     (
         "a failed gather after an update is forgotten",
         "if self.flat.is_updating:\n                self.flat.fail_update(error)",
         "if False:\n                self.flat.fail_update(error)",
-        "lost_ranks lost_ranks_table buddies lost_ranks_states",
+        "parameters_at_rest",
     ),
     (
         "gradients are not averaged over one of the axes",
