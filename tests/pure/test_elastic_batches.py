@@ -20,6 +20,12 @@ def test_the_defaults_and_a_small_batch_come_to_the_published_figures() -> None:
     assert (small.batch, small.ranks) == (48, (1, 2, 3, 4, 6, 12))
 
 
+@pytest.mark.parametrize(("larger", "batch"), [(True, 16), (False, 12)])
+def test_of_batches_that_as_many_numbers_of_ranks_can_share_the_preferred_one_is_taken(larger: bool, batch: int) -> None:
+    shared = elastic_batch(Elasticity(16, (2, 4, 6), version=0.1, prefer_larger_batch=larger))
+    assert (shared.batch, len(shared.ranks)) == (batch, 4)
+
+
 def test_highly_composite_numbers() -> None:
     assert highly_composite(2520) == [1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520]
     assert highly_composite(10**6)[-1] == 720720

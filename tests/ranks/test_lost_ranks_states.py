@@ -4,6 +4,7 @@ progress. Each job is compared with the same one without deaths."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport, World
+from shardwise.elastic.state_image import TORN
+from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import ConfigError
+from tests import inside
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
 from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled
@@ -210,3 +214,32 @@ def test_meshes_that_split_models_or_samples_lose_no_rank(axis: str, tmp_path: P
             sw.shard(model, {**plan, "survive": "host"}, optimizer=adamw(model), world=world)
 
     assert len(run_members(2, work, tmp_path)) == 2
+
+
+class Counting(torch.optim.SGD):
+    """It keeps a state that is no tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["calls"] = self.state[param].get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_an_image_is_torn_during_an_update_and_then_has_states_that_are_no_tensors(tmp_path: Path) -> None:
+    model, (x, y) = Net(), batches()[0]
+    with sw.shard(model, "zero1", optimizer=Counting(model.parameters(), lr=0.1, momentum=0.9)) as engine:
+        engine.train_step(x, y, loss_fn=loss_of)
+        survival = Survival(inside.flats(engine), inside.adopted(engine), tmp_path, "rank0", None)
+        survival.begin(1)
+        image = survival.image
+        assert (image.live_step, image.shadow_step) == (1, 1)
+        survival.before_change()
+        assert (image.live_step, image.shadow_step) == (TORN, 1)
+        engine.train_step(x, y, loss_fn=loss_of)
+        survival.complete(2)
+        assert (image.live_step, image.shadow_step) == (2, 1)
+        [cell] = [cell for cell in image.directory.cells if cell.kind == NUMBERS]
+        numbers = json.loads(bytes(image.live(cell).numpy()).rstrip(b"\0"))
+        survival.close()
+    assert {of_param["calls"] for of_param in numbers.values()} == {2}

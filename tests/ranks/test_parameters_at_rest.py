@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from twins import Transformer, adamw, batches, plan_of, share_of
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError, StateError
+from shardwise.program import Action
+from shardwise.runtime.param_mover import ParamMover
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled
@@ -257,6 +260,34 @@ def test_a_closed_engine_leaves_a_model_that_says_so_or_takes_values(place: tupl
         assert torch.equal(param_of(model), state[NAME])
 
     used(use, place)
+
+
+def test_what_an_update_has_not_made_whole_cannot_be_read_from_a_closed_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails before it sends what it has updated."""
+    plain_gather = ParamMover.gather_updated
+
+    def gather_updated(self: ParamMover, action: Action) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise ValueError("rank 1 fails")
+        plain_gather(self, action)
+
+    monkeypatch.setattr(ParamMover, "gather_updated", gather_updated)
+    models = [Transformer() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with (
+            pytest.raises(FaultError if world.rank == 0 else ValueError, match="[Rr]ank 1"),
+            sw.shard(model, "zero1", optimizer=adamw(model), world=world) as engine,
+        ):
+            step(engine)
+            assert all(flat.is_updating for flat in inside.flats(engine))
+            step(engine)
+        if world.rank == 0:
+            with pytest.raises(StateError, match="its engine was closed"):
+                model.tokens.weight.sum()
+
+    run_ranks(2, rank, hosts=["a", "b"], patience_seconds=0.2)
 
 
 def test_what_was_there_before_is_refused() -> None:

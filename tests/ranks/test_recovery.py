@@ -16,7 +16,7 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batch
 import shardwise as sw
 from shardwise.errors import StateError
 from tests import inside
-from tests.thorough import sampled, thorough_only
+from tests.thorough import each_value, sampled, thorough_only
 
 pytestmark = sampled
 
@@ -64,6 +64,7 @@ class Breaking(Transformer):
         return self.head(self.norm(hidden))
 
 
+@each_value
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any], where: str) -> None:
     """In the first step, which is recorded, and in later ones, which follow the program."""
@@ -194,10 +195,14 @@ def depth(step: Any) -> int:
     return 1 + depth(step.__wrapped__) if hasattr(step, "__wrapped__") else 0
 
 
-@pytest.mark.parametrize("last_inside", [False, True], ids=["sum-in-last-backward", "sum-in-step"])
-def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bool) -> None:
-    """Gradients stay local for two micro-batches, and are summed with the third, or by the step itself."""
+def test_no_sync(case: tuple[str, int, Any], model: Transformer) -> None:
+    """Gradients stay local for two micro-batches, and are summed with the third, or by the step itself. A pass is
+    recorded once of each kind."""
     sent: list[int] = []
+    last_inside = False
+
+    def num_recordings(engine: sw.Engine) -> dict[str, Any]:
+        return {"recordings": inside.programs(engine).num_recordings}
 
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
         parts = list(zip(batch[0].chunk(3), batch[1].chunk(3), strict=True))
@@ -219,7 +224,11 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bo
         return total
 
     data = batches(4, rows=12)
-    assert_same(sharded_run(model, data, *case, step=step), plain_run(model, data))
+    plain = plain_run(model, data)
+    for last_inside in (False, True):
+        run = sharded_run(model, data, *case, step=step, after=num_recordings)
+        assert_same(run, plain)
+        assert run.extra["recordings"] == (1 if last_inside else 2)
     assert sent
     assert set(sent) == {0}
 

@@ -27,6 +27,7 @@ from twins import (
 import shardwise as sw
 from shardwise.comm.transport.shm import futex, neighbours
 from shardwise.comm.transport.shm.arena import Arena
+from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.transport.shm.offers import NUM_OFFERS
 from shardwise.testing import run_ranks
@@ -65,6 +66,38 @@ def test_one_copy_is_read_by_all(model: Transformer) -> None:
         return sorted(set(flat.full.tolist()))
 
     assert engines(3, model, work) == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_parameters_are_written_when_no_other_rank_reads_them_any_more(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 reads when rank 0 waits to write, or has written."""
+    has_come, plain_wait = threading.Event(), MappedBuffers.wait_until
+
+    def wait_until(self: MappedBuffers, *counts: Any) -> None:
+        if threading.current_thread().name == "rank 0":
+            has_come.set()
+        plain_wait(self, *counts)
+
+    monkeypatch.setattr(MappedBuffers, "wait_until", wait_until)
+
+    def work(engine: sw.Engine) -> bool:
+        flat, step = inside.flats(engine)[0], inside.runner(engine).step
+        engine.world.barrier()
+        before = flat.full.clone()
+        has_come.clear()
+        engine.world.barrier()
+        if engine.world.rank == 1:
+            assert has_come.wait(60)
+            assert torch.equal(flat.full, before)
+        step.open_params()
+        flat.param.fill_(7)
+        has_come.set()
+        step.close_params()
+        engine.world.barrier()
+        return bool((flat.full == 7).all())
+
+    assert engines(2, model, work) == [True] * 2
 
 
 def test_parameters_can_be_read_between_steps(model: Transformer) -> None:
@@ -289,6 +322,33 @@ def test_of_a_neighbours_blocks_the_least_recently_used_is_unmapped(monkeypatch:
 
 
 # -- the parts ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_offered_in_place_is_overwritten_when_all_have_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 reads when rank 0 waits for its readers, or has overwritten what it offers."""
+    has_come, plain_await = threading.Event(), neighbours.Neighbours.await_readers
+
+    def await_readers(self: neighbours.Neighbours, number: int) -> None:
+        if self.rank == 0:
+            has_come.set()
+        plain_await(self, number)
+
+    monkeypatch.setattr(neighbours.Neighbours, "await_readers", await_readers)
+
+    def rank(world: sw.World) -> list[float]:
+        collectives = world.collectives(CPU)
+        full = collectives.buffer(6, torch.float32)
+        own, others = full.chunk(2) if world.rank == 0 else full.chunk(2)[::-1]
+        own.fill_(world.rank)
+        gathering = collectives.all_gather(full, world.everybody, "values")
+        if world.rank == 1:
+            assert has_come.wait(60)
+        gathering.wait()
+        own.fill_(7)
+        has_come.set()
+        return others.tolist()
+
+    assert run_ranks(2, rank) == [[1.0] * 3, [0.0] * 3]
 
 
 def test_more_offers_than_there_are_places_for() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Transformer, adamw, batches
+from twins import Batch, Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -150,3 +150,27 @@ def test_a_step_after_a_forward_without_a_backward(
         assert losses == pytest.approx(expected, rel=1e-5)
         for key, value in plain.state_dict().items():
             assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
+
+
+def test_an_evaluation_between_a_forward_and_its_backward() -> None:
+    """It takes what was held for the backward, which gathers over both axes instead of one."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(3)
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+        loss = engine(*batch)
+        with torch.no_grad():
+            assert engine(*batch).isfinite()
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    mesh = {"node": 2, "local": 2}
+    assert_same(sharded_run(model, data, "hpz", 4, mesh, step=step, shares_memory=False), plain_run(model, data))
+
+
+def test_blocks_whose_backward_cannot_be_seen_stay_whole() -> None:
+    torch.manual_seed(0)
+    model, _ = boxes()
+    data = [(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(3)]
+    assert_same(sharded_run(model, data, "zero3", 2, None), plain_run(model, data))

@@ -1,0 +1,48 @@
+"""Which version of the state survivors go on from, and which of them reads what lost ranks had."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.elastic.layouts import Layout, Source, Sources
+from shardwise.elastic.state_image import TORN
+from shardwise.errors import StateError
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import table_for
+from shardwise.program import FlatSpec
+
+WHOLE = Source(live_step=5, shadow_step=4, is_live_whole=True, sees_update=False)
+ONLY_ITS_SHARDS = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=False)
+SHARDS_OF_A_SEEN_UPDATE = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=True)
+IN_AN_UPDATE = Source(live_step=TORN, shadow_step=4, is_live_whole=True, sees_update=True)
+
+
+def layout(preset: str, left: tuple[int, ...], mesh: dict[str, int]) -> Layout:
+    """Of four ranks, of which those in `left` survive."""
+    known = Mesh.of(mesh, 4)
+    table = table_for(Plan(preset=preset, mesh=mesh), known).on(known)
+    return Layout(0, 4, [(FlatSpec("w", 1024, 1, table, known, True), ())], left, folder=None)
+
+
+def newest(left: tuple[int, ...], seen: list[Sources], preset: str = "zero1") -> tuple[int, dict[int, int]]:
+    mesh = {"node": 2, "local": 2} if preset == "hsdp" else {"dp": 4}
+    return layout(preset, left, mesh).newest([{4, 5}] * len(left), seen)
+
+
+@pytest.mark.parametrize(
+    ("source", "step"), [(WHOLE, 5), (ONLY_ITS_SHARDS, 4), (SHARDS_OF_A_SEEN_UPDATE, 5), (IN_AN_UPDATE, 4)]
+)
+def test_the_newest_version_that_a_lost_rank_left_whole_is_gone_on_from(source: Source, step: int) -> None:
+    assert newest((0, 1, 3), [{}, {2: [source]}, {}]) == (step, {2: 1})
+
+
+def test_a_part_that_nobody_can_read_is_lost_unless_another_rank_has_it_too() -> None:
+    with pytest.raises(StateError, match="Rank 2 is gone, and no whole state is left"):
+        newest((0, 1, 3), [{}, {}, {}])
+    assert newest((0, 1, 3), [{}, {}, {}], "hsdp") == (5, {})
+
+
+def test_who_can_read_divides_what_there_is_to_read() -> None:
+    both = {2: [WHOLE], 3: [WHOLE]}
+    assert newest((0, 1), [both, both]) == (5, {2: 0, 3: 1})
