@@ -279,7 +279,7 @@ PROVIDED = {
     ("broadcast", "buffers"),
     ("update", "master"),
 } | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states")}
-"""What is not of one flat buffer, or an optimizer's: given to the executor by `sharded.py`."""
+"""What is not of one flat buffer, or an optimizer's: given to the executor by `sharded/assembly.py`."""
 
 
 def test_the_runtime_has_a_method_for_every_effect_and_no_other() -> None:

@@ -71,11 +71,11 @@ class Runner:
         self._inference: Inference | None = None
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
-        self._closings = PostBackward(self.passes, self.gathering, self._hooks, self.halves, exchange)
-        self._ways = Ways(self.passes, self._evaluation, self._closings, self.programs, exchange)
+        self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, exchange)
+        self._ways = Ways(self.passes, self._evaluation, self._post_backward, self.programs, exchange)
         self._ways.may_differ = settings.paths_differ
         self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._ways)
-        self.step = Step(executor, self.programs, self.passes, self.gathering, self._closings, shared_buffers)
+        self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 
@@ -190,7 +190,7 @@ class Runner:
         current.open.add(unit.name)
         current.opened.add(unit.name)
         moment = current.moments(unit).before_backward
-        block = self._closings.arrive_at(moment, unit)
+        block = self._post_backward.arrive_at(moment, unit)
         self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
         if self._timeline.is_on:
@@ -201,7 +201,7 @@ class Runner:
             return
         if self._timeline.is_on:
             self._timeline.end(UNITS, f"backward {unit.name}")
-        self._closings.note_ended(unit)
+        self._post_backward.note_ended(unit)
 
     def end_of_backward(self) -> None:
         """Bring everything back to rest, or within a schedule only what the program does not count on, and learn from
@@ -209,7 +209,7 @@ class Runner:
         current = self.passes.current
         if self.halves.are_second:
             return
-        block = self._closings.arrive_at(current.end_of_backward)
+        block = self._post_backward.arrive_at(current.end_of_backward)
         for unit in self.units if self._timeline.is_on else ():  # those with parameters that got no gradient
             self._timeline.end(UNITS, f"backward {unit.name}")
         if block is not None:
@@ -269,7 +269,7 @@ class Runner:
                 self._recover()
             raise
         current = self.passes.current
-        block = self._closings.arrive_at(END_OF_BACKWARD)
+        block = self._post_backward.arrive_at(END_OF_BACKWARD)
         if block is not None:
             block.run()
         self.gathering.come_to_rest()
@@ -278,8 +278,8 @@ class Runner:
         self.passes.abandon()
 
     def backward_of_weights(self, compute: Callable[[Unit], None]) -> None:
-        """The second half of a backward: see `Closings.close_weights`."""
-        self._closings.close_weights(compute, self._timeline)
+        """The second half of a backward: see `PostBackward.close_weights`."""
+        self._post_backward.close_weights(compute, self._timeline)
         self.end_of_backward()
 
     # -- when something raised --------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Runner:
     def _recover(self) -> None:
         """A forward or backward raised: reset to a state in which nothing runs and nothing is gathered."""
         self._hooks.forget()
-        self._closings.rounds.forget()
+        self._post_backward.rounds.forget()
         self.halves.forget()
         self._watching.pause()
         self.gathering.abandon()

@@ -22,14 +22,14 @@ class Step:
         programs: Programs,
         passes: Passes,
         gathering: Gathering,
-        closings: PostBackward,
+        post_backward: PostBackward,
         shared_buffers: Sequence[SharedBuffers],
     ) -> None:
         self._executor = executor
         self._programs = programs
         self._passes = passes
         self._gathering = gathering
-        self._closings = closings
+        self._post_backward = post_backward
         self._shared_buffers = shared_buffers
         self._keeps_memory = all(flat.spec.resident for unit in gathering.units for flat in unit.flats)
         """Whether memory may be kept between steps. Where parameters come and go memory is short, and the forward needs
@@ -57,8 +57,8 @@ class Step:
         self._passes.finish_reductions()
         self._gathering.finish_reductions()
         left = [unit.name for unit in self._gathering.units if unit.has_fresh()]
-        for name in self._closings.agree((), left):
-            unit = self._closings.unit(name)
+        for name in self._post_backward.agree((), left):
+            unit = self._post_backward.unit(name)
             self._gathering.run(None, unit.moments.after_backward, unit, self._passes.current)
         self._gathering.free_all()
 

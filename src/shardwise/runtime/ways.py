@@ -33,14 +33,14 @@ class Ways:
         self,
         passes: Passes,
         evaluation: Evaluation,
-        closings: PostBackward,
+        post_backward: PostBackward,
         programs: Programs,
         exchange: Callable[[bytes], list[bytes]],
     ) -> None:
         self._passes = passes
         self._evaluation = evaluation
-        self._gathering = closings.gathering
-        self._closings = closings
+        self._gathering = post_backward.gathering
+        self._post_backward = post_backward
         self._programs = programs
         self._exchange = exchange
         self._units = {unit.name: unit for unit in self._gathering.units}
@@ -54,7 +54,7 @@ class Ways:
         script = self._script(training=training)
         for left_out in script.left_out(moment):
             self._pass_by(left_out, training=training)
-        if script.is_followed and not script.expects(moment) and self._closings.adds(unit):
+        if script.is_followed and not script.expects(moment) and self._post_backward.adds(unit):
             return None
         block = script.take(moment)
         if block is None and moment.edge == "before":
@@ -66,8 +66,8 @@ class Ways:
         script = self._script(training=training)
         if unit.comes_alone or script.is_followed:
             return
-        side = self._closings if training else NoGradients()
-        self._closings.rounds.need(unit, side, is_backward=is_backward)
+        side = self._post_backward if training else NoGradients()
+        self._post_backward.rounds.need(unit, side, is_backward=is_backward)
 
     def end_forward(self, *, training: bool) -> None:
         """The model has returned: take part in what other ranks still gather for it."""
@@ -75,7 +75,7 @@ class Ways:
         for block in script.returned():
             self._pass_by(block, training=training)
         if self._gathers and not script.is_followed and self._passes.current.op is None:
-            self._closings.rounds.finish(self._closings if training else NoGradients(), "forward")
+            self._post_backward.rounds.finish(self._post_backward if training else NoGradients(), "forward")
 
     def learn(self, ended: Pass, *, reduces: bool) -> bool:
         """Make a program of a training pass that was recorded to its end, unless something new was found in it.
@@ -133,7 +133,7 @@ class Ways:
 
     def _pass_by(self, block: BoundBlock, *, training: bool) -> None:
         if training:
-            self._closings.pass_by(block)
+            self._post_backward.pass_by(block)
         else:
             unit = self._units[block.moment.unit]
             taken = self._evaluation.script.take(block.moment)

@@ -37,13 +37,13 @@ def inference_in_stages(sharded: ShardedModel, pipeline: Pipeline, keep_bytes: i
     agreed = _agree(sharded, keep_bytes)
     numbers = _same_numbers(sharded, staged.wholes, draws_in_forwards=agreed.draws)
     whole = whole_sequences(staged.own_modules())  # none of them is in the model unless its stage runs
-    meetings = CallAgreement(pipeline.line, staged.wholes)
+    agreement = CallAgreement(pipeline.line, staged.wholes)
     if agreed.gathers:
         pipelines = sorted({mesh.group(rank, AXIS) for rank in range(world.size)})
-        meetings = CallAgreement(pipeline.line, staged.wholes, pipelines, partial(world.exchange, subject="calls"))
+        agreement = CallAgreement(pipeline.line, staged.wholes, pipelines, partial(world.exchange, subject="calls"))
     device = sharded.parts.sharding.device
     with sharded.inference(keep_bytes, world.line("stages", same_stages)) as inference, numbers:
-        calls = Calls(pipeline, world.collectives(device), device, inference, meetings)
+        calls = Calls(pipeline, world.collectives(device), device, inference, agreement)
         with whole, staged.receiving_whole_sequences(), calls.answered():
             yield
 

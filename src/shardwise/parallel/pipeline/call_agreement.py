@@ -26,7 +26,7 @@ Words = Mapping[int, bytes]
 
 
 class CallAgreement:
-    """The meetings of one rank: with those of its `own` pipeline, or with those of `all_pipelines`.
+    """One rank's agreement on calls: with the ranks of its `own` pipeline, or with those of `all_pipelines`.
 
     `exchange` is that of the world. `wholes` are the modules that may be called.
     """

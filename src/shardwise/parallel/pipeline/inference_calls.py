@@ -46,11 +46,11 @@ class Calls:
         collectives: Collectives,
         device: torch.device,
         inference: Inference,
-        meetings: CallAgreement,
+        agreement: CallAgreement,
     ) -> None:
         self._pipeline = pipeline
         self._inference = inference
-        self._meetings = meetings
+        self._agreement = agreement
         self._staged = pipeline.staged
         self._line = pipeline.line
         self._collectives = collectives
@@ -61,13 +61,13 @@ class Calls:
     @contextmanager
     def answered(self) -> Iterator[None]:
         """A context in which the model may be called. All ranks of the pipeline enter, and make the same calls."""
-        self._staged.answer, self._staged.gathers_in_calls = self._answer, self._meetings.are_common
+        self._staged.answer, self._staged.gathers_in_calls = self._answer, self._agreement.are_common
         try:
             yield
-            while not self._meetings.end():
+            while not self._agreement.end():
                 self._stand_by()
         except BaseException:
-            self._meetings.fail()
+            self._agreement.fail()
             raise
         finally:
             self._staged.answer, self._staged.gathers_in_calls = None, False
@@ -77,7 +77,7 @@ class Calls:
         for _ in self._staged.stages:
             with self._inference.rounds():
                 pass
-        self._meetings.call_is_over()
+        self._agreement.call_is_over()
 
     def _answer(self, model: nn.Module, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call of `model`, the whole one or one in it that has all stages, on every rank."""
@@ -88,7 +88,7 @@ class Calls:
         cache = cache_in(args, kwargs)
         grown = None if cache is None else CallCache(cache, self._layers)
         called_with = named_tensors(*_without(cache, args, kwargs))
-        if not self._meetings.call(model, self._batches.word_of(called_with) or b""):
+        if not self._agreement.call(model, self._batches.word_of(called_with) or b""):
             require_same_batch(called_with, self._line)
         output: Any = None
         with pipeline.cleared_on_error():
@@ -122,7 +122,7 @@ class Calls:
         if pp_rank == last:
             described |= _described(output, given, type(self._staged.model).__name__, tensors)
         told: list[dict[str, Any]] = [json.loads(one) for one in self._line.exchange(json.dumps(described).encode())]
-        self._meetings.call_is_over()
+        self._agreement.call_is_over()
         if "refused" in told[last]:
             raise ModelError(told[last]["refused"])
         if cache is not None:
