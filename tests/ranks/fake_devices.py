@@ -488,7 +488,7 @@ class FakeAccelerator:
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         pinned = (memory.untyped_storage() for memory in self._pinned)
-        ranges = [*tuple(self._locked.items()), *((memory.data_ptr(), memory.nbytes()) for memory in pinned)]
+        ranges = [*self._locked.copy().items(), *((memory.data_ptr(), memory.nbytes()) for memory in pinned)]
         return any(start <= address < start + num_bytes for start, num_bytes in ranges)
 
     def copy(self, out: Tensor, source: Tensor) -> None:

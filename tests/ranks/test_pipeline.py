@@ -143,10 +143,10 @@ class AuxiliaryLosses(Decoder):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Skips, "uses what modules of earlier stages returned"),
-        (Sums, "uses what modules of earlier stages returned"),
+        (Skips, "uses what tokens"),
+        (Sums, "uses what tokens"),
         (Twice, "more than once"),
-        (AuxiliaryLosses, "reads loss of blocks.0, a tensor which that module computes"),
+        (AuxiliaryLosses, "blocks.0 keeps loss, a loss with gradients"),
     ],
 )
 def test_forwards_that_use_other_stages_results_are_refused(kind: type[Decoder], words: str, schedule: str) -> None:

@@ -91,7 +91,7 @@ def step(engine: sw.Engine, kind: str) -> None:
         else:
             loss = engine(*micro_batch_of(kind))
         engine.backward(loss)
-    engine.step()
+        engine.step()
 
 
 def sent_in_a_step(kind: str) -> list[tuple[int, dict[str, int]]]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shardwise.comm.compat import PrefixStore, Store, TCPStore
 from shardwise.comm.transport.gloo import GlooTransport
 from shardwise.comm.transport.nccl import leave_errors_to_the_watch
 from shardwise.comm.transport.pairwise import Transport

@@ -1,4 +1,7 @@
-"""All differences between PyTorch versions (2.11 and later) that concern communication."""
+"""All differences between PyTorch versions (2.11 and later) that concern communication, and all private parts that do.
+
+The stores are public as `torch.distributed.Store`, ..., but torch's types do not export them from there.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "all_gather_coalesced",
+    "all_gather_single",
+    "another_connection",
+    "can_split",
+    "forget_groups",
+    "is_of_store",
+    "port_of",
+    "reduce_scatter_single",
+    "split_group",
+    "twin",
+]
 
 # 2.13 renamed the single-tensor collectives and warns on the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -51,7 +51,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree
 
 from shardwise.checkpoint import Loaded
 from shardwise.comm.generation import BAD_BATCH, Membership
@@ -65,6 +64,7 @@ from shardwise.runtime.micro_batches import LossFunction
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
+from shardwise.system.torch_private import pytree
 
 Result = TypeVar("Result")
 _CANNOT_SKIP = (
@@ -276,7 +276,7 @@ class ElasticSession(Session):
         loop would pass the batch again."""
         if self.recovery.survival.copies is None or self.sharded.progress.weighing.is_used:
             return None
-        batch, target = _pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (batch, target))
+        batch, target = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (batch, target))
         return _Arguments(batch, target, loss_fn, self._iterations.begun)
 
     def _plan_memory(self) -> None:
@@ -390,7 +390,7 @@ ElasticSession._forward.compiles_nothing = True  # type: ignore[attr-defined]  #
 
 def _with_grads(output: Any) -> Any:
     """`output` with `requires_grad`, so that the loop's backward runs; it changes nothing."""
-    for leaf in _pytree.tree_leaves(output):
+    for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.is_leaf:
             leaf.requires_grad_()
     return output

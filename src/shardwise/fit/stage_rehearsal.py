@@ -35,6 +35,7 @@ from shardwise.runtime.rehearsal.rehearse import (
     rehearse_work,
 )
 from shardwise.runtime.rehearsal.twin import Twin
+from shardwise.system.torch_private import storage_id
 
 Tensor = torch.Tensor
 
@@ -190,7 +191,7 @@ class _Held:
         def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if torch.is_grad_enabled() and args:
                 storage = args[0].untyped_storage()
-                self._linear[storage._cdata] = storage.nbytes()
+                self._linear[storage_id(storage)] = storage.nbytes()
                 self._num_gradients += output.nbytes
 
         for module in staged.modules_of(stage):

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from shardwise.errors import StateError
+from shardwise.system.torch_private import TENSOR_ATTRIBUTES, DisableTorchFunctionSubclass
 
 Tensor = torch.Tensor
 
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_SET_DATA = TENSOR_ATTRIBUTES["data"].__set__
 _READS_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _HARMLESS = {
     *("size", "stride", "storage_offset", "numel", "nelement", "dim", "ndimension", "element_size", "__len__"),
@@ -40,7 +41,7 @@ class Deferred(nn.Parameter):
                 f"{_as_written(func)} needs the values of a parameter that was built inside deferred_init and has none "
                 f"yet. Do it inside `with deferred_init():`, or after shardwise.shard(model, plan)."
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
@@ -67,7 +68,7 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         return args[0] is args[1]
     if func is not Tensor.to:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         alike = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
         return alike.to(*args[1:], **kwargs) is alike
 

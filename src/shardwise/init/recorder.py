@@ -18,8 +18,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise.errors import ModelError
 from shardwise.init.deferred import Deferred, defer, undefer
@@ -37,6 +35,7 @@ from shardwise.init.tape import (
     set_origin,
     values_of,
 )
+from shardwise.system.torch_private import TorchDispatchMode, dispatch_modes, tree_iter, tree_map
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -94,7 +93,7 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
 
 def end_recording() -> None:
     """End the `deferred_init` of this thread, if it is in one, as leaving the context does."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in dispatch_modes():
         if isinstance(mode, _Operations) and not mode.has_ended:
             mode.end()
 
@@ -267,7 +266,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 def _recording_of_this_thread() -> Recorder | None:
     """The recording that is under way."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     return next((mode._recorder for mode in modes if isinstance(mode, _Operations) and not mode.has_ended), None)
 
 

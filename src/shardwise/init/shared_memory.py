@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.errors import ModelError
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, FakeTensor, storage_id
 
 Tensor = torch.Tensor
 
@@ -35,7 +35,7 @@ class _Place:
     def of(cls, kind: str, name: str, tensor: Tensor) -> _Place | None:
         """`None` for a tensor without elements, or without a storage of its own."""
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 if tensor.layout is not torch.strided or not tensor.numel():
                     return None
                 storage = tensor.untyped_storage()
@@ -45,7 +45,7 @@ class _Place:
         base = 0 if isinstance(tensor, FakeTensor) else storage.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (last + 1) * tensor.element_size()
-        return cls(kind, name, tensor, 0 if base else storage._cdata, base + start, base + stop)
+        return cls(kind, name, tensor, 0 if base else storage_id(storage), base + start, base + stop)
 
     def is_like(self, other: _Place) -> bool:
         """Whether both are the same elements, in one shape."""

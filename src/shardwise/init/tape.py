@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 from shardwise.errors import ModelError
+from shardwise.system.torch_private import OpOverload, tree_flatten, tree_iter, tree_map
 
 Tensor = torch.Tensor
-Function = torch._ops.OpOverload
+Function = OpOverload
 _ORIGIN = "shardwise_origin"
 """The attribute of a storage with its history; the storage lives as long as any tensor on it."""
 _NUMBERS = itertools.count()

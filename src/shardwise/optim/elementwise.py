@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.system.torch_private import TorchDispatchMode
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]

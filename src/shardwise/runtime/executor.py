@@ -1,8 +1,8 @@
 """Programs bound to memory and collectives: each action becomes one call, looked up once.
 
-Each action of a program on a flat buffer is carried out by the method `verb_subject` of its `ParamMover` or
-`GradMover`, with the effect given in `program/effects.py`. Methods that make or free the whole buffer are idempotent: a
-buffer that is whole is not gathered again.
+Each action of a program on a flat buffer is carried out by a method of its `ParamMover` or `GradMover`, whose tables
+`moves()` list them by verb and subject, with the effect given in `program/effects.py`. Methods that make or free the
+whole buffer are idempotent: a buffer that is whole is not gathered again.
 """
 
 from __future__ import annotations
@@ -113,11 +113,10 @@ class Mover:
         self.grads = GradMover(flat, collectives, groups)
 
     def method(self, action: Action) -> Callable[[], None]:
-        """The method that carries out `action`, found by its verb and subject."""
-        for part in (self.params, self.grads):
-            method: Callable[[Action], None] | None = getattr(part, f"{action.verb}_{action.subject}", None)
-            if method is not None:
-                return partial(method, action)
+        """The method that carries out `action`, by its verb and subject."""
+        for moves in (self.params.moves(), self.grads.moves()):
+            if (action.verb, action.subject) in moves:
+                return partial(moves[action.verb, action.subject], action)
         raise ProgramError(f"The runtime has no method for '{action}'.")
 
     def abandon(self) -> None:

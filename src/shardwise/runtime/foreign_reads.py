@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory import FullState, Unit
 from shardwise.runtime.hooks import changed_inside
 from shardwise.runtime.nested import argument_tensors
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, storage_id
 
 
 class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -25,7 +24,7 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._units = {flat.full.untyped_storage()._cdata: (unit, flat) for unit in units for flat in unit.flats}
+        self._units = {storage_id(flat.full.untyped_storage()): (unit, flat) for unit in units for flat in unit.flats}
         self._gather = gather
         self._is_paused = False
 
@@ -58,15 +57,15 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in argument_tensors(value):
-                with torch._C.DisableTorchFunctionSubclass():
-                    found = self._units.get(tensor.untyped_storage()._cdata)
+                with DisableTorchFunctionSubclass():
+                    found = self._units.get(storage_id(tensor.untyped_storage()))
                 if found is not None:
                     raise changed_inside(found[0].name)
 
     def _missing(self, values: object) -> list[Unit]:
         """The units that tensors among `values` belong to and that are not gathered."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
-            found = [self._units.get(tensor.untyped_storage()._cdata) for tensor in argument_tensors(values)]
+        with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
+            found = [self._units.get(storage_id(tensor.untyped_storage())) for tensor in argument_tensors(values)]
         return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
 
 

@@ -15,7 +15,7 @@ import torch
 from shardwise.comm import Communicator, Group
 from shardwise.errors import CommError
 from shardwise.memory import Flat, torch_dtype
-from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
+from shardwise.program import Action, Subject, Verb, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
 Tensor = torch.Tensor
@@ -34,6 +34,24 @@ class GradMover:
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
         """Whether gradients wait in the form that the update needs, so that nothing moves at the step."""
+
+    def moves(self) -> dict[tuple[Verb, Subject], Callable[[Action], None]]:
+        """The method for each action on gradients. What reduces the result of a backward reduces `due` alike: `_sum`
+        knows where the gradients come from. Made anew for each caller, like `ParamMover.moves`."""
+        return {
+            ("reduce_scatter", "grad"): self.reduce_scatter_grad,
+            ("all_reduce", "grad"): self.all_reduce_grad,
+            ("cast", "grad"): self.cast_grad,
+            ("evict", "grad"): self.evict_grad,
+            ("wait", "sum"): self.wait_sum,
+            ("wait", "grad"): self.wait_grad,
+            ("reduce_scatter", "due"): self.reduce_scatter_grad,
+            ("all_reduce", "due"): self.all_reduce_grad,
+            ("slice", "due"): self.slice_due,
+            ("cast", "due"): self.cast_grad,
+            ("evict", "due"): self.evict_grad,
+            ("wait", "due"): self.wait_due,
+        }
 
     def reduce_scatter_grad(self, action: Action) -> None:
         """Start a sum over one axis of which each rank gets its part."""
@@ -76,9 +94,6 @@ class GradMover:
         """Keep this rank's part of a sum that every rank has."""
         reduction, group = self._sum(action), self._groups[action.over]
         reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
-
-    reduce_scatter_due, all_reduce_due, cast_due = reduce_scatter_grad, all_reduce_grad, cast_grad
-    evict_due = evict_grad
 
     def wait_sum(self, _: Action) -> None:
         """Wait for a sum over some of the axes."""
@@ -135,8 +150,7 @@ class GradMover:
             else:
                 self.wait_sum(self._chain[started])
                 action = self._chain[started]
-                move: Callable[[Action], None] = getattr(self, f"{action.verb}_{action.subject}")
-                move(action)
+                self.moves()[action.verb, action.subject](action)
 
     def keep_due(self) -> None:
         """Hand over gradients that wait in the form that the update needs."""

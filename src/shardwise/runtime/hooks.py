@@ -41,7 +41,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -50,6 +49,7 @@ from shardwise.memory import Flat, Unit
 from shardwise.runtime.compiled import OuterCompile
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.split_backward import Halves
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, graph_task, is_transforming, queue_callback
 
 Tensor = torch.Tensor
 Prehook = Callable[[object], None]
@@ -59,8 +59,6 @@ NO_COPY = (
     "A sharded model cannot be copied or pickled as it is: its parameters are in the engine's memory. Build another "
     "and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
 )
-
-_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class EndOfForward(Exception):  # noqa: N818  # it is no error
@@ -218,7 +216,7 @@ class Hooks:
         raise StateError(NO_COPY)
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
-        if peek_interpreter_stack() is not None:
+        if is_transforming():
             raise StateError(
                 "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
                 "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
@@ -308,7 +306,7 @@ class Hooks:
 
     def _input_grad_done(self, unit: Unit, call: _Call, *_: object) -> None:
         """One of the gradients that a call of `unit` waits for has come."""
-        call.join(_graph_task_id())
+        call.join(graph_task())
         call.num_left -= 1
         self._close_backward(unit)
 
@@ -321,7 +319,7 @@ class Hooks:
 
     def _send_back(self, unit: Unit, use: _Use, call: _Call, _: object) -> None:
         """A gradient of an output of `call` is about to be used."""
-        if call.join(_graph_task_id()) and call.waits_for_end:
+        if call.join(graph_task()) and call.waits_for_end:
             _at_end_of_backward(partial(self._input_grad_done, unit, call))
         use.sent_back.add(call)
         self._open_for_gradient(unit)
@@ -340,7 +338,7 @@ class Hooks:
             )
         if torch.is_grad_enabled():  # backward(create_graph=True)
             self._listener.await_graph(unit)
-        if self._uses[unit.name].open_in(_graph_task_id()):
+        if self._uses[unit.name].open_in(graph_task()):
             for flat in unit.flats:
                 flat.grads.expect_all()
         self._open_backward(unit)
@@ -362,7 +360,7 @@ class Hooks:
                     self._await_end()
                 if halves.units and halves.keep(unit, flat, index, grad):
                     return
-                is_last = use.backward is None or use.backward >= _graph_task_id()  # [Note: a backward inside]
+                is_last = use.backward is None or use.backward >= graph_task()  # [Note: a backward inside]
                 if grads.arrive(index, grad, is_last=is_last):
                     self._close_backward(unit)
 
@@ -382,7 +380,7 @@ class Hooks:
         if any(call.num_left > 0 for call in use.sent_back):
             return
         have_all = all(grads.complete() for grads in trained)
-        if (have_all or self._do_inputs_decide(unit, use)) and not use.is_open_around(_graph_task_id()):
+        if (have_all or self._do_inputs_decide(unit, use)) and not use.is_open_around(graph_task()):
             use.close()
             for flat in unit.flats:
                 flat.grads.expect_all()
@@ -430,19 +428,19 @@ def _cannot_sum(grad: Tensor, name: str) -> ModelError:
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:
     """Take the gradient that autograd has stored; at rest, `param.grad` is a property of ours."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         grad, param.grad = param.grad, None
         return grad
 
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread; a forward that starts now is a recomputation."""
-    return _graph_task_id() != -1
+    return graph_task() != -1
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
     """Call it when the innermost running autograd has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # torch has no public name
+    queue_callback(call)
 
 
 def _watch_outputs(output: object, open_backward: Prehook) -> bool:

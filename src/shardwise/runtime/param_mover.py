@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, TierError
 from shardwise.memory import ABSENT, GATHERING, READY, Copy, DiskRead, Flat, torch_dtype
 from shardwise.plan.placement import Axes, Span
-from shardwise.program import Action
+from shardwise.program import Action, Subject, Verb
 from shardwise.runtime.codec import EncodedGather, codec_for
+from shardwise.system.torch_private import is_transforming, outside_transforms
 
 Tensor = torch.Tensor
 
@@ -39,6 +39,26 @@ class ParamMover:
         self._codec = codec_for(wire) if wire is not None else None
         self._outgoing: Tensor | None = None
         """On the host: the cast of what was updated there, while it is being fetched."""
+
+    def moves(self) -> dict[tuple[Verb, Subject], Callable[[Action], None]]:
+        """The method for each action on parameters. Made anew for each caller: kept, it would be a reference cycle,
+        and a buffer would outlive its engine until the next garbage collection."""
+        return {
+            ("gather", "param"): self.gather_param,
+            ("fetch", "param"): self.fetch_param,
+            ("gather", "held"): self.gather_held,
+            ("slice", "held"): self.slice_held,
+            ("free", "full"): self.free_full,
+            ("wait", "range"): self.wait_range,
+            ("wait", "full"): self.wait_full,
+            ("cast", "param"): self.cast_param,
+            ("cast", "outgoing"): self.cast_outgoing,
+            ("fetch", "outgoing"): self.fetch_outgoing,
+            ("fetch", "updated"): self.fetch_updated,
+            ("gather", "updated"): self.gather_updated,
+            ("wait", "updated"): self.wait_updated,
+            ("wait", "param"): self.wait_param,
+        }
 
     # -- parameters, in a pass ----------------------------------------------------------------------------
 
@@ -165,10 +185,10 @@ class ParamMover:
         if self._arriving is None:
             return
         try:
-            if peek_interpreter_stack() is None:
+            if not is_transforming():
                 self._arriving.wait()
-            else:  # inside a torch.func transform, which refuses writes to memory that it has not made
-                with torch._C._DisableFuncTorch():
+            else:
+                with outside_transforms():
                     self._arriving.wait()
         except CommError as error:
             if self.flat.is_updating:

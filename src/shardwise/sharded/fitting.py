@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import UnitChoice, choose_units, torch_dtype
@@ -29,6 +28,7 @@ from shardwise.sharded.engine_report import promise_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.calibration import Calibration, readable_calibration
 from shardwise.system.disk import folder_of
+from shardwise.system.torch_private import TorchDispatchMode
 from shardwise.system.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

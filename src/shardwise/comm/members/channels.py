@@ -22,9 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from shardwise.comm import compat
+from shardwise.comm.compat import PrefixStore, Store
 from shardwise.comm.members.member_messages import (
     Announcement,
     MemberMessage,

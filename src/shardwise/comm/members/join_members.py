@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm import compat
 from shardwise.comm.bootstrap import LATER_SECONDS, MEMBER, Opened, agreed_device, open_groups
+from shardwise.comm.compat import TCPStore
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.membership import Opening, StoreMembership

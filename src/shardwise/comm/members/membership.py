@@ -13,8 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic
 
-from torch._C._distributed_c10d import Store
-
+from shardwise.comm.compat import Store
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.member_messages import (
     TAKEN_FOR_LOST,

@@ -3,6 +3,18 @@
 The function is called by its exported name. The object is found where pybind11 keeps it, behind the head of the Python
 object, and is only used if it says of itself, by its virtual table, that it is what we take it for. A build of torch
 that differs in any of this has no such function here, and its waits end when gloo's own timeout does.
+
+[Note: why a symbol of C++] Nothing else ends the wait for a message that has begun to travel when its connection breaks
+(torch 2.13; `tests/pure/test_gloo_abort.py` says when this changes). Without this, ranks waited for gloo's timeout, ten
+minutes by default, and new groups formed up to 30 s late where that was the timeout. What was considered:
+
+- A timeout for each wait: one that passes closes every connection of the group, so a slow peer would be a dead one.
+- Pieces of bounded size, and polling instead of waiting: a wait for a piece that has begun is forgotten just the same,
+  and `is_completed()` of a message is false until somebody has waited for it, even when all of it has arrived.
+- `Work.abort` and `ProcessGroup.abort`: the first is not shown to Python, the second returns and the waits go on.
+- A thread for each wait, left behind when it hangs: gloo could still write into a tensor that has been given up.
+- TCP of our own: right, and the only way that needs no such symbol, but a second transport to secure, to tune and to
+  keep; worth it when gloo has to go for other reasons.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
+from shardwise.comm.compat import PrefixStore, Store
 from shardwise.errors import CommError
 from shardwise.system.job_token import ForgedError, Seal
 

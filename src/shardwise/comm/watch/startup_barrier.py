@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 import psutil
-from torch._C._distributed_c10d import Store
 
+from shardwise.comm.compat import Store
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.sealed_store import SealedStore
 from shardwise.errors import FaultError

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from shardwise.comm import compat
+from shardwise.comm.compat import Store
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.sealed_store import SealedStore, opened
 from shardwise.comm.watch.sockets import end_silence

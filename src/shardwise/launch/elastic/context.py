@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import Store
-
+from shardwise.comm.compat import Store
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.workers import Workers
 from shardwise.launch.job import Elastic, Job

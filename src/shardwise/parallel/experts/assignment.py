@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.system.torch_private import FakeTensor
 
 Tensor = torch.Tensor
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.parallel.pipeline.watched_names import FINITE, OWN, Names
 from shardwise.runtime import argument_tensors
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, storage_id
 
 Tensor = torch.Tensor
 _NOTHING: Names = frozenset()
@@ -117,8 +117,8 @@ class FinitenessChecks(TorchFunctionMode):
 def _address(tensor: Tensor) -> int | None:
     """Of the storage; `None` for a tensor without one."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
-            return int(tensor.untyped_storage()._cdata)
+        with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
+            return storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 

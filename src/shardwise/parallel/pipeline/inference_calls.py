@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from shardwise.comm import BatchCheck, Collectives, require_same_batch
 from shardwise.errors import ModelError, StateError
@@ -32,6 +31,7 @@ from shardwise.parallel.pipeline.stage_messages import DTYPES, Layout
 from shardwise.parallel.pipeline.staged_model import Forward
 from shardwise.runtime import Inference, named_tensors
 from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Tensor = torch.Tensor
 _COLLECTED = ("output_hidden_states", "output_attentions")

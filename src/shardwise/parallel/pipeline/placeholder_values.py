@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.errors import ModelError
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage
 from shardwise.parallel.pipeline.watched_names import FINITE, OWN, Names, foreign
 from shardwise.runtime import tensors_in
+from shardwise.system.torch_private import FakeTensor
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.dependence import Dependence

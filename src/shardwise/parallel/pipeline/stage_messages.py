@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import ModelError
+from shardwise.system.torch_private import tree_flatten, tree_unflatten
 
 Tensor = torch.Tensor
 DTYPES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +15,9 @@ from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.parallel.sequence.ulysses import ulysses_attention
 from shardwise.parallel.sequence.visibility import Visibility
+from shardwise.system.torch_private import DisableTorchFunction, graph_task
 
 Tensor = torch.Tensor
-
-
-_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +90,7 @@ class Attention:
                 f"Ring attention has no dropout, and this model asks for {dropout:g} in its attention. Set it to 0, or "
                 f"use sequence: {{attention: ulysses}}."
             )
-        with torch._C.DisableTorchFunction():  # so that attention calls in here are not routed here again
+        with DisableTorchFunction():  # so that attention calls in here are not routed here again
             if self.is_ring:
                 out = ring_attention(query, key, value, *whole)
             else:
@@ -117,7 +114,7 @@ class Attention:
 
     def note_backward(self, sample: Sample) -> None:
         """Record that the backward has reached the output of a forward over `sample`."""
-        backward = _graph_task_id()
+        backward = graph_task()
         if backward != self._backward:
             self._backward, self._in_backward = backward, []
         if not any(sample.is_attended_like(other) for other in self._in_backward):

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.functions import apply, gather_from, reduce_from, scatter_to
 from shardwise.parallel.tensor.loss_of_parts import cross_entropy_of_parts, require_words
 from shardwise.plan.placement import Span
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from shardwise.system.units import format_bytes
 
 Tensor = torch.Tensor
@@ -141,7 +141,7 @@ class CutLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             found = _FUNCTIONS.get(func)
             made = NotImplemented if found is None else found(*args, **given)
             return func(*args, **given) if made is NotImplemented else made
@@ -193,7 +193,7 @@ class GatheredView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return _FUNCTIONS_OF_VIEWS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod

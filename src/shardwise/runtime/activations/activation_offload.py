@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.memory import Copied, Copy
 from shardwise.runtime import WrappedForward
 from shardwise.runtime.activations.stores import Away, Store, bytes_of
+from shardwise.system.torch_private import FakeTensor, storage_id
 
 Tensor = torch.Tensor
 SMALL_BYTES = 4096
@@ -63,7 +63,7 @@ class Offloading:
     def __init__(self, store: Store, device: torch.device, resting: Iterable[Tensor], *, waits: bool) -> None:
         self.store = store
         self.device = device
-        self.resting = frozenset(tensor.untyped_storage()._cdata for tensor in resting)
+        self.resting = frozenset(storage_id(tensor.untyped_storage()) for tensor in resting)
         self.known: weakref.WeakValueDictionary[int, Item] = weakref.WeakValueDictionary()
         """Items by their storage, while the storage lives or a graph needs the item."""
         self._latest: weakref.ref[_Group] | None = None
@@ -174,7 +174,7 @@ class _Group:
         self.offloading = offloading
         self.before: weakref.ref[_Group] | None = None
         """The group of the preceding call, which the backward reaches next."""
-        self._stays = offloading.resting | {buffer.untyped_storage()._cdata for buffer in buffers}
+        self._stays = offloading.resting | {storage_id(buffer.untyped_storage()) for buffer in buffers}
         self._views: list[_View] = []
         """Kept until `free`; afterwards only autograd holds the views."""
         self._items: list[weakref.ref[Item]] = []
@@ -193,13 +193,13 @@ class _Group:
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= SMALL_BYTES and storage._cdata not in self._stays
+        return storage.nbytes() >= SMALL_BYTES and storage_id(storage) not in self._stays
 
     def _item(self, tensor: Tensor) -> Item:
         storage = tensor.untyped_storage()
-        item = self.offloading.known.get(storage._cdata)
+        item = self.offloading.known.get(storage_id(storage))
         if item is None or not item.has(storage, tensor._version):
-            item = self.offloading.known[storage._cdata] = Item(storage, tensor.device, tensor.dtype)
+            item = self.offloading.known[storage_id(storage)] = Item(storage, tensor.device, tensor.dtype)
         item.version = tensor._version
         return item
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.memory import UnitChoice, fits, owners_of, whole_numel
 from shardwise.plan import Activations, Plan, PolicyName
 from shardwise.runtime.activations.operators import operators_named
+from shardwise.system.torch_private import OpOverload
 
 SELECTIVE = ("matmul", "attention")
 """The operators whose results `selective` keeps by default."""
@@ -38,7 +38,7 @@ class Treatment:
         return texts.get(self.policy, "")
 
     @property
-    def operators(self) -> frozenset[torch._ops.OpOverload]:
+    def operators(self) -> frozenset[OpOverload]:
         return operators_named(self.keep)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.system.torch_private import OpOverload
 
-Operator = torch._ops.OpOverload
+Operator = OpOverload
 
 GROUPS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),

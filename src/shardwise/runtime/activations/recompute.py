@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ModelError
 from shardwise.runtime import WrappedForward, in_backward, tensors_in
 from shardwise.runtime.activations.operators import Operator, draws
+from shardwise.system.torch_private import TorchDispatchMode, storage_id, tree_map_only, with_same_version
 
 _CACHES = "transformers.cache_utils"
 """The module of transformers with all its key-value caches."""
@@ -117,7 +116,7 @@ class _Kept:
     """The result of one operator, with the versions that show whether it was changed in place since."""
 
     def __init__(self, result: Any) -> None:
-        self.result = tree_map_only(torch.Tensor, _alias, result)
+        self.result = tree_map_only(torch.Tensor, with_same_version, result)
         self.is_changed = False
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.storages: set[int] = set()
@@ -125,8 +124,8 @@ class _Kept:
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Also check `tensor`, a view of the result."""
-        self._versions.append((_alias(tensor), tensor._version))
-        self.storages.add(tensor.untyped_storage()._cdata)
+        self._versions.append((with_same_version(tensor), tensor._version))
+        self.storages.add(storage_id(tensor.untyped_storage()))
 
     @property
     def is_unchanged(self) -> bool:
@@ -155,14 +154,14 @@ class _Results:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in tensors_in(value):
-                    kept = self._by_storage.get(tensor.untyped_storage()._cdata)
+                    kept = self._by_storage.get(storage_id(tensor.untyped_storage()))
                     if kept is not None:
                         kept.is_changed = True
 
     def watch(self, output: Any) -> None:
         """Check the versions of `output`, which the forward has returned and others may write to."""
         for tensor in tensors_in(output):
-            kept = self._by_storage.get(tensor.untyped_storage()._cdata)
+            kept = self._by_storage.get(storage_id(tensor.untyped_storage()))
             if kept is not None:
                 kept.watch(tensor)
         self._by_storage.clear()
@@ -217,19 +216,13 @@ class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 f"The result of {func} in {self._unit} is changed in place, and the plan keeps it for the backward. "
                 f"Leave this operator out of activations.keep, or let the model make a new tensor."
             )
-        return tree_map_only(torch.Tensor, _alias, found.result)
+        return tree_map_only(torch.Tensor, with_same_version, found.result)
 
 
 def _is_kept(func: Any, operators: frozenset[Operator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the result of this call is kept. Calls inside a custom autograd function, which may write to their
     results, are not: gradients are disabled there."""
     return func in operators and torch.is_grad_enabled() and not draws(func, args, kwargs)
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same memory and the same version counter, also below autograd."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def _cache_snapshot(value: Any, depth: int = 3) -> Any:

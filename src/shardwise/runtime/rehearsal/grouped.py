@@ -16,7 +16,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.system.torch_private import TorchDispatchMode
 
 NUM_KERNELS = 1024
 LEAST_KERNEL_BYTES = 44 * 2**10

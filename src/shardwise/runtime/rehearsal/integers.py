@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from shardwise.system.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    TorchDispatchMode,
+    tree_leaves,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 SMALL_NUMEL = 2**22
 """Larger integer tensors (one-hot vectors, a mask for every head) have no values, so that a rehearsal needs no

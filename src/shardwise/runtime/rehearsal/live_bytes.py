@@ -8,10 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from shardwise.runtime.rehearsal.kernel_memory import kernel_bytes
+from shardwise.system.torch_private import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+    storage_id,
+    tree_leaves,
+)
 
 DEVICE_BLOCK_BYTES = 512
 """Torch's allocators for accelerators round allocations up to multiples of this (kMinBlockSize in
@@ -34,7 +38,7 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __init__(self, apart: Iterable[torch.Tensor], granule_bytes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         strided = [tensor for tensor in apart if tensor.layout is torch.strided]
-        self._apart = {tensor.untyped_storage()._cdata: tensor for tensor in strided}
+        self._apart = {storage_id(tensor.untyped_storage()): tensor for tensor in strided}
         self._granule_bytes = granule_bytes
         self._bytes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -58,7 +62,7 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return peak
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._apart:
             return
         num_bytes = -(-storage.nbytes() // self._granule_bytes) * self._granule_bytes

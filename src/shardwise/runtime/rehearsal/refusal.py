@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardwise import errors
 from shardwise.errors import ModelError
+from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(errors.__file__).parent)
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import FullState, Unit, torch_dtype
@@ -38,6 +36,7 @@ from shardwise.runtime.rehearsal.live_bytes import DEVICE_BLOCK_BYTES, LivingByt
 from shardwise.runtime.rehearsal.refusal import refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat
 from shardwise.runtime.split_backward import Halves
+from shardwise.system.torch_private import FakeTensorMode, tree_leaves, tree_map_only
 
 Loss = Callable[[Any], torch.Tensor]
 Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]

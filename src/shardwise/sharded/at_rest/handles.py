@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import CommError, StateError
 from shardwise.memory import AtRest
+from shardwise.system.torch_private import tree_leaves
 
 Tensor = torch.Tensor
 Step = Callable[[Tensor], Tensor]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 
 from shardwise.errors import CommError, ModelError, StateError
 from shardwise.memory import Flat, Unit
@@ -20,6 +19,7 @@ from shardwise.sharded.at_rest.handles import Resting, Whole
 from shardwise.sharded.at_rest.unsplit import UnsplitSource
 from shardwise.sharded.at_rest.use import plainly, use
 from shardwise.sharded.gradients import Gradients
+from shardwise.system.torch_private import is_transforming
 
 Tensor = torch.Tensor
 
@@ -156,7 +156,7 @@ class ParamHome:
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
-        if peek_interpreter_stack() is not None:
+        if is_transforming():
             raise StateError(
                 f"{self.name} is read inside a torch.func transform (grad, vmap, jvp, ...), which would keep "
                 f"references to its memory. Take param.detach().clone() before, on all ranks, and use that inside."

@@ -16,11 +16,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.errors import CommError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole
+from shardwise.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    parsed_to,
+    storage_id,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -61,7 +68,7 @@ def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 def plainly(func: Function, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
     """`func` as if parameters at rest were plain ones."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -142,7 +149,7 @@ def _given_back(
     differentiates: bool,
 ) -> Any:
     """`result` without references to memory that will be freed: handles in place of values, and views as `Whole`."""
-    storages = {plainly(Tensor.untyped_storage, [values], {})._cdata for values in opened.values()}
+    storages = {storage_id(plainly(Tensor.untyped_storage, [values], {})) for values in opened.values()}
     results, result_form = tree_flatten(result)
 
     def kept(number: int, value: Any) -> Any:
@@ -151,7 +158,7 @@ def _given_back(
         for handle in handles:
             if value is seen[id(handle)]:
                 return handle
-        if isinstance(value, Resting) or plainly(Tensor.untyped_storage, [value], {})._cdata not in storages:
+        if isinstance(value, Resting) or storage_id(plainly(Tensor.untyped_storage, [value], {})) not in storages:
             return value
         if differentiates or len(handles) != 1:
             return plainly(Tensor.clone, [value], {})
@@ -178,13 +185,13 @@ def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | W
     them."""
     homes: dict[Source, Home] = {home: home for home in (one.home() for one in handles if isinstance(one, Resting))}
     by_storage = {
-        plainly(Tensor.untyped_storage, [values], {})._cdata: homes[source]
+        storage_id(plainly(Tensor.untyped_storage, [values], {})): homes[source]
         for source, values in opened.items()
         if source in homes and homes[source].comes_and_goes
     }
 
     def pack(tensor: Tensor) -> Any:
-        home = by_storage.get(plainly(Tensor.untyped_storage, [tensor], {})._cdata)
+        home = by_storage.get(storage_id(plainly(Tensor.untyped_storage, [tensor], {})))
         return tensor if home is None else (home, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(packed: Any) -> Tensor:
@@ -243,7 +250,7 @@ def _to(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     handle = args[0]
     if not kwargs.get("copy") and not any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values())):
         more = {key: value for key, value in kwargs.items() if key != "copy"}
-        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **more)
+        device, dtype, *_ = parsed_to(*args[1:], **more)
         device = handle.device if device is None else device
         is_there = device == handle.device or (device.type == handle.device.type and device.index is None)
         if is_there and dtype in (None, handle.dtype):

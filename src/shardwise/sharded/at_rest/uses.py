@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shardwise.system.torch_private import TENSOR_ATTRIBUTES
+
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
@@ -55,7 +57,7 @@ ALIKE: frozenset[Function] = frozenset(
 )
 """They make a tensor of the same shape and do not read the values."""
 
-_ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
+_ATTRIBUTES: Mapping[str, Any] = TENSOR_ATTRIBUTES
 GET_GRAD: Function = _ATTRIBUTES["grad"].__get__
 SET_GRAD: Function = _ATTRIBUTES["grad"].__set__
 DELETE_GRAD: Function = _ATTRIBUTES["grad"].__delete__

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
-from torch._C._distributed_c10d import TCPStore
 
+from shardwise.comm.compat import TCPStore
 from shardwise.comm.transport.mpi.library import Session
 from shardwise.comm.transport.mpi.progress_thread import Steps
 from shardwise.comm.watch.liveness import host_identity

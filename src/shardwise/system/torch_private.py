@@ -1,0 +1,131 @@
+"""The private parts of PyTorch that this library uses (2.11 and later): imported here and nowhere else.
+
+Those that concern communication are in `comm/compat.py`, and one symbol of C++ in `comm/transport/gloo_abort.py`.
+Private attributes of torch's objects are used where they stand, and listed in `tests/pure/test_torch_private.py`; that
+test says which of all these a new version of torch has lost, and finds uses that are on no list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C._functorch import peek_interpreter_stack
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+__all__ = [
+    "TENSOR_ATTRIBUTES",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "dispatch_modes",
+    "graph_task",
+    "is_traceable_wrapper_subclass_type",
+    "is_transforming",
+    "outside_transforms",
+    "parsed_to",
+    "pytree",
+    "queue_callback",
+    "storage_id",
+    "tree_flatten",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+    "unset_fake_temporarily",
+    "with_same_version",
+]
+"""Imported names, and why:
+
+- `TorchDispatchMode`: torch's documentation of how to extend it names this path. Without it nothing records
+  constructors, rehearses, or recomputes by operator.
+- `tree_*`, `pytree`: containers as torch itself sees them, user-registered classes included. The public `torch.utils.
+  pytree` (2.10) does not have all of these. Without them tensors inside outputs and arguments are not found.
+- `FakeTensor`, its mode and exceptions: rehearsals of what does not fit into memory.
+- `OpOverload`: what a dispatch mode is called with; a type.
+- `DisableTorchFunctionSubclass`, `DisableTorchFunction`: documented as `torch._C`'s. Without them a parameter at rest
+  cannot be looked at without gathering it.
+- `is_traceable_wrapper_subclass_type`: whether a tensor's bytes are those of tensors inside.
+"""
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that autograd runs on this thread, -1 if none. Without it a backward inside another one,
+or a recomputation, could not be told from the next training step."""
+
+TENSOR_ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
+"""The descriptors of `grad`, `data` and `requires_grad`: what `__torch_function__` is called with for them. Parameters
+at rest, and deferred ones, know them by these."""
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells storages apart that may have no memory, or whose memory has been released: their address has no public
+    name, and `data_ptr()` is 0 for all of them."""
+    return int(storage._cdata)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is under way. Torch has no public way to ask."""
+    return peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> Any:
+    """A context outside all transforms of `torch.func`, which refuse writes to memory that they have not made, such as
+    what a gather has filled."""
+    return torch._C._DisableFuncTorch()
+
+
+def queue_callback(call: Callable[[], None]) -> None:
+    """Call it when the innermost running autograd has finished, as DDP and FSDP do. Without it gradients of the last
+    unit would be reduced at the next call of the model."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, outermost first. Without them a recording could not be found by the code that
+    it records."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Device, dtype, ... from the arguments of `Tensor.to`, in all of its forms, as `nn.Module.to` reads them."""
+    return tuple(torch._C._nn._parse_to(*args, **kwargs))
+
+
+def with_same_version(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` detached, with the same memory and version counter, also below autograd, where `detach` gives a counter
+    of its own. Without it a write to what is kept for a recomputation goes unseen."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
