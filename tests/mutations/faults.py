@@ -84,7 +84,7 @@ EXECUTOR = _of(
         "a unit whose backward cannot be seen is freed after its forward",
         "if not (training and unit.name in current.kept):",
         "if True:",
-        "models values_after_forward",
+        "values_after_forward",
     ),
     (
         "gradients of a backward that raised stay",
@@ -96,7 +96,7 @@ EXECUTOR = _of(
         "a block that is to keep buffers frees them",
         "steps = self._steps if frees else self._keeping",
         "steps = self._steps",
-        "different_ways values_after_forward micro_steps",
+        "values_after_forward",
     ),
     (
         "parameters are written while other ranks read them",

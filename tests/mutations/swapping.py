@@ -7,7 +7,7 @@ faults inside of functions can be put in like this.
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -22,7 +22,7 @@ class OutsideError(Exception):
 
 def put_in(path: Path, text: str, source: Path) -> None:
     """Give the functions of the imported module at `path`, relative to `source`, the code that they have in `text`."""
-    module = sys.modules[".".join(path.with_suffix("").parts).removesuffix(".__init__")]
+    module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
     old, new = (compile(one, str(source / path), "exec") for one in ((source / path).read_text(), text))
     if _bodies(old) != _bodies(new):
         raise OutsideError(f"{path}: the fault changes a module or a class itself")

@@ -21,7 +21,9 @@ def test_the_defaults_and_a_small_batch_come_to_the_published_figures() -> None:
 
 
 @pytest.mark.parametrize(("larger", "batch"), [(True, 16), (False, 12)])
-def test_of_batches_that_as_many_numbers_of_ranks_can_share_the_preferred_one_is_taken(larger: bool, batch: int) -> None:
+def test_of_batches_that_as_many_numbers_of_ranks_can_share_the_preferred_one_is_taken(
+    larger: bool, batch: int
+) -> None:
     shared = elastic_batch(Elasticity(16, (2, 4, 6), version=0.1, prefer_larger_batch=larger))
     assert (shared.batch, len(shared.ranks)) == (batch, 4)
 

@@ -155,6 +155,16 @@ def test_bf16_gradients_can_travel_wide(model: Transformer) -> None:
     assert_rounds_like_the_plain_model(wide, model, data, num_ranks=2, dtype=torch.bfloat16)
 
 
+def test_sums_that_are_sent_narrower_than_they_wait_take_memory_for_their_casts(model: Transformer) -> None:
+    def report(engine: sw.Engine) -> dict[str, Any]:
+        return {"report": engine.memory()}
+
+    mesh = {"node": 2, "local": 2}
+    run = sharded_run(model, batches(2), "zero1", 4, mesh, after=report, wire={"grad": "bf16"})
+    held = run.extra["report"]
+    assert held.measured["working"] == held.promised["working"]
+
+
 def test_rows_can_be_edited(model: Transformer) -> None:
     """HSDP with gradients and states sharded over both axes, or with its sum across nodes deferred."""
     mesh = {"node": 2, "local": 2}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from twins import Batch, Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
@@ -174,3 +175,27 @@ def test_blocks_whose_backward_cannot_be_seen_stay_whole() -> None:
     model, _ = boxes()
     data = [(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(3)]
     assert_same(sharded_run(model, data, "zero3", 2, None), plain_run(model, data))
+
+
+class Reading(Transformer):
+    """From its third call on, it begins with a weight of a block that runs later."""
+
+    num_calls = 0
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        if self.num_calls > 2:
+            weight = self.blocks[1].up.weight
+            hidden = F.linear(F.linear(hidden, weight).tanh(), weight.t())
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_a_block_whose_weight_is_needed_after_its_planned_end_stays_whole() -> None:
+    torch.manual_seed(0)
+    model, data = Reading(), batches(4)
+    plain = plain_run(model, data)
+    model.num_calls = 0
+    assert_same(sharded_run(model, data, "zero3", 2, None, shares_memory=False), plain)
