@@ -88,7 +88,8 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if address is None:
             return
         if names:
-            kept = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # likewise
+            with DisableTorchFunctionSubclass():
+                kept = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # likewise
             self._names[address] = (kept, names)
         else:
             self._names.pop(address, None)
@@ -117,7 +118,7 @@ class FinitenessChecks(TorchFunctionMode):
 def _address(tensor: Tensor) -> int | None:
     """Of the storage; `None` for a tensor without one."""
     try:
-        with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
+        with DisableTorchFunctionSubclass():  # parameters at rest, and logits that are split, would hide theirs
             return storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
