@@ -304,3 +304,38 @@ def test_a_pipeline_has_one_way() -> None:
             sw.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plan, world=world)
 
     run_ranks(2, of_rank)
+
+
+@pytest.mark.parametrize("script", ["part by part, whole", "whole, part by part, whole"])
+def test_a_model_that_was_called_part_by_part_is_called_whole(script: str) -> None:
+    """The program of such a pass frees the root's own parameters between its parts, and they were read all the same."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
+    data = torch.randn(2, 4)
+    plan = plan_for("zero3", units=["1"])
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for kind in script.split(", ") * 2:
+            found.append((model(data) if kind == "whole" else _in_parts(model, data)).square().mean())
+            found[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in found]
+
+    def of_rank(world: sw.World) -> list[float]:
+        model = copy.deepcopy(first)
+        optimizer = _optimizer(model)
+        with sw.shard(model, plan, optimizer=optimizer, world=world):
+            return losses(model, optimizer)
+
+    plain = copy.deepcopy(first)
+    expected = losses(plain, _optimizer(plain))
+    for found in run_ranks(2, of_rank, shares_memory=False):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _in_parts(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
+    for part in model.children():
+        data = part(data)
+    return data

@@ -69,7 +69,11 @@ REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
     "a tie": (lambda e, m, o: setattr(m.head, "weight", m.tokens.weight), ModelError, "head.weight was assigned to"),
     "a new module": (lambda e, m, o: setattr(m, "head", nn.Linear(4, 4)), ModelError, "head was put into a model"),
     "a second engine": (lambda e, m, o: sw.shard(m, "zero3", world=e.world), ModelError, "sharded by an engine alre"),
-    "state by parameter": (lambda e, m, o: o.state[param_of(m)], StateError, f"engine.get\\('{NAME}', 'exp_avg'\\)"),
+    "state by parameter": (
+        lambda e, m, o: o.state[param_of(m)],
+        StateError,
+        f"engine.get\\('{NAME}', '(exp_avg|step)'\\)",
+    ),
     "states by pieces": (lambda e, m, o: list(o.state.values()), StateError, "kept by this rank's piece of each"),
     "a copy of the optimizer": (lambda e, m, o: copy.deepcopy(o), StateError, "kept by this rank's piece of each"),
     "its storage": (lambda e, m, o: param_of(m).untyped_storage(), StateError, "its storage cannot be had"),

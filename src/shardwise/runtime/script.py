@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -70,14 +71,27 @@ class Script:
         """The blocks before that of `moment`, if the program has it later.
 
         This rank has left out what they are for, and others may have computed it; so it runs them, and goes on with the
-        program. In a schedule, whose ops every rank takes, nothing is left out.
+        program. In a schedule, whose ops every rank takes, nothing is left out. Nor is the end of a forward in which
+        this rank still is, and which would free what it computes with: a loop that called a model's modules one by one
+        may call the model next, whose own parameters are needed from its first module to its last.
         """
         if not self.is_followed or self._ops:
             return ()
         for index in range(self._next, len(self.blocks)):
             if self.blocks[index].moment is moment or self.blocks[index].moment == moment:
-                return self.blocks[self._next : index]
+                between = self.blocks[self._next : index]
+                return () if self._has_end_of_open_forward(between) else between
         return ()
+
+    def _has_end_of_open_forward(self, blocks: Sequence[BoundBlock]) -> bool:
+        ends = {
+            block.moment.unit for block in blocks if (block.moment.phase, block.moment.edge) == ("forward", "after")
+        }
+        if not ends:
+            return False
+        depth = Counter(one.unit for one in self.trace if one.phase == "forward" and one.edge == "before")
+        depth.subtract(one.unit for one in self.trace if one.phase == "forward" and one.edge == "after")
+        return any(depth[unit] > 0 for unit in ends)
 
     def returned(self) -> Sequence[BoundBlock]:
         """The model has returned. The blocks of its forward that are still to come, if the program is followed: of what
