@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "ranks"), str(Path(__file__).parents[2])]
 
 from twins import (
     Run,
