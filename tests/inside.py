@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 import shardwise as sw
+from shardwise.comm.watch.fault import Fault
 from shardwise.memory import Flat, Unit
 from shardwise.optim import AdoptedOptimizer
 from shardwise.runtime import Runner
@@ -74,3 +77,41 @@ def ledger(engine: sw.Engine) -> Ledger:
 def entries(engine: sw.Engine) -> list[Any]:
     """What a checkpoint would have of this rank."""
     return content(sharded(engine)).entries
+
+
+# -- ranks that wait for each other -------------------------------------------------------------------------
+
+
+def await_so(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def await_fault(world: sw.World) -> Fault:
+    """The fault that this rank is told of, once it is."""
+    assert world._watch is not None
+    assert world._watch._is_delivered.wait(60)
+    assert world.fault is not None
+    return world.fault
+
+
+def await_waiting(late: sw.World, worlds: Collection[sw.World]) -> None:
+    """Return when all other ranks wait for what `late` has not begun to send."""
+    await_so(lambda: all(world is late or _waits_for(late, world) for world in tuple(worlds)))
+
+
+def _waits_for(late: sw.World, world: sw.World) -> bool:
+    entry = world.journal.waiting
+    line = late.journal._lines.get(entry.line.name) if entry is not None else None
+    return entry is not None and late.rank in entry.line.ranks and (line is None or line.count < entry.number)
+
+
+def stall(late: sw.World, worlds: Collection[sw.World], timeout_seconds: float) -> None:
+    """Keep the other ranks waiting until that is a fault: for longer than `timeout_seconds`, all of them at once."""
+    await_waiting(late, worlds)
+    for world in worlds:
+        assert world._watch is not None
+        world._watch._timeout_seconds = timeout_seconds
+    await_fault(late)

@@ -8,13 +8,15 @@ def train(world):
 losses = run_ranks(4, train)
 ```
 
-And injected faults, to see how a job handles them:
+And injected faults, to see how a job handles them: at a point of the loop, or at an action of the program.
 
 ```python
 fault = skip_at(rank=1, step=3, point="backward")
 ...
     if not fault(world.rank, step, "backward"):
         engine.backward(loss)
+
+losses = run_ranks(4, train, fault=fail_at(rank=1, step=3, point="reduce_scatter blocks.2 *"))
 ```
 """
 
@@ -24,6 +26,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
@@ -32,38 +35,60 @@ from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 
 Result = TypeVar("Result")
 Fault = Callable[[int, int, str], bool]
-"""Called with the rank, the step and the point of the loop; returns true if the loop should skip this point."""
+"""Called with the rank, the step and the point; returns true if it is to be skipped."""
 
 
 class InjectedError(Exception):
     """Raised by `fail_at`."""
 
 
-def fail_at(rank: int, step: int, point: str = "step") -> Fault:
-    """A fault that raises `InjectedError` at that point. `point` is any word that the loop passes."""
+def fail_at(rank: int, step: int, point: str = "step", *, by: Callable[[], object] | None = None) -> Fault:
+    """A fault that raises `InjectedError` at that point, or calls `by`, which may end the process.
 
-    def fault(at_rank: int, at_step: int, at_point: str) -> bool:
-        if (at_rank, at_step, at_point) == (rank, step, point):
-            raise InjectedError(f"rank {rank} was to fail at step {step}, {point}")
-        return False
+    `point` is any word that the loop passes, or an action of the program (see `plant`), in which `*` stands for any
+    text, as in `fnmatch`.
+    """
 
-    return fault
+    def fail() -> None:
+        raise InjectedError(f"rank {rank} was to fail at step {step}, {point}")
+
+    return _when_there(rank, step, point, by or fail)
 
 
-def stall_at(rank: int, step: int, point: str = "step", *, seconds: float) -> Fault:
-    """A fault that sleeps for `seconds` at that point, then continues."""
-
-    def fault(at_rank: int, at_step: int, at_point: str) -> bool:
-        if (at_rank, at_step, at_point) == (rank, step, point):
-            time.sleep(seconds)
-        return False
-
-    return fault
+def stall_at(
+    rank: int, step: int, point: str = "step", *, seconds: float = 0, until: Callable[[], object] | None = None
+) -> Fault:
+    """A fault that sleeps for `seconds` at that point, or until `until` returns, then continues."""
+    return _when_there(rank, step, point, until or functools.partial(time.sleep, seconds))
 
 
 def skip_at(rank: int, step: int, point: str = "step") -> Fault:
     """A fault that skips that point."""
-    return lambda *at: at == (rank, step, point)
+    return lambda *at: _is_at(at, rank, step, point)
+
+
+def _when_there(rank: int, step: int, point: str, happens: Callable[[], object]) -> Fault:
+    def fault(*at: int | str) -> bool:
+        if _is_at(at, rank, step, point):
+            happens()
+        return False
+
+    return fault
+
+
+def _is_at(at: tuple[int | str, ...], rank: int, step: int, point: str) -> bool:
+    return at[:2] == (rank, step) and (at[2] == point or fnmatchcase(str(at[2]), point))
+
+
+def plant(fault: Fault, world: World) -> None:
+    """Let `fault` befall this rank also at the actions of programs: it is called before each, in the words in which
+    `explain` prints it ("reduce_scatter blocks.2 grad dp fp32 1536 B"), and before each collective ("exchange of
+    barrier"), with the number of optimizer steps that were taken in `world`.
+
+    An action that it skips is not carried out; a collective cannot be skipped.
+    """
+    journal = world.journal
+    journal.before = lambda what: fault(world.rank, journal.num_steps, what)
 
 
 @functools.cache
@@ -105,14 +130,15 @@ def run_ranks(
     shares_memory: bool = True,
     local_size: int | None = None,
     hosts: Sequence[str] | None = None,
+    fault: Fault | None = None,
 ) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that form one world; returns their results, by rank.
 
     If ranks raise, the error of the first one is raised here, and the others are released from their waiting.
     `timeout_seconds`, `patience_seconds` and `shares_memory` are those of `World.join`; `local_size` is the number of
     ranks per host (default: all ranks are on one). `hosts` names each rank's host instead: ranks of different hosts
-    share no memory, and `local_size` follows from it. Threads share random number generators: build models before, or
-    seed under a lock.
+    share no memory, and `local_size` follows from it. `fault` is planted in each rank's world. Threads share random
+    number generators: build models before, or seed under a lock.
     """
     prepare_operators()
     office = PostOffice()
@@ -132,6 +158,8 @@ def run_ranks(
                     shares_memory,
                 ),
             ) as world:
+                if fault is not None:
+                    plant(fault, world)
                 try:
                     results[index] = work(world)
                 except BaseException as error:

@@ -24,6 +24,7 @@ from shardwise.comm.watch.watchdog import Watchdog
 from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
+from tests import inside
 from tests.thorough import sampled, soak
 
 NUM_RANKS = 3
@@ -56,7 +57,6 @@ def train(
     *,
     also: Callable[[sw.Engine, int], object] | None = None,
     catches: tuple[type[BaseException], ...] = (),
-    timeout_seconds: float = 30,
     shares_memory: bool = True,
 ) -> list[Outcome]:
     """Losses of five steps, or the fault, by rank. `also` is called before each step."""
@@ -93,7 +93,7 @@ def train(
         return losses
 
     return run_ranks(
-        NUM_RANKS, rank, patience_seconds=0.3, timeout_seconds=timeout_seconds, shares_memory=shares_memory
+        NUM_RANKS, rank, patience_seconds=0.3, timeout_seconds=30, shares_memory=shares_memory, fault=fault
     )
 
 
@@ -211,7 +211,17 @@ def test_what_only_one_rank_has_marked(odd: tuple[str, ...], shares_memory: bool
         assert f"rank {number} has exchange() there, after {words}, and" in str(errors[0])
 
 
-@pytest.mark.parametrize("point", ["forward", "backward", "step"])
+@pytest.mark.parametrize("preset", PRESETS)
+@sampled
+def test_an_action_left_out(preset: str) -> None:
+    error = the_letter(train(skip_at(1, 3, "*reduce* blocks.2 * B*"), preset))
+    assert (error.kind, error.ranks) == ("contradiction", (1,))
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["forward", "backward", "step", "gather blocks.1 *", "reduce_scatter blocks.2 *", "* of verdict", "* of barrier"],
+)
 def test_a_rank_that_raises(point: str) -> None:
     """It raises its own error; the others raise the message, which has its words."""
     seen: list[FaultError] = []
@@ -223,9 +233,11 @@ def test_a_rank_that_raises(point: str) -> None:
 
     def rank(world: sw.World) -> None:
         model = replicas[world.rank]
-        engine = sw.shard(model, "zero3", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        plan = {"preset": "zero3", "units": {"class": "Linear"}}
+        engine = sw.shard(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
         try:
             for step in range(5):
+                world.barrier()
                 fault(world.rank, step, "forward")
                 loss = engine(torch.ones(2, 8)).sum()
                 fault(world.rank, step, "backward")
@@ -238,7 +250,7 @@ def test_a_rank_that_raises(point: str) -> None:
 
     started = time.monotonic()
     with pytest.raises(InjectedError, match="rank 1 was to fail"):
-        run_ranks(NUM_RANKS, rank, patience_seconds=0.3)
+        run_ranks(NUM_RANKS, rank, patience_seconds=0.3, fault=fault)
     assert time.monotonic() - started < 10
     assert [(error.kind, error.ranks) for error in seen] == [("raised", (1,))] * 2
     assert f"Rank 1 raised InjectedError: rank 1 was to fail at step 2, {point}" in str(seen[0])
@@ -252,21 +264,32 @@ def test_an_exception_that_one_rank_catches_is_reported(shares_memory: bool) -> 
     assert "raised InjectedError: rank 1 was to fail at step 2, inside" in str(error)
 
 
-@soak("a stall of 1.2 s, and a patience of 0.3 s")
 def test_a_slow_rank_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Four times the patience: a line, and the same losses as ever."""
+    """A line, another after twice the time, and the same losses as ever."""
     undisturbed = train(NO_FAULT)
+    worlds: dict[int, sw.World] = {}
+
+    def be_late() -> None:
+        inside.await_waiting(worlds[1], worlds.values())
+        caplog.clear()
+        inside.await_so(lambda: len(caplog.messages) > 1)
+        for world in worlds.values():
+            world.be_patient(60)
+
     with caplog.at_level(logging.WARNING, logger="shardwise"):
-        assert train(stall_at(1, 2, "backward", seconds=1.2)) == undisturbed
-    assert caplog.messages
+        late = stall_at(1, 2, "backward", until=be_late)
+        assert train(late, also=lambda engine, _: worlds.setdefault(engine.world.rank, engine.world)) == undisturbed
     assert all(message.startswith("rank 1 computes, last seen at 'after forward") for message in caplog.messages)
     assert "Because of it rank 0 waits in 'after backward blocks.2' for 'reduce_scatter blocks.3" in caplog.text
     assert len(caplog.messages) <= 3  # one rank speaks, and ever more seldom
 
 
-@soak("a stall of 2.5 s, and a timeout of 0.8 s")
 def test_a_rank_that_stalls_for_longer_than_the_timeout() -> None:
-    error = the_letter(train(stall_at(1, 2, "step", seconds=2.5), timeout_seconds=0.8))
+    worlds: dict[int, sw.World] = {}
+
+    late = stall_at(1, 2, "step", until=lambda: inside.stall(worlds[1], worlds.values(), 0.8))
+    outcomes = train(late, also=lambda engine, _: worlds.setdefault(engine.world.rank, engine.world))
+    error = the_letter(outcomes)
     assert (error.kind, error.ranks) == ("timeout", (1,))
     assert "Timeout of 0.8 s: rank 1 computes, last seen at 'after backward'" in str(error)
 
@@ -311,8 +334,7 @@ def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch
 
     def rank(world: sw.World) -> FaultError:
         if world.rank == 1:
-            assert world._watch is not None
-            world._watch._is_delivered.wait(30)  # rank 0 waits meanwhile, so its watch looks at the others
+            inside.await_fault(world)  # rank 0 waits meanwhile, so its watch looks at the others
         with pytest.raises(FaultError) as raised:
             world.barrier()
         return raised.value
@@ -337,9 +359,7 @@ def test_a_silent_rank_is_reported_by_another(caplog: pytest.LogCaptureFixture) 
             awaited = ("world 0-2/3", entered.count("world 0-2/3"), (0, 1, 2))
             watch._board.publish(replace(report, tracks=entered.tracks, awaited=awaited, state="waiting"))
             watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
-            while world.journal.fault is None:
-                time.sleep(0.05)
-            raise world.journal.fault.error()
+            raise inside.await_fault(world).error()
         world._host.all_gather(torch.zeros(64 * 3, dtype=torch.uint8), world.everybody, "full").wait()
         raise AssertionError
 
@@ -369,15 +389,12 @@ def test_a_rank_that_is_gone_is_found_though_nobody_waits_at_a_socket() -> None:
         if world.rank == 1:  # its reports end
             watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
             lost.append(1)
-            while world.journal.fault is None:
-                time.sleep(0.05)
+            inside.await_fault(world)
             return None
         watch._lost_ranks = lambda: lost
         entry = world.journal.enter("gather", world.everybody, 64, torch.uint8, "full")
         world.journal.device_wait = lambda: entry
-        while world.journal.fault is None:
-            time.sleep(0.05)
-        return world.journal.fault.error()
+        return inside.await_fault(world).error()
 
     started = time.monotonic()
     error, _ = run_ranks(2, rank, patience_seconds=0.5, timeout_seconds=60, shares_memory=False)
@@ -393,8 +410,8 @@ def test_a_connection_that_breaks_between_living_ranks_is_nobodys_fault(monkeypa
     def rank(world: sw.World) -> FaultError:
         world.barrier()
         receive, broken = world.transport.receive, Breaks(LinkError(2, "The connection to rank 2 broke: reset."))
-        while world.rank == 2 and world.journal.fault is None:
-            time.sleep(0.01)
+        if world.rank == 2:
+            inside.await_fault(world)
         if world.rank == 1:
             monkeypatch.setattr(
                 world.transport, "receive", lambda tensor, of, tag: broken if of == 2 else receive(tensor, of, tag)

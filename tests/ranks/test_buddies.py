@@ -24,6 +24,7 @@ from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.session import ElasticSession
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
+from shardwise.testing import plant
 from tests import inside
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
@@ -38,7 +39,7 @@ from tests.ranks.test_lost_ranks import (
     race,
     trained_alone,
 )
-from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
+from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
 from tests.thorough import drawn, sampled
 
 HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixed": "abab"}
@@ -65,16 +66,16 @@ class HostDiesAt:
                 crowd.doomed.add(member)
             raise Killed
 
-        def watch(world: World) -> None:
-            enter, post = world.journal.enter, world.transport.send
+        def counted(_: int, __: int, what: str) -> bool:
+            if member in crowd.doomed:
+                raise Killed
+            left[0] -= is_collective(what)
+            if left[0] == 0:
+                die()
+            return False
 
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                if member in crowd.doomed:
-                    raise Killed
-                left[0] -= 1
-                if left[0] == 0:
-                    die()
-                return enter(*args, **kwargs)
+        def watch(world: World) -> None:
+            post = world.transport.send
 
             def counted_behind(*args: Any, **kwargs: Any) -> Any:
                 if member in crowd.doomed:
@@ -85,17 +86,10 @@ class HostDiesAt:
                         die()
                 return post(*args, **kwargs)
 
-            world.journal.enter = counted  # type: ignore[method-assign]
+            plant(counted, world)
             world.transport.send = counted_behind  # type: ignore[method-assign]
 
-        take_over = engine._host.take_over
-
-        def and_watch(world: World, sharded: Any) -> None:
-            take_over(world, sharded)
-            watch(world)
-
-        watch(engine.world)
-        engine._host.take_over = and_watch  # type: ignore[method-assign]
+        membership.plant(watch)
 
 
 @pytest.fixture(autouse=True)

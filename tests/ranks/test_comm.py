@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise import testing
-from shardwise.comm import Collectives, Group, ThreadTransport, link_between
+from shardwise.comm import Collectives, Group, Line, ThreadTransport, link_between
 from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.transport.shm import neighbours
 from shardwise.comm.transport.staging import StagingPool
@@ -90,6 +90,41 @@ def test_all_reduce_is_the_same_everywhere(
     assert all(torch.equal(result, results[0]) for result in results)
     tolerance = 1e-5 if wire == torch.float32 else 0.1
     assert (results[0].double() - total(num_ranks, torch.float32)).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_count_for_each_rank_that_they_are_sent_to(run_ranks: RunRanks, num_ranks: int) -> None:
+    def rank(world: sw.World) -> dict[str, int]:
+        collectives, group = world.collectives(torch.device("cpu")), world.everybody
+        full, own = torch.zeros(num_ranks * CHUNK), torch.zeros(CHUNK)
+        collectives.ledger.clear()
+        collectives.all_gather(full, group, "x").wait()
+        collectives.reduce_scatter(own, full, group, torch.bfloat16, "x").wait()
+        collectives.all_reduce(full, full, group, torch.float32, "x").wait()
+        collectives.broadcast(own, 0, group, "x").wait()
+        return {verb: num_bytes for (verb, _), num_bytes in collectives.ledger.sent_bytes.items()}
+
+    chunk_bytes = (num_ranks - 1) * CHUNK * 4
+    expected = {"gather": chunk_bytes, "reduce_scatter": chunk_bytes // 2, "all_reduce": 2 * chunk_bytes}
+    first, *others = run_ranks(num_ranks, rank)
+    assert first == {**expected, "broadcast": chunk_bytes}
+    assert others == [expected] * (num_ranks - 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 2), (0, 4, 1)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_different_sizes_along_a_line(run_ranks: RunRanks, sizes: tuple[int, ...], dim: int) -> None:
+    whole = torch.arange(7.0 * sum(sizes)).view(-1, 7).movedim(0, dim)
+    num_ranks = len(sizes)
+
+    def rank(world: sw.World) -> None:
+        line = Line(world.collectives(torch.device("cpu")), world.everybody)
+        own = whole.split_with_sizes(sizes, dim)[world.rank]
+        assert torch.equal(line.concatenate(own, dim, sizes), whole)
+        summed = line.sum_part(whole * (world.rank + 1), dim, sizes)
+        assert torch.equal(summed, own * sum(range(1, num_ranks + 1)))
+
+    run_ranks(num_ranks, rank)
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)

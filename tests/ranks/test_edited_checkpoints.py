@@ -255,6 +255,17 @@ def assert_same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def test_a_file_that_has_grown_is_refused(saved: Path, reader: sw.Engine, tmp_path: Path) -> None:
+    """Though all that the index lists is there, as it was: somebody has written to it."""
+    path = copied(saved, tmp_path)
+    before = values(reader)
+    with (path / FILES[1]).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(CheckpointError, match=rf"{FILES[1]} has \d+ bytes instead of"):
+        reader.resume(path)
+    assert_same(before, values(reader))
+
+
 def test_what_is_no_regular_file_is_refused_at_once(saved: Path, reader: sw.Engine, tmp_path: Path) -> None:
     """Reading a pipe would block, and a link may lead anywhere."""
     path = copied(saved, tmp_path)

@@ -79,7 +79,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_everywhere(preset: str, num_rank
         with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
             for number, (x, y) in enumerate(batches(8, rows=2)):
                 loss = engine(x, y)
-                if number in (1, 2) and world.rank == num_ranks - 1:
+                if number in (1, 2, 6) and world.rank == num_ranks - 1:
                     loss = loss * math.inf
                 before = full_params(engine)
                 engine.backward(loss)
@@ -93,9 +93,9 @@ def test_an_overflow_on_one_rank_is_an_overflow_everywhere(preset: str, num_rank
     told = run_ranks(num_ranks, rank)
     assert all(one == told[0] for one in told)
     scales, finite, steps, moved = zip(*told[0], strict=True)
-    assert finite == moved == (True, False, False, True, True, True, True, True)
-    assert scales == (1024, 1024, 512, 512, 512, 1024, 1024, 1024)
-    assert steps == (1, 1, 1, 2, 3, 4, 5, 6)
+    assert finite == moved == (True, False, False, True, True, True, False, True)
+    assert scales == (1024, 1024, 512, 512, 512, 1024, 1024, 1024)  # the last overflow has its chances again
+    assert steps == (1, 1, 1, 2, 3, 4, 4, 5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,8 +81,44 @@ def model(heads: Heads) -> Transformer:
     return built
 
 
-def run(heads: Heads, tensor: dict[str, Any], num_ranks: int = 2) -> list[list[float]]:
-    models = [model(heads) for _ in range(num_ranks)]
+class GroupedAttention(nn.Module):
+    """Two query heads for each key and value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, *others = (part(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in others)
+        out: Tensor = self.out(plainly(functional.scaled_dot_product_attention(query, key, value), x))
+        return out
+
+
+def grouped() -> Transformer:
+    torch.manual_seed(0)
+    built = Transformer()
+    for block in built.blocks:
+        block.attn = GroupedAttention()
+    return built
+
+
+GROUPED: dict[str, Any] = {
+    "plan": {
+        "blocks.*.attn.q": {"style": "column", "heads": HEADS},
+        "blocks.*.attn.k": {"style": "column", "heads": HEADS // 2},
+        "blocks.*.attn.v": {"style": "column", "heads": HEADS // 2},
+        "blocks.*.attn.out": {"style": "row", "heads": HEADS},
+    }
+}
+
+
+def run(
+    build: Callable[[], nn.Module], tensor: dict[str, Any], num_ranks: int = 2, folder: Path | None = None
+) -> list[list[float]]:
+    """The losses of each rank in two steps; the result is saved in `folder`."""
+    models = [build() for _ in range(num_ranks)]
     plan = {"preset": "zero3", "mesh": {"tp": num_ranks}, "tensor": tensor}
 
     def rank(world: sw.World) -> list[float]:
@@ -92,9 +130,23 @@ def run(heads: Heads, tensor: dict[str, Any], num_ranks: int = 2) -> list[list[f
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
+            if folder is not None:
+                engine.save(folder)
             return losses
 
     return run_ranks(num_ranks, rank)
+
+
+def alone(build: Callable[[], nn.Module]) -> tuple[list[float], nn.Module]:
+    twin, losses = build(), []
+    optimizer = adamw(twin)
+    for step in range(2):
+        loss = twin(tokens(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, twin
 
 
 UNDIVIDED = {key: value for key, value in TENSOR.items() if key != "divide"}
@@ -118,7 +170,7 @@ def test_a_hard_coded_number_of_heads_is_refused_at_the_first_batch(
     heads: Heads, tensor: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=rf"blocks.0.attn views .*{said}"):
-        run(heads, tensor)
+        run(partial(model, heads), tensor)
 
 
 @pytest.mark.parametrize("length", [1, 7])
@@ -170,16 +222,21 @@ def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_righ
 def test_a_forward_that_derives_its_number_of_heads_is_accepted(
     heads: Heads, tensor: dict[str, Any], num_ranks: int
 ) -> None:
-    twin, expected = model(heads), []
-    optimizer = adamw(twin)
-    for step in range(2):
-        loss = twin(tokens(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    for losses in run(heads, tensor, num_ranks):
+    expected, _ = alone(partial(model, heads))
+    for losses in run(partial(model, heads), tensor, num_ranks):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
+    """Each of two neighbours has the key head that belongs to its query heads; a checkpoint has it once."""
+    expected, twin = alone(grouped)
+    for losses in run(grouped, GROUPED, num_ranks=4, folder=tmp_path):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    whole = grouped()
+    with sw.shard(whole, "ddp", optimizer=adamw(whole)) as engine:
+        engine.resume(tmp_path)
+        for name, param in twin.named_parameters():
+            assert torch.allclose(engine.get(name), param, atol=1e-6), name
 
 
 class Locked(nn.Sequential):

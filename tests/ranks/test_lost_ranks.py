@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from shardwise.errors import ConfigError, FaultError
 from shardwise.observe.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded.sharded_model import ShardedModel
-from tests.ranks.threads_as_members import Killed, run_members
+from shardwise.testing import plant
+from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
 from tests.thorough import drawn, sampled
 
 Tensor = torch.Tensor
@@ -85,27 +87,16 @@ class DiesAt:
     def __call__(self, engine: sw.Engine, member: int) -> None:
         if member not in self.deaths:
             return
-        left = [self.deaths[member]]
+        membership, left = engine.world.membership, [self.deaths[member]]
+        assert isinstance(membership, ThreadMembership)
 
-        def watch(world: World) -> None:
-            enter = world.journal.enter
+        def counted(_: int, __: int, what: str) -> bool:
+            left[0] -= is_collective(what)
+            if left[0] <= 0:
+                raise Killed
+            return False
 
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] <= 0:
-                    raise Killed
-                return enter(*args, **kwargs)
-
-            world.journal.enter = counted  # type: ignore[method-assign]
-
-        take_over = engine._host.take_over
-
-        def and_watch(world: World, sharded: Any) -> None:
-            take_over(world, sharded)
-            watch(world)
-
-        watch(engine.world)
-        engine._host.take_over = and_watch  # type: ignore[method-assign]
+        membership.plant(partial(plant, counted))
 
 
 def trained_alone(

@@ -3,59 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwise as sw
-from shardwise.comm import World
 from shardwise.elastic.state_image import TORN
 from shardwise.elastic.survival import Survival
+from shardwise.testing import fail_at, plant
 from tests.ranks.test_lost_ranks import NUM_RANKS, PLANS, TIERS, race
-from tests.ranks.threads_as_members import Killed
+from tests.ranks.threads_as_members import Killed, is_collective
 from tests.thorough import sampled
 
 VICTIM, AT = 1, 2
 """The rank that dies, and after how many steps."""
 
-PLACES: dict[str, Callable[[str, str], bool]] = {
-    "a gather": lambda action, subject: action == "gather",
-    "a reduction": lambda action, subject: action in ("reduce_scatter", "all_reduce"),
-    "what is agreed before the verdict": lambda action, subject: subject == "closings",
-    "the verdict": lambda action, subject: subject == "verdict",
-    "the buffers' broadcast": lambda action, subject: action == "broadcast",
-    "the message that ends a step": lambda action, subject: subject == "commit",
-    "engine.mean": lambda action, subject: subject == "weighed mean",
-    "engine.any_rank": lambda action, subject: subject == "any_rank",
+PLACES = {
+    "a gather": "gather * B*",
+    "a reduction": "*reduce* B*",
+    "what is agreed before the verdict": "* of closings",
+    "the verdict": "* of verdict",
+    "the buffers' broadcast": "broadcast *",
+    "the message that ends a step": "* of commit",
+    "engine.mean": "* of weighed mean",
+    "engine.any_rank": "* of any_rank",
 }
-"""For each purpose, whether a collective serves it: by the action of the program that it is part of, or else by its
-subject."""
+"""For each purpose, the action of the program, with its bytes, or the collective that serves it."""
 
 
 class DiesIn:
-    """A rank dies as it enters the first collective that `belongs` accepts, after the given number of steps."""
+    """A rank dies as it comes to `place`, after the given number of steps."""
 
-    def __init__(self, belongs: Callable[[str, str], bool], after: int) -> None:
-        self._belongs, self._after = belongs, after
+    def __init__(self, place: str, after: int) -> None:
+        self._fault = fail_at(VICTIM, after, place, by=self._die)
         self.died = False
 
     def __call__(self, engine: sw.Engine, member: int) -> None:
         if member == VICTIM:
-            self._watch(engine, engine.world)
+            plant(self._fault, engine.world)
 
-    def _watch(self, engine: sw.Engine, world: World) -> None:
-        enter = world.journal.enter
-
-        def or_die(verb: str, group: Any, numel: int, dtype: Any, subject: str) -> Any:
-            action = world.journal.action
-            if engine.num_steps >= self._after and self._belongs(action.verb if action is not None else "", subject):
-                self.died = True
-                raise Killed
-            return enter(verb, group, numel, dtype, subject)
-
-        world.journal.enter = or_die  # type: ignore[method-assign]
+    def _die(self) -> None:
+        self.died = True
+        raise Killed
 
 
 class DiesInModule:
@@ -88,13 +78,13 @@ class DiesCopying:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._copy = Survival._copy
         self.is_copying = self.died = False
-        plant = self
+        dies = self
 
         def or_half(survival: Survival, step: int) -> None:
             if step == AT and f"rank{VICTIM}" in survival._name:
-                plant._copy_half(survival)
+                dies._copy_half(survival)
             else:
-                plant._copy(survival, step)
+                dies._copy(survival, step)
 
         monkeypatch.setattr(Survival, "_copy", or_half)
 
@@ -108,15 +98,14 @@ class DiesCopying:
     def __call__(self, engine: sw.Engine, member: int) -> None:
         if member != VICTIM:
             return
-        enter = engine.world.journal.enter
 
-        def or_die(*entry: Any) -> Any:
-            if self.is_copying:
+        def or_die(_: int, __: int, what: str) -> bool:
+            if self.is_copying and is_collective(what):
                 self.died = True
                 raise Killed
-            return enter(*entry)
+            return False
 
-        engine.world.journal.enter = or_die  # type: ignore[method-assign]
+        plant(or_die, engine.world)
 
 
 @sampled

@@ -20,6 +20,11 @@ class Killed(BaseException):
     """The library does not catch it anywhere."""
 
 
+def is_collective(what: str) -> bool:
+    """Whether what a fault is called with is a collective, not an action of a program."""
+    return " of " in what
+
+
 class Crowd:
     """The members of a job, and their generations."""
 
@@ -153,6 +158,7 @@ class ThreadMembership:
         self.folder = crowd.folder_of(crowd.hosts[member]) if crowd.hosts else crowd.folder
         self.world: World | None = None
         """The world that this member is in now."""
+        self._planted: Callable[[World], None] | None = None
 
     def begin(self, size: int) -> World:
         """Enter the first generation."""
@@ -168,6 +174,12 @@ class ThreadMembership:
         self.arrival = self._entered(*met)
         self.arrival.world.is_newcomer = True
         return self.arrival.world
+
+    def plant(self, plant: Callable[[World], None]) -> None:
+        """Call `plant` for the world that this member is in, and for each that follows."""
+        self._planted = plant
+        if self.world is not None:
+            plant(self.world)
 
     def changes_wanted(self) -> bool:
         return self.crowd.changes_wanted()
@@ -192,6 +204,8 @@ class ThreadMembership:
         self.world = renewed = self.crowd.world(rank, now, office)
         renewed.membership = self
         renewed.generation = self.crowd.generation
+        if self._planted is not None:
+            self._planted(renewed)
         return Regrouped(
             renewed,
             tuple(before.index(one) if one in before else None for one in now),

@@ -61,6 +61,8 @@ class BoundBlock:
         journal = self._journal
         journal.moment = self.moment
         steps = self._steps if frees else self._keeping
+        if journal.before is not None:
+            steps = tuple((action, partial(_make_unless, journal.before, action, call)) for action, call in steps)
         if self._timeline.is_on:
             steps = tuple((action, partial(self._timed, action, call)) for action, call in steps)
         try:
@@ -103,6 +105,11 @@ class BoundBlock:
             call()
         if effect.waits is not None:
             self._timeline.end(ON_THE_WAY, travelling)
+
+
+def _make_unless(is_left_out: Callable[[str], bool], action: Action, call: Call) -> None:
+    if not is_left_out(str(action)):
+        call()
 
 
 class Mover:

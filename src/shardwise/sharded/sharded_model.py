@@ -366,6 +366,7 @@ class ShardedModel:
         self.world.journal.clock.rest()
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
+            self.world.journal.num_steps += 1
 
     def cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

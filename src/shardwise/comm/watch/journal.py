@@ -102,6 +102,12 @@ class Journal:
         until the step a missing backward would go unnoticed."""
         self.part = ""
         """This rank's part of a model whose parts are on different ranks, such as stages of a pipeline."""
+        self.num_steps = 0
+        """Optimizer steps that were taken in this world."""
+        self.before: Callable[[str], bool] | None = None
+        """Called before each action of a program, and each collective, with its words: "gather h.0 param dp bf16" or
+        "exchange of barrier". It may raise, or end the process; if it returns true, an action is left out. Only tests
+        set it: see `shardwise.testing.plant`."""
         self.error = ""
         """The exception that ended the last forward early, in words."""
         self.clock = StepClock()
@@ -137,6 +143,8 @@ class Journal:
         `subject` says what it is about, such as the name of a flat buffer: the same on all ranks. Raises `FaultError`
         after a fault, and `StateError` once this rank's world is closed.
         """
+        if self.before is not None:
+            self.before(f"{verb} of {subject}")
         if self.fault is not None:
             raise self._refusal(self.fault)
         line = self._lines.get(group.name)
