@@ -1,4 +1,4 @@
-"""Run by `test_mid_transfer.py`: three ranks send to each other without a pause, until rank 1 is told what to do.
+"""Run by `test_mid_transfer.py`: three ranks send to each other, until rank 1 fails in the middle of a message.
 
 mid_transfer.py RANK PORT OUT HOW    HOW: killed, or cut, which breaks its connection to rank 0
 """
@@ -6,11 +6,13 @@ mid_transfer.py RANK PORT OUT HOW    HOW: killed, or cut, which breaks its conne
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
+import struct
 import sys
-import threading
+import termios
 import time
 from pathlib import Path
 
@@ -23,12 +25,14 @@ from shardwise.errors import FaultError
 NUM_RANKS, NUM_ELEMENTS = 3, 2**26
 
 
-def kill_later(world: sw.World, how: str) -> None:
-    time.sleep(0.3)
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+def fail_in_the_middle(world: sw.World, how: str) -> None:
+    """Once some of what this rank sends to rank 0 lies in its connection: a message is far larger than that can be."""
     assert isinstance(world.transport, GlooTransport)
     (descriptor,) = (one for one, other in world.transport._sockets._ranks.items() if other == 0)
+    while not struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))[0]:
+        time.sleep(0)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.closing(socket.socket(fileno=os.dup(descriptor))) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -38,13 +42,14 @@ def main(rank: int, port: int, out: Path, how: str) -> None:
     where = {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     where["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # of the test's
     world = sw.World.join(timeout_seconds=100, environment=where, shares_memory=False, patience_seconds=1)
-    if rank == 1:
-        threading.Thread(target=kill_later, args=(world, how), daemon=True).start()
     tensor = torch.zeros(NUM_ELEMENTS)
     collectives = world.collectives(tensor.device)
     try:
-        while True:
-            collectives.all_reduce(tensor, tensor, world.everybody, tensor.dtype, "all of it").wait()
+        world.barrier()
+        under_way = collectives.all_reduce(tensor, tensor, world.everybody, tensor.dtype, "all of it")
+        if rank == 1:
+            fail_in_the_middle(world, how)
+        under_way.wait()
     except FaultError as error:
         (out / f"fault-{rank}").write_text(str(error))
         world.close(error)

@@ -20,12 +20,14 @@ from safetensors import safe_open
 from shardwise.checkpoint import Content, Entry, Keep, checkpoints_in, newest
 from shardwise.checkpoint.folder import tidy
 from shardwise.checkpoint.image import WINDOW, Sums, image_of
+from shardwise.checkpoint.index import LEAST_BLOCK_BYTES, Chunk, Index
 from shardwise.checkpoint.json_codec import decode, encode
 from shardwise.checkpoint.lock import LOCK, FolderLock
+from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.snapshot import Snapshot, staged
 from shardwise.checkpoint.write import Copying, live
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.plan.placement import Span
+from shardwise.plan.placement import Box, Span
 from shardwise.system.devices import RankDevice
 from shardwise.system.disk import PAGE, Holder
 
@@ -217,3 +219,17 @@ def test_a_dtype_without_a_word_is_refused() -> None:
     entry = Entry("buffer", "phase", Span(0, 2), torch.zeros(2, dtype=torch.complex64), Span(0, 2))
     with pytest.raises(CheckpointError, match="buffer/phase is complex64"):
         image_of("f", Content(entries=[entry]), {})
+
+
+@pytest.mark.parametrize("kind", ["param", "state.exp_avg"])
+@pytest.mark.parametrize("box", [None, Box.whole([2, 5])], ids=["flat", "box"])
+def test_elements_that_are_not_there_are_missed(kind: str, box: Box | None, tmp_path: Path) -> None:
+    """Though an index has been checked, a reader may ask for what it never listed."""
+    sums = {"block_bytes": LEAST_BLOCK_BYTES, "crc32": [0]}
+    chunk = Chunk("param", "w", 0, 6, "rank-00000.safetensors", "param/w", "float32", offset=0, num_bytes=24, **sums)
+    index = Index(1, 1, "", {}, {"w": [2, 5]}, [], {}, chunks=[chunk])
+    there = 6 if kind == "param" else 0
+    with Reader(tmp_path, index) as reader:
+        assert [read.span.numel for read in reader.reads(kind, "w", Span(0, there), box)] == [6][: there // 6]
+        with pytest.raises(CheckpointError, match=f"has {there} of 8 elements of {kind} w that this rank"):
+            reader.reads(kind, "w", Span(0, 8), box)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -413,9 +412,7 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
     def late(subject: str, refusal: str = "") -> None:
         share(subject, refusal)
         if subject == "commit" and session.recovery.iterations.version == version and engine.num_void == 0:
-            while (fault := session.recovery.world.fault) is None:
-                time.sleep(0.001)
-            raise fault.error()
+            raise inside.await_fault(session.recovery.world).error()
 
     session.recovery._share_change_wishes = late  # type: ignore[method-assign]
 

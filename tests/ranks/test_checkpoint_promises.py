@@ -78,13 +78,15 @@ def test_what_was_removed_is_made_again(what: str, wait: bool, tmp_path: Path) -
 
 def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has written its file and note; rank 1 cannot write its own any more. Both raise the same error, soon."""
-    run, go = tmp_path / "run", threading.Event()
+    run, is_written, go = tmp_path / "run", threading.Event(), threading.Event()
     plain = write.write_text
 
     def held(path: Path, text: str) -> None:
         if path.name == "rank-00001.json":
             assert go.wait(30)
         plain(path, text)
+        if path.name == "rank-00000.json":
+            is_written.set()
 
     monkeypatch.setattr(write, "write_text", held)
 
@@ -93,8 +95,7 @@ def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypa
         engine.save(run, wait=False)
         engine.world.barrier()
         if engine.world.rank == 0:
-            while not list(run.glob(".writing-*/rank-00000.json")):
-                time.sleep(0.01)
+            assert is_written.wait(30)
             shutil.rmtree(run)
             go.set()
         message = refused(CheckpointError, "could not be written", engine.wait_for_save)

@@ -255,13 +255,25 @@ def assert_same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_a_file_that_has_grown_is_refused(saved: Path, reader: sw.Engine, tmp_path: Path) -> None:
-    """Though all that the index lists is there, as it was: somebody has written to it."""
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda data: data + b"\0", r"has \d+ bytes instead of"),
+        (lambda data: data[:-1], r"has \d+ bytes instead of"),
+        (lambda data: data.replace(b'"pt"', b'"tp"'), "is damaged: the checksum of its header"),
+    ],
+    ids=["grown", "cut", "head"],
+)
+def test_a_file_that_somebody_has_written_to_is_refused(
+    edit: Callable[[bytes], bytes], words: str, saved: Path, reader: sw.Engine, tmp_path: Path
+) -> None:
+    """Though all that the index lists may be there, as it was."""
     path = copied(saved, tmp_path)
     before = values(reader)
-    with (path / FILES[1]).open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(CheckpointError, match=rf"{FILES[1]} has \d+ bytes instead of"):
+    data = (path / FILES[1]).read_bytes()
+    (path / FILES[1]).write_bytes(edit(data))
+    assert (path / FILES[1]).read_bytes() != data
+    with pytest.raises(CheckpointError, match=f"{FILES[1]}.* {words}"):
         reader.resume(path)
     assert_same(before, values(reader))
 

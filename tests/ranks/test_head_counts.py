@@ -87,11 +87,13 @@ class GroupedAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.k = nn.Linear(WIDTH, WIDTH // 2, bias=False)  # the gradient of a key's bias is only rounding
+        self.v = nn.Linear(WIDTH, WIDTH // 2)
+        self.num_key_value_groups = 2
 
     def forward(self, x: Tensor) -> Tensor:
         query, *others = (part(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in others)
+        key, value = (one.repeat_interleave(self.num_key_value_groups, 1) for one in others)
         out: Tensor = self.out(plainly(functional.scaled_dot_product_attention(query, key, value), x))
         return out
 

@@ -7,7 +7,6 @@ import logging
 import random
 import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.horovod.errors import InvalidCallError
 from shardwise.testing import run_ranks
 from tests.ranks.horovod_ranks import on_ranks
-from tests.thorough import drawn, soak, varies
+from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
@@ -203,16 +202,18 @@ def test_a_name_can_be_in_flight_once() -> None:
     on_ranks(2, work)
 
 
-@soak("a stall of 1.8 s, and a timeout of 0.8 s")
 def test_a_stalled_rank_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1")
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.8")
 
+    together, others_failed = threading.Barrier(2), threading.Barrier(3)
+
     def work() -> str:
-        if hvd.rank() == 1:
-            time.sleep(1.8)
+        (others_failed if hvd.rank() == 1 else together).wait(30)
         with pytest.raises(hvd.HorovodInternalError) as caught:
             hvd.allreduce(torch.ones(2), name="w")
+        if hvd.rank() != 1:
+            others_failed.wait(30)
         hvd.barrier()
         return str(caught.value)
 

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batches, plain_run, plan_of, sharded_run
+from twins import (
+    PRESETS_2,
+    PRESETS_2X2,
+    Batch,
+    Transformer,
+    assert_same,
+    batches,
+    plain_run,
+    plan_of,
+    sharded_run,
+    work_on_ranks,
+)
 
 import shardwise as sw
 from shardwise.errors import StateError
@@ -231,6 +242,19 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer) -> None:
         assert run.extra["recordings"] == (1 if last_inside else 2)
     assert sent
     assert set(sent) == {0}
+
+
+def test_what_no_sync_left_is_reduced_before_the_ranks_agree() -> None:
+    """Otherwise they would find it then, agree again, and record the next pass."""
+
+    def work(engine: sw.Engine) -> int:
+        for batch in batches(3):
+            with engine.no_sync():
+                engine.backward(engine(*batch))
+            engine.step()
+        return inside.programs(engine).num_recordings
+
+    assert work_on_ranks(2, work, "zero3", Transformer) == [1, 1]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

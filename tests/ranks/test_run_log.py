@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, FaultError
 from shardwise.observe import Record, read_record
 from shardwise.observe.run_notes import read_notes
 from shardwise.testing import run_ranks
-from tests.thorough import soak
+from tests import inside
 
 Tensor = torch.Tensor
 
@@ -280,20 +280,20 @@ def test_what_ends_a_run_is_kept_by_every_rank(tmp_path: Path) -> None:
     assert "rank 1" in notes[0].text.lower()
 
 
-@soak("a stall of 1 s, and a patience of 0.2 s")
 def test_a_late_rank_is_noted_by_one_that_waits(tmp_path: Path) -> None:
     run, made = tmp_path / "run", models(2)
+
+    def is_noted() -> bool:
+        return any((note.level, note.rank) == ("warning", 1) and "rank 0" in note.text for note in read_notes(run))
 
     def train(world: sw.World) -> None:
         with engine_of(made[world.rank], world, run, preset="ddp") as engine:
             for step in range(1, 3):
                 if step == 2 and world.rank == 0:
-                    time.sleep(1.0)
+                    inside.await_so(is_noted)
                 engine.train_step(batch(step, world.rank), loss_fn=loss_of)
 
     run_ranks(2, train, patience_seconds=0.2)
-    warnings = [note for note in read_notes(run) if note.level == "warning"]
-    assert any(note.rank == 1 and "rank 0" in note.text for note in warnings)
 
 
 def test_without_a_folder_nothing_is_written_and_means_come_all_the_same(tmp_path: Path) -> None:
