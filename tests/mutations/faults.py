@@ -715,6 +715,12 @@ ELASTIC = _of(
         "lost_states",
     ),
     (
+        "copies of a rank that is lost during a recovery are not settled",
+        "        for rank in mine:\n            layout.complete(",
+        "        for rank in mine if layout.flats else ():\n            layout.complete(",
+        "buddies",
+    ),
+    (
         "the elastic batch is one that fewer numbers of ranks can share",
         "if len(ranks) > len(best.ranks) or (is_tie and is_preferred):",
         "if len(ranks) >= len(best.ranks) or (is_tie and is_preferred):",

@@ -134,8 +134,14 @@ def test_a_host_dies_while_its_copies_are_on_their_way(name: str, loop: str, por
     assert len(void) == 2, "a host was lost"
 
 
+def test_a_second_host_dies_while_the_others_recover(tmp_path: Path) -> None:
+    """Memory of the former layout is given up by then, and the copy of what the second one had is not settled."""
+    void = race(PLANS["zero2"], HostDiesAt({0: 33}, {3: 20}), tmp_path, hosts=HOSTS["1 2 1"])
+    assert len(void) == 2, "two hosts were lost"
+
+
 @sampled
-@pytest.mark.parametrize("portion", list(range(16, 26)))
+@pytest.mark.parametrize("portion", list(range(16, 36)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
     """When a second host dies, a step that succeeded only at its second attempt is lost, and is taken again."""
     void = race(PLANS["zero2"], HostDiesAt({0: 33}, {3: portion}), tmp_path, hosts=HOSTS["1 2 1"])
