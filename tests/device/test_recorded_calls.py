@@ -18,10 +18,11 @@ from recorded_calls import Call, as_told, asked_of, environment_of, recorded
 from test_training import muon
 from torch import nn
 from torch.torch_version import TorchVersion
-from twins import MakeOptimizer, Transformer, adamw, batches, share_of
+from twins import MakeOptimizer, adamw, batches, share_of
 
 import shardwise as sw
 from shardwise.launch.port import listen
+from tests.models import Transformer
 
 pytestmark = pytest.mark.device
 VERBS = {"gather", "gather together", "reduce_scatter", "swap_chunks", "all_reduce", "all_to_all", "broadcast"}

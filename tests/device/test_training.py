@@ -20,22 +20,11 @@ from test_all_products import CLIP, llama, micro_batches, mixtral, sgd
 from test_all_products import batches as token_batches
 from test_sequence_transformers import own_loss
 from torch import nn
-from twins import (
-    Batch,
-    MakeOptimizer,
-    Run,
-    Transformer,
-    adamw,
-    assert_as_near,
-    batches,
-    full_params,
-    plain_run,
-    plan_of,
-    share_of,
-)
+from twins import Batch, MakeOptimizer, Run, adamw, assert_as_near, batches, full_params, plain_run, plan_of, share_of
 
 import shardwise as sw
 from shardwise.plan.placement import PRESETS
+from tests.models import Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 
 from twins import (
     Run,
-    Transformer,
     adamw,
     assert_rounds_like_the_plain_model,
     assert_same,
@@ -24,6 +23,7 @@ from twins import (
 
 import shardwise as sw
 from shardwise.optim import Muon, hidden_matrices
+from tests.models import Transformer
 
 
 def main() -> None:

@@ -11,54 +11,13 @@ from typing import Any
 import torch
 from fake_devices import Devices
 from torch import nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from twins import LENGTH, VOCAB, WIDTH, Batch, Block, MakeOptimizer, adamw
+from twins import Batch, MakeOptimizer, adamw
 
 import shardwise as sw
-from shardwise.parallel.experts import MoE, auxiliary_loss
 from shardwise.testing import run_ranks
+from tests.models import Mixture
 
 Tensor = torch.Tensor
-
-
-class ExpertBlock(Block):
-    """A block with experts instead of its MLP."""
-
-    def __init__(self, width: int, **experts: Any) -> None:
-        super().__init__(width)
-        del self.up, self.down
-        self.moe = MoE(width, 24, **{"num_experts": 4, "top_k": 2, **experts})
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.moe(self.norm2(x))
-
-
-class Mixture(nn.Module):
-    """A Transformer with experts in every block but the first. Returns the loss, including the routers' one."""
-
-    def __init__(self, *, recomputes: bool = False, num_blocks: int = 3, **experts: Any) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.positions = nn.Embedding(LENGTH, WIDTH)
-        blocks = [Block(WIDTH), *(ExpertBlock(WIDTH, **experts) for _ in range(num_blocks - 1))]
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.recomputes = recomputes
-        for param in self.parameters():
-            if param.dim() > 1:
-                nn.init.normal_(param, std=0.1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recomputes else block(hidden)
-        logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits.float().flatten(0, 1), y.flatten()) + auxiliary_loss(self)
 
 
 def mixture(**settings: Any) -> Mixture:

@@ -9,40 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from twins import Block, adamw
+from twins import adamw
 
 import shardwise as sw
+from tests.models import LENGTH, VOCAB
 
 Tensor = torch.Tensor
-VOCAB, WIDTH, LENGTH = 67, 32, 6
-
-
-class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. The model's own forward computes positions from its input."""
-
-    def __init__(self, *, tied: bool = False, num_blocks: int = 4, width: int = WIDTH) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-        for param in self.parameters():
-            if param.dim() > 1:
-                nn.init.normal_(param, std=0.1)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        hidden = self.tokens(x)
-        hidden = hidden + torch.linspace(-1, 1, x.shape[1], dtype=hidden.dtype)[:, None]
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(self.norm(hidden))
-        if y is None:
-            return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), y.flatten())
 
 
 def batches(num_steps: int, rows: int, *, lengths: Sequence[int] = (LENGTH,)) -> list[tuple[Tensor, Tensor]]:

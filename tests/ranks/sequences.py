@@ -10,41 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, WIDTH, Block, MakeOptimizer, adamw
+from twins import MakeOptimizer, adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import VOCAB
 
 Tensor = torch.Tensor
 Batch = dict[str, Tensor]
 TOKENS = 16
-
-
-class Gpt(nn.Module):
-    """Learned positions, blocks, and a tied head. Recomputes its blocks on request."""
-
-    def __init__(
-        self, *, num_blocks: int = 2, recomputes: bool = False, reentrant: bool = False, tokens: int = TOKENS
-    ) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.positions = nn.Embedding(tokens, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.tokens.weight
-        self.recomputes = recomputes
-        self.reentrant = reentrant
-        for param in self.parameters():
-            if param.dim() > 1:
-                nn.init.normal_(param, std=0.1)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        hidden = self.tokens(input_ids) + self.positions(position_ids)
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=self.reentrant) if self.recomputes else block(hidden)
-        return self.head(self.norm(hidden))
 
 
 def batches(num_steps: int, *, rows: int = 4, tokens: int = TOKENS, seed: int = 5) -> list[Batch]:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, plan_of, train_steps, work_on_ranks
+from twins import PRESETS_2, PRESETS_2X2, adamw, batches, plan_of, train_steps, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, unsplit
 from pipelined import batches as pipeline_batches
-from twins import Transformer, adamw, batches, train
+from pipelined import unsplit
+from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import ModelError, ShardwiseError, StateError, TierError
 from shardwise.sharded import activation_disk
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
+from tests.models import Decoder, Transformer
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Transformer, adamw, batches
+from twins import adamw, batches
 
 import shardwise as sw
 from shardwise.fit import stage_rehearsal
 from shardwise.runtime.activations import on_disk
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 PLANS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from allocations import profiled_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import Transformer, batches, sharded_run
+from twins import batches, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -29,6 +29,7 @@ from shardwise.runtime.activations import Offloading, TreatedSites, treatments_f
 from shardwise.runtime.rehearsal import rehearse
 from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -14,18 +14,18 @@ import test_tensor_parallel
 import torch
 from experts_models import mixture
 from fake_devices import WHENS, Devices, Race, When
-from pipelined import Decoder
 from pipelined import batches as pipeline_batches
-from sequences import Gpt, split_run
 from sequences import batches as sequence_batches
+from sequences import split_run
 from split_models import Transformer as SplitTransformer
 from test_late_early import run_on_devices
 from torch import nn
-from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
+from twins import adamw, assert_same, batches, plain_run, sharded_run
 
 from shardwise.errors import CommError
 from shardwise.memory import HostMemory
 from shardwise.runtime.activations import activation_offload, stores
+from tests.models import Decoder, Gpt, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, WIDTH, Run, Transformer, assert_same, batches, plain_run, sharded_run
+from twins import Run, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
+from tests.models import WIDTH, Lora, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -19,37 +18,21 @@ pytestmark = sampled
 Tensor = torch.Tensor
 
 
-class Lora(nn.Module):
-    """A frozen linear layer with a low-rank adapter (arXiv:2106.09685)."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.normal_(self.up.weight, std=0.05)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 class Adapted(Transformer):
     """With `needs_grad`, the frozen embedding's output requires gradients, as when fine-tuning with checkpointing."""
 
-    def __init__(self, *, recompute: bool, needs_grad: bool) -> None:
-        super().__init__()
-        self.recompute, self.needs_grad = recompute, needs_grad
+    def __init__(self, *, recompute: bool, needs_grad: bool, reentrant: bool = False) -> None:
+        super().__init__(recomputes=recompute, reentrant=reentrant)
+        self.needs_grad = needs_grad
         self.requires_grad_(False)
         for block in self.blocks:
             block.qkv, block.down = Lora(block.qkv), Lora(block.down)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
         if self.needs_grad:
             hidden.requires_grad_()
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
-        return F.cross_entropy(self.head(self.norm(hidden)).float().view(-1, VOCAB), y.flatten())
+        return self.logits_of(hidden)
 
 
 def adamw_of_trainable(model: nn.Module) -> torch.optim.Optimizer:
@@ -131,16 +114,8 @@ def test_forwards_and_backwards_in_any_order(order: Any, preset: str, shares_mem
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "messages"])
 def test_recomputed_in_an_inner_backward(shares_memory: bool) -> None:
     """Reentrant checkpointing runs a nested backward inside the backward. Training equals the plain model's."""
-
-    class Reentrant(Adapted):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            hidden = (self.tokens(x) + self.positions.weight[: x.shape[1]]).requires_grad_()
-            for block in self.blocks:
-                hidden = checkpoint(block, hidden, use_reentrant=True)
-            return F.cross_entropy(self.head(self.norm(hidden)).float().view(-1, VOCAB), y.flatten())
-
     torch.manual_seed(0)
-    model = Reentrant(recompute=False, needs_grad=False)
+    model = Adapted(recompute=True, needs_grad=True, reentrant=True)
     data = batches(4, rows=12)
     run = sharded_run(model, data, "zero3", 2, None, adamw_of_trainable, shares_memory=shares_memory)
     assert_same(run, plain_run(model, data, adamw_of_trainable))

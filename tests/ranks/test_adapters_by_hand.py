@@ -12,10 +12,10 @@ from split_models import Attention
 from test_sequence_in_stages import staged_run
 from torch import nn
 from torch.nn import functional
-from twins import VOCAB, WIDTH
 
 import shardwise as sw
 from shardwise.parallel.experts import MoE
+from tests.models import VOCAB, WIDTH, Lora
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -40,23 +40,8 @@ TENSOR: dict[str, Any] = {
 """Of the two small matrices, the one on the side on which the frozen matrix is split is split in the same way."""
 
 
-class Lora(nn.Module):
-    """A frozen linear layer with a low-rank adapter (arXiv:2106.09685)."""
-
-    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.normal_(self.up.weight, std=0.1)  # not zero, so that `down` has gradients in the first step
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + 2 * self.up(self.down(x))
-        return out
-
-
 class LoraOfParameters(nn.Module):
-    """The same, whose matrices are parameters of the wrapper itself."""
+    """`Lora`, whose matrices are parameters of the wrapper itself."""
 
     def __init__(self, base: nn.Linear, rank: int = 3) -> None:
         super().__init__()

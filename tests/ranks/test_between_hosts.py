@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Transformer, assert_same, batches, engine_step, plain_run, sharded_run
+from twins import assert_same, batches, engine_step, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.comm import Collectives, Group
@@ -19,6 +19,7 @@ from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

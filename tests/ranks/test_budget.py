@@ -11,8 +11,8 @@ import pytest
 import torch
 from experts_models import mixture
 from fake_devices import Devices
-from pipelined import Decoder, unsplit
-from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
+from pipelined import unsplit
+from twins import adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError, TierError
@@ -27,6 +27,7 @@ from shardwise.system.devices import RankDevice
 from shardwise.system.disk import SystemCalls
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Decoder, Transformer
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Transformer, full_params, plan_of, train_steps, work_on_ranks
+from twins import PRESETS_2, PRESETS_2X2, full_params, plan_of, train_steps, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.index import Index
 from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError, ConfigError
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -15,7 +15,7 @@ from allocations import Allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from twins import Transformer, batches, plan_of, train, work_on_ranks
+from twins import batches, plan_of, train, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.index_schema import read_index
@@ -23,6 +23,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import drawn, thorough_only, varies
 
 IN_MEMORY = sorted(name for name, one in PRESETS.items() if one.optim.tier != "disk")

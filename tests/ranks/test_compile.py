@@ -12,12 +12,13 @@ from small_transformers import VOCAB, llama
 from test_transformers import losses_of
 from torch import nn
 from torch._dynamo.utils import counters
-from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
+from twins import adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.runtime.compiled import _compiled
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import thorough_only
 
 NUM_RANKS = 2 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else 1

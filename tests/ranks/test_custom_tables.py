@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Transformer, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
+from twins import assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
+from tests.models import Transformer
 from tests.thorough import each_value
 
 MESH = {"node": 2, "local": 2}

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
-from twins import LENGTH, VOCAB, Run, Transformer, adamw, assert_same, full_params
+from twins import Run, adamw, assert_same, full_params
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import LENGTH, VOCAB, Transformer
 from tests.thorough import sampled
 
 BATCH_ROWS, STEPS = 12, 6

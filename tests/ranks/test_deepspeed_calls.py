@@ -22,8 +22,8 @@ from shardwise.integrations.deepspeed import topology
 from shardwise.integrations.deepspeed.engine import engines_of
 from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
+from tests.models import VOCAB, Transformer
 from tests.ranks.threads_as_members import ThreadMembership, run_members
-from tests.ranks.twins import VOCAB, Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

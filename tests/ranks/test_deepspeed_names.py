@@ -20,7 +20,7 @@ from shardwise.integrations.deepspeed.accelerator import Accelerator
 from shardwise.integrations.deepspeed.config import ComponentConfig
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.testing import run_ranks
-from tests.ranks.twins import VOCAB, Transformer
+from tests.models import VOCAB, Transformer
 
 Tensor = torch.Tensor
 THEIRS = Path(__file__).parent.parent / "fixtures" / "deepspeed" / "zero3"

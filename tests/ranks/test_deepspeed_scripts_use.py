@@ -29,7 +29,7 @@ from shardwise.integrations.deepspeed import (
 )
 from shardwise.integrations.deepspeed.stored import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.testing import run_ranks
-from tests.ranks.twins import VOCAB, Transformer
+from tests.models import VOCAB, Transformer
 
 Tensor = torch.Tensor
 RANKS = 2

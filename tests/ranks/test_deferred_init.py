@@ -11,13 +11,14 @@ import pytest
 import torch
 from constructors import Odd
 from torch import nn
-from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
+from twins import Run, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
 
 import shardwise as sw
 from shardwise.errors import ModelError, StateError
 from shardwise.init.deferred import Deferred
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 
 
 def deferred(build: Callable[[], nn.Module], num: int, seed: Callable[[int], int] = lambda _: 0) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from fake_devices import Devices, FakeAccelerator, FakeGroups, FakeStream, FakeW
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
-from twins import Batch, Transformer, adamw, batches, share_of
+from twins import Batch, adamw, batches, share_of
 
 import shardwise as sw
 from shardwise.checkpoint import rng
@@ -38,6 +38,7 @@ from shardwise.system.process_rank import ProcessRank
 from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

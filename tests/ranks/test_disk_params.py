@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches, train
+from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import TierError
@@ -23,6 +23,7 @@ from shardwise.system.disk import BufferPool, DiskFile, IoQueue
 from shardwise.system.disk.calls import SystemCalls
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
 ON_DISK = {"param": DISK, "optim": DISK, "grad": HOST}

@@ -13,11 +13,12 @@ import pytest
 import torch
 from allocations import Allocations
 from torch import nn
-from twins import MakeOptimizer, Run, Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
+from twins import MakeOptimizer, Run, adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
 from shardwise.memory import disk_memory
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Batch, Transformer, adamw, assert_same, batches, engine_step, plain_run, sharded_run
+from twins import Batch, adamw, assert_same, batches, engine_step, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.memory import disk_memory
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 ON_DISK = {"param": {"tier": "disk"}, "optim": {"tier": "disk"}, "grad": {"tier": "host"}}

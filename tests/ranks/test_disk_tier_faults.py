@@ -16,7 +16,7 @@ import pytest
 import torch
 from broken_disks import BreakingOfOne
 from torch import nn
-from twins import MakeOptimizer, Transformer, adamw, batches, train
+from twins import MakeOptimizer, adamw, batches, train
 
 import shardwise as sw
 from shardwise.checkpoint import TrainingState, checkpoints_in
@@ -26,6 +26,7 @@ from shardwise.system.calibration import Calibration, DiskFigures, write_calibra
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 

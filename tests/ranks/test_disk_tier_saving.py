@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches, train
+from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.memory import DiskRows, disk_memory
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import thorough_only
 
 PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, batches, rows_of, unsplit
+from pipelined import batches, rows_of, unsplit
 from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import Decoder
 from tests.thorough import sampled
 
 STAGES = {"mesh": {"pp": 2, "dp": 2}}

@@ -14,10 +14,10 @@ import sequences
 import small_transformers
 import torch
 from experts_models import mixture
-from test_experts import Decoder
+from test_experts import expert_decoder
 from test_split_products import CUT, net
 from torch import nn
-from twins import VOCAB, adamw
+from twins import adamw
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -27,6 +27,7 @@ from shardwise.program import Footprint
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import VOCAB, Gpt
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -148,7 +149,7 @@ def batch():
 
 
 def decoder() -> nn.Module:
-    return Decoder(top_k=1)
+    return expert_decoder(top_k=1)
 
 
 def part_of_tokens() -> dict[str, Tensor]:
@@ -157,7 +158,7 @@ def part_of_tokens() -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(2, length, dtype=torch.long), "position_ids": torch.arange(length).expand(2, -1)}
 
 
-MODELS = {"tp": lambda: net(tied=False), "sp": sequences.Gpt, "ep": decoder, "ep, no stages": mixture}
+MODELS = {"tp": lambda: net(tied=False), "sp": Gpt, "ep": decoder, "ep, no stages": mixture}
 BATCHES = {
     "tp": lambda: pipelined.batches(1, 2)[0],
     "sp": part_of_tokens,

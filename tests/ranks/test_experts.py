@@ -13,17 +13,7 @@ import pytest
 import sequences
 import split_models
 import torch
-from experts_models import (
-    ExpertBlock,
-    Mixture,
-    Run,
-    assert_same,
-    dealt_run,
-    micro_batches,
-    mixture,
-    whole_grads,
-    whole_run,
-)
+from experts_models import Run, assert_same, dealt_run, micro_batches, mixture, whole_grads, whole_run
 from fake_devices import WHENS, Devices, FakeGroups, FakeWork, When
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,12 +22,13 @@ from test_pipeline import assert_same as assert_same_in_stages
 from test_pipeline import pipelined as pipelined_run
 from torch import nn
 from torch.nn import functional
-from twins import VOCAB, WIDTH, adamw, batches
+from twins import adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel.experts import MoE, auxiliary_loss, update_biases
 from shardwise.testing import run_ranks
+from tests.models import VOCAB, WIDTH, Decoder, ExpertBlock, Mixture
 from tests.thorough import drawn, sampled, thorough_only, varies
 
 Tensor = torch.Tensor
@@ -269,15 +260,9 @@ def test_autocast_computes_experts_in_its_dtype() -> None:
 # -- with other axes --------------------------------------------------------------------------------------
 
 
-class Decoder(pipelined.Decoder):
-    """A decoder with experts in every block."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(tied=True, num_blocks=0)
-        self.blocks.extend(ExpertBlock(WIDTH, **settings) for _ in range(4))
-        for param in self.blocks.parameters():
-            if param.dim() > 1:
-                nn.init.normal_(param, std=0.1)
+def expert_decoder(**settings: Any) -> Decoder:
+    """With experts in every block."""
+    return Decoder(tied=True, block=lambda _, width: ExpertBlock(width, **settings))
 
 
 @sampled
@@ -291,7 +276,7 @@ class Decoder(pipelined.Decoder):
 )
 def test_beside_stages(preset: str, schedule: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model, data = Decoder(), pipelined.batches(2, 16)
+    model, data = expert_decoder(), pipelined.batches(2, 16)
     twin = pipelined.unsplit(model, data, clip=CLIP)
     assert_same_in_stages(pipelined_run(model, mesh, data, preset=preset, pipeline={"schedule": schedule}), twin)
 
@@ -384,14 +369,6 @@ def test_beside_split_sequences_and_split_attention(preset: str, mesh: dict[str,
     sequences.assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
 
 
-class CutDecoder(pipelined.Decoder):
-    """Every block has attention that can be split, and experts without a loss of their router."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=0)
-        self.blocks.extend(CutBlock(pipelined.WIDTH, 4, balance_loss=0.0) for _ in range(2))
-
-
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(
@@ -399,8 +376,10 @@ class CutDecoder(pipelined.Decoder):
     [("zero1", "1f1b", {"pp": 2, "tp": 2, "ep": 2}), ("zero3", "zb-h1", {"pp": 2, "ep": 2, "tp": 2})],
 )
 def test_beside_stages_and_split_attention(preset: str, schedule: str, mesh: dict[str, int]) -> None:
+    """Every block has attention that can be split, and experts without a loss of their router."""
     torch.manual_seed(0)
-    model, data = CutDecoder(), pipelined.batches(2, 16)
+    model = Decoder(num_blocks=2, block=lambda _, width: CutBlock(width, 4, balance_loss=0.0))
+    data = pipelined.batches(2, 16)
     twin = pipelined.unsplit(model, data, clip=CLIP)
     runs = pipelined_run(model, mesh, data, preset=preset, tensor=ATTENTION, pipeline={"schedule": schedule})
     assert_same_in_stages(runs, twin)

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 import twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, WIDTH, Batch, Run, Transformer, adamw, assert_as_near, assert_same, batches, full_params
+from twins import Batch, Run, adamw, assert_as_near, assert_same, batches, full_params
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests import models
+from tests.models import VOCAB, WIDTH, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -31,7 +33,7 @@ BUILDING = threading.Lock()  # threads share a random generator
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class Block(twins.Block):
+class Block(models.Block):
     """A block that on request has two experts, of which each rank uses one."""
 
     def __init__(self, *, experts: bool) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder
 from pipelined import batches as stage_batches
-from twins import Transformer, adamw, batches, train
+from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, StateError
@@ -21,6 +20,7 @@ from shardwise.sharded import fitting
 from shardwise.sharded.fitting import Choice
 from shardwise.system.calibration import Calibration, HostFigures
 from shardwise.testing import run_ranks
+from tests.models import Decoder, Transformer
 from tests.thorough import sampled, thorough_only
 
 MIB = 2**20

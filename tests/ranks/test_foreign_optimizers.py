@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import MakeOptimizer, Transformer, batches, full_params, plan_of, share_of, work_on_ranks
+from twins import MakeOptimizer, batches, full_params, plan_of, share_of, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError, StateError
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 
 Tensor = torch.Tensor
 NUM_STEPS = 5

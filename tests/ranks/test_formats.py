@@ -15,12 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from small_transformers import dinov2, gpt2, llama, mixtral, qwen_moe, vit
 from torch import nn
-from twins import Transformer, adamw, batches, train_steps, work_on_ranks
+from twins import adamw, batches, train_steps, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.formats.torch_files import load_file as load_torch_file
 from shardwise.errors import CheckpointError, ConfigError, ModelError
 from tests.files import module_at
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -14,7 +14,6 @@ from torch import nn
 from twins import (
     PRESETS_2X2,
     Batch,
-    Transformer,
     adamw,
     assert_rounds_like_the_plain_model,
     batches,
@@ -28,6 +27,7 @@ import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.optim.precision.verdict import sum_of_squares
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -10,13 +10,14 @@ import pytest
 import sequences
 import torch
 from pipelined import batches
-from sequences import Gpt, split_run
+from sequences import split_run
 from split_models import TENSOR, Block
 from test_pipeline import CLIP, MICRO_BATCHES, pipelined
 from test_split_products import CUT, net
 from torch import nn
-from twins import WIDTH, Run, assert_as_near, plain_run
+from twins import Run, assert_as_near, plain_run
 
+from tests.models import WIDTH, Gpt
 from tests.thorough import sampled
 
 pytestmark = sampled

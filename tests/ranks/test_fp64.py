@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from twins import PRESETS_2, PRESETS_2X2, Transformer, batches, plain_run, sharded_run
+from twins import PRESETS_2, PRESETS_2X2, batches, plain_run, sharded_run
 
+from tests.models import Transformer
 from tests.thorough import sampled
 
 ROUNDING = 1e-12

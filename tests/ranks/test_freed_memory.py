@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
+from twins import adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
 from shardwise.memory.releasable import Pages, Resized, _System, releasable
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, assert_same, batches, plain_run, sharded_run
+from twins import assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
@@ -18,22 +18,10 @@ from shardwise.plan import Offload
 from shardwise.plan.placement.offload import Offloaded, UnitNumel
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Lora, Transformer
 from tests.thorough import sampled, thorough_only
 
 HOST = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a trained low-rank addition, as in LoRA."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def frozen_but(trained: str, num_blocks: int = 4) -> Transformer:
@@ -47,7 +35,7 @@ def frozen_but(trained: str, num_blocks: int = 4) -> Transformer:
         model.blocks[0].requires_grad_(True)
     elif trained == "adapters":
         for block in model.blocks:
-            block.up = Adapted(block.up)
+            block.up = Lora(block.up)
     return model
 
 

@@ -14,6 +14,7 @@ from twins import Course, course_of, mean_losses
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import Hidden
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -81,15 +82,6 @@ class Middle(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.wrap(self.head(self.middle(x)).square().mean())
-
-
-class Hidden:
-    """An output that hides its tensor."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, loss: Tensor) -> None:
-        self.get = lambda: loss
 
 
 class Shell(nn.Module):

@@ -6,18 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from twins import (
-    Run,
-    Transformer,
-    assert_rounds_like_the_plain_model,
-    assert_same,
-    batches,
-    plain_run,
-    sharded_run,
-)
+from twins import Run, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches, engine_step, full_params, plain_run, share_of
+from twins import adamw, batches, engine_step, full_params, plain_run, share_of
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -12,24 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import (
-    Transformer,
-    adamw,
-    assert_same,
-    batches,
-    full_params,
-    plain_run,
-    plan_of,
-    sharded_run,
-    share_of,
-    train,
-)
+from twins import adamw, assert_same, batches, full_params, plain_run, plan_of, sharded_run, share_of, train
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.memory import Flat
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches, full_params, plan_of, share_of
+from twins import adamw, batches, full_params, plan_of, share_of
 
 import shardwise as sw
 from shardwise.comm.watch.fault import Fault
@@ -28,6 +28,7 @@ from shardwise.errors import FaultError
 from shardwise.optim.precision import LateFloat
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 LIBRARY = str(Path(sw.__file__).parent)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_transformers import gpt2, llama
 from torch import nn
-from twins import Transformer, adamw, batches, engine_step
+from twins import adamw, batches, engine_step
 
 import shardwise as sw
 from shardwise.errors import StateError
@@ -19,6 +19,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.inference import Inference
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}

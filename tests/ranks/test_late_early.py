@@ -13,7 +13,7 @@ import torch
 from fake_devices import WHENS, Devices, FakeGroups, FakeWork, Race, When
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelined import Decoder, unsplit
+from pipelined import unsplit
 from test_random_models import PLANS, Drawn, Sketch, drawn_course, sketches
 from torch import nn
 from twins import (
@@ -21,7 +21,6 @@ from twins import (
     Course,
     MakeOptimizer,
     Run,
-    Transformer,
     adamw,
     assert_rounds_like_the_plain_model,
     assert_same,
@@ -42,6 +41,7 @@ from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
 from tests import inside
+from tests.models import Decoder, Transformer
 from tests.thorough import drawn, sampled, varies
 
 Tensor = torch.Tensor

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, adamw, assert_same, batches, plain_run, sharded_run
+from twins import PRESETS_2, PRESETS_2X2, Batch, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from twins import Batch, Transformer, adamw, assert_same, batches, full_params, plain_run, sharded_run, train
+from twins import Batch, adamw, assert_same, batches, full_params, plain_run, sharded_run, train
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.models import Hidden, Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -33,15 +34,6 @@ class Plain:
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
-
-
-class Hidden:
-    """An object that hides its tensors."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.get = lambda: hidden
 
 
 SHAPES: dict[str, Any] = {

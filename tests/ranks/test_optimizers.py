@@ -16,7 +16,6 @@ from twins import (
     PRESETS_2X2,
     MakeOptimizer,
     Run,
-    Transformer,
     assert_rounds_like_the_plain_model,
     assert_same,
     batches,
@@ -35,6 +34,7 @@ from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -7,20 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from twins import (
-    MakeOptimizer,
-    Run,
-    Transformer,
-    adamw,
-    assert_same,
-    batches,
-    plain_run,
-    sharded_run,
-)
+from twins import MakeOptimizer, Run, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import PlacementError
 from tests import inside
+from tests.models import Transformer
 
 CASES = [
     ("zero1", 2, None),

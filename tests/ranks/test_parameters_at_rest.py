@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches, plan_of, share_of
+from twins import adamw, batches, plan_of, share_of
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError, StateError
@@ -19,6 +19,7 @@ from shardwise.program import Action
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

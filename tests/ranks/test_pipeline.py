@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, Told, batches, rows_of, unsplit
+from pipelined import Told, batches, rows_of, unsplit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import adamw
@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Decoder
 from tests.thorough import sampled
 
 pytestmark = sampled

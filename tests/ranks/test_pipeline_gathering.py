@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, batches
+from pipelined import batches
 from test_pipeline_inference import Wrapped, decode, from_inside, generate, plan_of, race
 from test_pipeline_transformers import build
 from torch import nn
@@ -20,6 +20,7 @@ import shardwise as sw
 from shardwise.errors import DataError, StateError
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Decoder
 from tests.thorough import sampled
 
 Mesh = dict[str, int]

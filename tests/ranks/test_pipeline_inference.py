@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, batches
+from pipelined import batches
 from small_transformers import VOCAB, library
 from test_pipeline_transformers import build
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import DataError, ModelError, StateError
 from shardwise.testing import run_ranks
+from tests.models import Decoder
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor

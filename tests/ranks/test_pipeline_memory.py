@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from pipelined import Decoder, batches
+from pipelined import batches
 from torch import nn
 from twins import adamw
 
@@ -19,6 +19,7 @@ from shardwise.program import Footprint
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Decoder
 from tests.thorough import sampled
 
 pytestmark = sampled

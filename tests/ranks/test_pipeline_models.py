@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import VOCAB, WIDTH, Decoder, batches
+from pipelined import batches
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import Block, adamw
+from twins import adamw
 
 import shardwise as sw
 from shardwise.parallel.pipeline.weight_grads import WeightGrads, backward_of_weights
 from shardwise.testing import run_ranks
+from tests.models import VOCAB, WIDTH, Block, Decoder
 from tests.thorough import sampled
 
 pytestmark = sampled

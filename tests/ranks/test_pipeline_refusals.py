@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import WIDTH, Decoder, batches
+from pipelined import batches
 from torch import nn
 from torch.nn import functional as F
-from twins import Block, adamw
+from twins import adamw
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
 from shardwise.parallel.pipeline.staged_model import PlaceholderModule
 from shardwise.testing import InjectedError, run_ranks
 from tests import inside
+from tests.models import WIDTH, Block, Decoder
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import WIDTH, Decoder, Told, batches, rows_of, unsplit
+from pipelined import Told, batches, rows_of, unsplit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import Block, adamw
+from twins import adamw
 
 import shardwise as sw
 from shardwise.program import parse
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import WIDTH, Block, Decoder
 from tests.thorough import sampled
 
 pytestmark = sampled

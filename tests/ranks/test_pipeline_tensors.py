@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from fake_devices import WHENS, Devices, When
-from pipelined import VOCAB, WIDTH, Decoder, Told, batches, rows_of, unsplit
+from pipelined import Told, batches, rows_of, unsplit
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import Block, Transformer
 
 import shardwise as sw
 from shardwise.parallel.pipeline.sends import Channel
 from shardwise.testing import run_ranks
+from tests.models import VOCAB, WIDTH, Block, Decoder, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

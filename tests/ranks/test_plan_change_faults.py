@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from broken_disks import BreakingOfOne
-from twins import Transformer, adamw, batches, train
+from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.checkpoint import checkpoints_in
@@ -22,6 +22,7 @@ from shardwise.memory import disk_memory
 from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 Losses = Callable[[sw.World], list[float]]

@@ -13,7 +13,6 @@ from twins import (
     PRESETS_2X2,
     PRESETS_4,
     Run,
-    Transformer,
     assert_rounds_like_the_plain_model,
     assert_same,
     batches,
@@ -24,6 +23,7 @@ from twins import (
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import each_value, sampled
 
 pytestmark = sampled

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipelined import Decoder, unsplit
 from pipelined import batches as token_batches
+from pipelined import unsplit
 from safetensors.torch import load_file
 from test_adapters import adamw_of_trainable
 from test_pipeline import CLIP, pipelined
 from test_pipeline import assert_same as assert_same_stages
 from torch import nn
-from twins import Transformer, assert_same, batches, plain_run, sharded_run
+from twins import assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Decoder, Transformer
 from tests.ranks.test_lost_ranks import PLANS, TIERS, DiesAt, Net, race
 from tests.thorough import sampled
 

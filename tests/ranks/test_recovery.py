@@ -11,22 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import (
-    PRESETS_2,
-    PRESETS_2X2,
-    Batch,
-    Transformer,
-    assert_same,
-    batches,
-    plain_run,
-    plan_of,
-    sharded_run,
-    work_on_ranks,
-)
+from twins import PRESETS_2, PRESETS_2X2, Batch, assert_same, batches, plain_run, plan_of, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import StateError
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import each_value, sampled, thorough_only
 
 pytestmark = sampled

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches
+from twins import adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, PlacementError, StateError
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 
 
 def refused(num_ranks: int, work: Callable[[sw.World], Any], kind: type[Exception]) -> str:

@@ -15,7 +15,7 @@ from allocations import profiled_peak
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from twins import LENGTH, Transformer, adamw, batches, engine_step
+from twins import adamw, batches, engine_step
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -30,6 +30,7 @@ from shardwise.runtime.rehearsal.rehearse import process_bytes_for
 from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import LENGTH, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

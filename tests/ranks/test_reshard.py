@@ -12,7 +12,7 @@ import pytest
 import torch
 from allocations import Allocations
 from torch import nn
-from twins import Batch, Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
+from twins import Batch, Run, adamw, assert_same, batches, engine_step, full_params, plain_run
 
 import shardwise as sw
 import shardwise.optim  # its tables are not counted
@@ -20,6 +20,7 @@ from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
+from twins import assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from tests.models import Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, batches, work_on_ranks
+from twins import batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, write
@@ -21,6 +21,7 @@ from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 

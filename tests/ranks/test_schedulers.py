@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as of_torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
-from twins import Transformer, batches
+from twins import batches
 
 import shardwise as sw
 from shardwise.optim import Muon, hidden_matrices
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 NUM_STEPS = 6

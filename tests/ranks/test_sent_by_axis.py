@@ -12,7 +12,6 @@ import pipelined
 import pytest
 import sequences
 import torch
-from experts_models import Mixture
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
 
@@ -20,6 +19,7 @@ import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Decoder, Gpt, Mixture
 from tests.thorough import thorough_only
 
 Tensor = torch.Tensor
@@ -46,9 +46,9 @@ def model_of(kind: str) -> nn.Module:
         case "tp":
             return Transformer()
         case "pp":
-            return pipelined.Decoder(tied=True, num_blocks=4)
+            return Decoder(tied=True, num_blocks=4)
         case "sp":
-            return sequences.Gpt()
+            return Gpt()
         case _:
             return Mixture(top_k=4)  # all experts, so that each has an even share of the tokens
 

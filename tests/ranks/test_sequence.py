@@ -10,13 +10,14 @@ import pytest
 import torch
 from allocations import Allocations
 from fake_devices import Devices
-from sequences import Batch, Gpt, assert_same, batches, chunked, mean_loss, split_run, whole_run
+from sequences import Batch, assert_same, batches, chunked, mean_loss, split_run, whole_run
 from twins import MakeOptimizer, adamw
 
 import shardwise as sw
 from shardwise.optim import Muon
 from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
+from tests.models import Gpt
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, Gpt, assert_same, batches, split_run, whole_run
+from sequences import TOKENS, Batch, assert_same, batches, split_run, whole_run
 from torch import nn
 from torch.nn import functional
-from twins import VOCAB, Transformer
 
 import shardwise as sw
 from shardwise.data import Loader
 from shardwise.errors import ConfigError, DataError, ModelError, ShardwiseError, StateError
 from shardwise.parallel.sequence.parallel import _random_numbers_of
 from shardwise.testing import run_ranks
+from tests.models import VOCAB, Gpt, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

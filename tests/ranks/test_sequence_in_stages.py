@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, Gpt, Run, assert_same, whole_run
+from sequences import TOKENS, Batch, Run, assert_same, whole_run
 from sequences import batches as gpt_batches
 from test_sequence_transformers import batches, built, gpt2, llama, own_loss
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.models import Gpt
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import Batch, Gpt, Run, assert_same, batches, chunked, grads_of, split_run, whole_run
+from sequences import Batch, Run, assert_same, batches, chunked, grads_of, split_run, whole_run
 from small_transformers import VOCAB, library, llama
 from torch import nn
 from torch.nn import functional
@@ -17,6 +17,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
+from tests.models import Gpt
 
 Tensor = torch.Tensor
 IGNORED = -100

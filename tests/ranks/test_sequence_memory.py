@@ -8,15 +8,15 @@ import gc
 import pytest
 import small_transformers
 import torch
-from sequences import Gpt
 from torch import nn
-from twins import VOCAB, adamw
+from twins import adamw
 
 import shardwise as sw
 from shardwise.program import Footprint
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import VOCAB, Gpt
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder, batches, rows_of, unsplit
+from pipelined import batches, rows_of, unsplit
 
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from tests.covering import covering
+from tests.models import Decoder
 from tests.thorough import soak
 
 NUM_RANKS, NUM_STEPS, ROWS, CLIP = 2, 3, 8, 0.5

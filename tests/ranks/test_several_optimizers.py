@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, batches, share_of
+from twins import batches, share_of
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

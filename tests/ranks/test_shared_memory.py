@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import (
-    Transformer,
-    assert_same,
-    batches,
-    engine_step,
-    full_params,
-    plain_run,
-    sharded_run,
-    work_on_ranks,
-)
+from twins import assert_same, batches, engine_step, full_params, plain_run, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.comm.transport.shm import futex, neighbours
@@ -32,6 +23,7 @@ from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_o
 from shardwise.comm.transport.shm.offers import NUM_OFFERS
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from broken_disks import SlowDisk
-from twins import Transformer, adamw, batches, train
+from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import FaultError
@@ -20,6 +20,7 @@ from shardwise.observe.run_notes import read_notes
 from shardwise.observe.slowness import judge
 from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 from tests.thorough import soak
 
 SLOW_SECONDS, TIMEOUT_SECONDS = 0.5, 1.5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import WIDTH, Decoder, batches, rows_of, unsplit
+from pipelined import batches, rows_of, unsplit
 from split_models import TENSOR, Block
 from test_pipeline import CLIP, MICRO_BATCHES, assert_same, pipelined
 from torch import nn
@@ -15,6 +15,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import WIDTH, Decoder
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled

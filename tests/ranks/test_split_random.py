@@ -14,12 +14,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from pipelined import Decoder, batches, unsplit
+from pipelined import batches, unsplit
 from split_models import Block
 from test_pipeline import assert_same, pipelined
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import Decoder
 from tests.thorough import drawn, varies
 
 NUM_STEPS, MOST_RANKS, DIM = 3, 6, 4

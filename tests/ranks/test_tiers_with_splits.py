@@ -14,7 +14,7 @@ import sequences
 import torch
 from experts_models import mixture
 from pipelined import batches
-from sequences import Batch, Gpt, assert_same, whole_run
+from sequences import Batch, assert_same, whole_run
 from test_split_products import TIED, net
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,6 +23,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
+from tests.models import Gpt
 from tests.thorough import drawn, sampled, varies
 
 CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Transformer, adamw, batches
+from twins import adamw, batches
 
 import shardwise as sw
 from shardwise.system.calibration import Calibration, DiskFigures, write_calibration
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import Transformer
 
 
 def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from twins import LENGTH, VOCAB, Transformer
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.testing import run_ranks
+from tests.models import LENGTH, VOCAB, Transformer
 from tests.thorough import sampled
 
 pytestmark = sampled

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from experts_models import mixture
-from pipelined import Decoder
 from torch import nn
-from twins import LENGTH, VOCAB, Run, Transformer, adamw, assert_same, full_params, plain_run
+from twins import Run, adamw, assert_same, full_params, plain_run
 
 import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
+from tests.models import LENGTH, VOCAB, Decoder, Transformer
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

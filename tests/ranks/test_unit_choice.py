@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Batch, Transformer, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
+from twins import Batch, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
 from tests import inside
+from tests.models import Transformer
 from tests.thorough import sampled
 
 CHOICES: dict[str, tuple[Any, list[str]]] = {

@@ -6,16 +6,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from twins import Batch, Transformer, adamw, assert_same, batches, plain_run, sharded_run
+from twins import Batch, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.models import Hidden, Transformer
 from tests.thorough import sampled
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -91,8 +91,8 @@ class Boxed(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(16, 16)
 
-    def forward(self, x: SimpleNamespace) -> SimpleNamespace:
-        return SimpleNamespace(values=torch.tanh(self.linear(x.values)))
+    def forward(self, x: Hidden) -> Hidden:
+        return Hidden(torch.tanh(self.linear(x.get())))
 
 
 class Boxes(torch.nn.Module):
@@ -101,11 +101,10 @@ class Boxes(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Boxed() for _ in range(3))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        box = SimpleNamespace(values=x)
+        box = Hidden(x)
         for block in self.blocks:
             box = block(box)
-        values: torch.Tensor = box.values
-        return (values - y).square().mean()
+        return (box.get() - y).square().mean()
 
 
 def boxes() -> tuple[torch.nn.Module, list[Any]]:
@@ -174,8 +173,7 @@ def test_blocks_whose_backward_cannot_be_seen_stay_whole() -> None:
     torch.manual_seed(0)
     model, _ = boxes()
     data = [(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(3)]
-    run = sharded_run(model, data, "zero3", 2, None, units={"class": "Boxed"})
-    assert_same(run, plain_run(model, data))
+    assert_same(sharded_run(model, data, "zero3", 2, None, shares_memory=False), plain_run(model, data))
 
 
 class Reading(Transformer):

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_transformers import gpt2, llama, mixtral, qwen_moe, vit
 from torch import nn
-from twins import Transformer
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.init.files import WeightFiles
 from shardwise.plan.placement import Span
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 
 
 def empty(build: Callable[[], nn.Module], how: str, num: int) -> list[nn.Module]:

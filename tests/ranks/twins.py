@@ -9,65 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.models import LENGTH, VOCAB
 
 Tensor = torch.Tensor
 Batch = tuple[Tensor, Tensor]
-VOCAB, WIDTH, LENGTH = 67, 32, 6
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 PRESETS_2 = [(name, 2, None) for name in ("ddp", "zero1", "zero2", "zero3", "zero3-kept")]
 PRESETS_4 = [(name, 4, None) for name in ("ddp", "zero1", "zero2", "zero3", "zero3-kept")]
 PRESETS_2X2 = [(name, 4, {"node": 2, "local": 2}) for name in ("hsdp", "hpz", "zero3", "zero1")]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        # Without a bias: the gradient of the keys' bias is only rounding, which Adam would turn into full-size updates.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Transformer(nn.Module):
-    """A small Transformer with learned positions, three blocks and a head, tied on request."""
-
-    def __init__(self, *, tied: bool = False, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-        for param in self.parameters():
-            if param.dim() > 1:
-                nn.init.normal_(param, std=0.1)
-
-    def logits(self, x: Tensor) -> Tensor:
-        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x).float().flatten(0, 1), y.flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
