@@ -22,11 +22,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import shardwise as sw
 from shardwise.checkpoint import checkpoints_in, folder
 from shardwise.errors import CheckpointError
+from tests.thorough import drawn
 
-NUM_KILLS = 50
+NUM_KILLS = drawn(15, 100)
 NOBODY = 65534
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 from launching import launch
 
 from shardwise.checkpoint import checkpoints_in
-from tests.thorough import thorough_only
+from tests.thorough import thorough_only, varies
 
 SCRIPT = Path(__file__).with_name("checkpoint_faults.py")
 DIES = Path(__file__).with_name("dies_while_saving.py")
@@ -25,6 +25,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
 
 
+@varies
 @pytest.mark.timeout(240)
 def test_faults_of_one_process(tmp_path: Path) -> None:
     """See the scenarios; they share a process because importing torch takes longer than they do."""
