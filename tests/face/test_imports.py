@@ -23,6 +23,8 @@ COLLECTIONS = "import gc; collections = []; gc.callbacks.append(lambda *what: co
 
 FOR_PEOPLE = {"rich", "yaml", "matplotlib", "safetensors", "transformers", "asyncio", "http", "unittest"}
 """What only some commands and functions need."""
+UNUSED = {"tomllib", "torch._dynamo", "torch.distributed.checkpoint"}
+"""What the engine does without until somebody asks for it: a plan file, a graph, a checkpoint of others."""
 
 
 def brought_in(first: str, then: str) -> list[str]:
@@ -48,7 +50,9 @@ def test_to_shard_a_model_takes_little_beyond_torch() -> None:
         "psutil",
     }
     assert not packages & FOR_PEOPLE
+    assert not UNUSED & set(found)
     assert not [name for name in found if name.startswith(("shardwise.cli", "shardwise.launch", "shardwise.observe"))]
+    assert len([name for name in found if not name.startswith("shardwise")]) < 80, found
     assert len(found) <= 380, "see `python -X importtime`"
 
 

@@ -160,28 +160,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert not HEAVY & set(imported.split())
 
 
-UNUSED = {"yaml", "tomllib", "rich", "matplotlib", "transformers", "torch._dynamo", "torch.distributed.checkpoint"}
-"""What the engine does without until somebody asks for it: a plan file, a progress line, a checkpoint of others."""
-
-
-def test_the_engine_brings_little_along_with_torch() -> None:
-    """Not by the clock either, but by what is imported and how much."""
-    probe = (
-        "import sys\n"
-        "import shardwise\n"
-        "print(*{name.partition('.')[0] for name in sys.modules})\n"
-        "import torch\n"
-        "before = set(sys.modules)\n"
-        "import shardwise.engine\n"
-        "print(*set(sys.modules) - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
-    at_first, with_engine = (set(line.split()) for line in done.stdout.splitlines())
-    assert not HEAVY & at_first
-    assert not UNUSED & with_engine
-    assert len([name for name in with_engine if not name.startswith("shardwise")]) < 80, sorted(with_engine)
-
-
 def test_it_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardwise", "nosuch"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
