@@ -7,7 +7,7 @@ but messages of several lengths, which only matrices take that are handed to the
 from __future__ import annotations
 
 import torch
-from preset_races import Transformer, race
+from preset_races import Races
 
 import shardwise as sw
 from shardwise.comm.bootstrap import world_group
@@ -23,8 +23,9 @@ def main() -> None:
     world = sw.World.join(timeout_seconds=60, shares_memory=False)
     world.attach(TorchGroups("gloo", world.device, 60, world_group()))
     torch.manual_seed(world.rank)
+    races = Races(world)
     for preset, precision in CASES:
-        race(world, Transformer(tied=True), Transformer(tied=True), preset, {"dp": world.size}, precision)
+        races.race(preset, {"dp": world.size}, precision)
         assert world.collectives(world.device).ledger.calls
         if world.rank == 0:
             print(f"{preset} {precision}: same", flush=True)

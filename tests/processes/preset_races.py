@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 
 from twins import (
-    Batch,
     Run,
     adamw,
     assert_as_near,
@@ -34,19 +33,11 @@ def main() -> None:
     world = sw.World.join(timeout_seconds=60)
     torch.manual_seed(world.rank)  # rank 0's values win
     race_muon(world)
-    start, data = Transformer(tied=True), batches(8)
-    twins: dict[str, list[Run]] = {}
+    races = Races(world)
     for preset, mesh, precision in cases(world.size):
-        run = trained(world, copy.deepcopy(start), data, {"preset": preset, "mesh": mesh, "precision": precision})
-        if world.rank > 0:
-            continue
-        if precision not in twins:
-            twins[precision] = plain_runs(start, data, precision, world.size)
-        if precision == "fp32":
-            assert_same(run, *twins[precision])
-        else:
-            assert_as_near(run, *twins[precision])
-        print(f"{preset} {mesh} {precision}: same", flush=True)
+        races.race(preset, mesh, precision)
+        if world.rank == 0:
+            print(f"{preset} {mesh} {precision}: same", flush=True)
     world.close()
 
 
@@ -58,24 +49,41 @@ def cases(size: int) -> list[tuple[str, dict[str, int], str]]:
     return [(name, {"dp": size}, precision) for name in names for precision in ("fp32", "bf16")]
 
 
-def plain_runs(model: Transformer, data: list[Batch], precision: str, num_ranks: int) -> list[Run]:
-    """In bf16 also one that differs by rounding alone; see `assert_as_near`."""
-    if precision == "fp32":
-        return [plain_run(model, data)]
-    return [plain_run(model, data, shares=shares, dtype=torch.bfloat16) for shares in (num_ranks, 1)]
+class Races:
+    """Trainings from rank 0's values. That rank compares them with plain runs, each of which is made once."""
 
+    def __init__(self, world: sw.World) -> None:
+        self.world, self.start, self.data = world, Transformer(tied=True), batches(8)
+        self.twins: dict[str, list[Run]] = {}
 
-def trained(world: sw.World, model: Transformer, data: list[Batch], plan: dict[str, Any]) -> Run:
-    optimizer, run = adamw(model), Run()
-    with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
-        for x, y in data:
-            rows = x.shape[0] // world.size
-            mine = slice(world.rank * rows, (world.rank + 1) * rows)
-            loss = engine_step(engine, optimizer, (x[mine], y[mine]))
-            run.losses.append(world.mean(loss.item()))
-            run.norms.append(engine.gradient_norm or 0.0)
-        run.params = full_params(engine)
-    return run
+    def race(self, preset: str, mesh: dict[str, int], precision: str) -> None:
+        run = self.trained({"preset": preset, "mesh": mesh, "precision": precision})
+        if self.world.rank > 0:
+            return
+        if precision not in self.twins:
+            self.twins[precision] = self.plain_runs(precision)
+        if precision == "fp32":
+            assert_same(run, *self.twins[precision])
+        else:
+            assert_as_near(run, *self.twins[precision])
+
+    def plain_runs(self, precision: str) -> list[Run]:
+        """In bf16 also one that differs by rounding alone; see `assert_as_near`."""
+        if precision == "fp32":
+            return [plain_run(self.start, self.data)]
+        shares = (self.world.size, 1)
+        return [plain_run(self.start, self.data, shares=number, dtype=torch.bfloat16) for number in shares]
+
+    def trained(self, plan: dict[str, Any]) -> Run:
+        world, model, run = self.world, copy.deepcopy(self.start), Run()
+        optimizer = adamw(model)
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            for x, y in self.data:
+                mine = (x.chunk(world.size)[world.rank], y.chunk(world.size)[world.rank])
+                run.losses.append(world.mean(engine_step(engine, optimizer, mine).item()))
+                run.norms.append(engine.gradient_norm or 0.0)
+            run.params = full_params(engine)
+        return run
 
 
 def race_muon(world: sw.World) -> None:
