@@ -716,8 +716,8 @@ ELASTIC = _of(
     ),
     (
         "copies of a rank that is lost during a recovery are not settled",
-        "        for rank in mine:\n            layout.complete(",
-        "        for rank in mine if layout.flats else ():\n            layout.complete(",
+        "        for rank in mine:  # also",
+        "        for rank in mine if layout.flats else ():  # also",
         "buddies",
     ),
     (

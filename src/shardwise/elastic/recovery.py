@@ -255,7 +255,7 @@ class Recovery:
         layout.survival.bring(version)
         mine = [rank for rank, reader in readers.items() if reader == self.world.rank]
         images = {rank: layout.images_of(rank) for rank in mine}
-        for rank in mine:
+        for rank in mine:  # also if memory of the layout is gone: copies of other hosts' ranks do without
             layout.complete(rank, images[rank], version)
         self._check_agreement(layout, version, readers)
         self.iterations.version = version
