@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import FaultError
-from shardwise.testing import InjectedError, fail_at, run_ranks, skip_at
+from shardwise.testing import run_ranks, skip_at
 
 ROOT = Path(__file__).parents[2]
 Names = dict[str, Any]
@@ -327,9 +327,8 @@ def test_it_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.Mon
         text = text.replace(long, short)
 
     def run(world: sw.World | None) -> None:
-        given: Names = {"sw": sw, "torch": torch, "np": np, "pytest": pytest, "FaultError": FaultError}
-        given |= {one.__name__: one for one in (run_ranks, skip_at, fail_at, InjectedError)}
-        names: Names = {**given, **setting.names(world)}
+        given = {"sw": sw, "torch": torch, "np": np, "pytest": pytest, "FaultError": FaultError}
+        names: Names = {**given, "run_ranks": run_ranks, "skip_at": skip_at, **setting.names(world)}
         if "transformers" in text:
             names["transformers"] = pytest.importorskip("transformers")
         exec(compile(text, f"{page}, block {number}", "exec"), names)
