@@ -149,7 +149,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     except BaseException:  # an error of the import is told where the file is collected
         return
     for name, kind in list(vars(module).items()):
-        if isinstance(kind, type) and getattr(kind, "is_dist_fixture", False) and name != "DistributedFixture":
+        if isinstance(kind, type) and name != "DistributedFixture" and "is_dist_fixture" in dir(kind):
             setattr(module, name, _fixture(kind))
     if IN_FP32:
         _use_fp32(module)
