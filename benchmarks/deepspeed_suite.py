@@ -227,8 +227,10 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
         return ACCEPTED, result["test"].partition("[")[0]
     if any(words in message for words in _OTHER_DEVICES):
         return SKIPPED, "needs another device than a CPU"
-    if kind == "SystemExit" or (kind == "AssertionError" and "Regex pattern did not match" in message):
-        return REFUSED, "in other words: " + message.partition("Actual message: ")[2][:90]
+    if kind == "SystemExit":
+        return REFUSED, "by a sentence of the command line"
+    if kind == "AssertionError" and "Regex pattern did not match" in message:
+        return REFUSED, f"in other words: {message.partition('Actual message: ')[2][:90]}"
     if kind in ("ImportError", "ModuleNotFoundError", "AttributeError") and (name := _name_in(message)):
         return INTERNALS, name
     for part, what in _INTERNALS_OF.items():

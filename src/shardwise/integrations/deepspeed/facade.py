@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+import shardwise as sw
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed import (
@@ -44,7 +45,6 @@ from shardwise.integrations.deepspeed.config import ComponentConfig, load_config
 from shardwise.integrations.deepspeed.logging import log_dist, logger
 from shardwise.integrations.deepspeed.monitor import MonitorMaster, get_monitor_config
 from shardwise.integrations.deepspeed.names import RefusedImports, attribute_errors
-from shardwise.optim import Lamb, Lion
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose API this is."""
@@ -343,7 +343,7 @@ class CPUAdagrad(metaclass=_Factory):
 class FusedLamb(metaclass=_Factory):
     """`shardwise.optim.Lamb` with DeepSpeed's arguments."""
 
-    KIND = Lamb
+    KIND = sw.optim.Lamb
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Lamb", {"lr": lr, **options}), list(params))
@@ -352,7 +352,7 @@ class FusedLamb(metaclass=_Factory):
 class FusedLion(metaclass=_Factory):
     """`shardwise.optim.Lion` with DeepSpeed's arguments."""
 
-    KIND = Lion
+    KIND = sw.optim.Lion
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Lion", {"lr": lr, **options}), list(params))
@@ -361,7 +361,7 @@ class FusedLion(metaclass=_Factory):
 class CPULion(metaclass=_Factory):
     """As `FusedLion`, with the arguments of `DeepSpeedCPULion`."""
 
-    KIND = Lion
+    KIND = sw.optim.Lion
 
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return FusedLion(model_params, lr, **options)

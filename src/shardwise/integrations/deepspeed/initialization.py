@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.comm.bootstrap import MEMBER
 from shardwise.errors import ConfigError, StateError, nearest
 from shardwise.init import end_recording
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
@@ -177,7 +176,7 @@ def init_distributed_if_launched() -> None:
     """`init_distributed()`, if a launcher has said as `torchrun` does where ranks meet. Under an MPI launcher they meet
     by MPI, and in an elastic job each world opens a process group of its own: there it does nothing."""
     is_told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if is_told and MEMBER not in os.environ and not process_rank_of(os.environ).is_mpi:
+    if is_told and "SHARDWISE_MEMBER" not in os.environ and not process_rank_of(os.environ).is_mpi:
         init_distributed()
 
 
