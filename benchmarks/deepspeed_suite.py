@@ -213,7 +213,9 @@ def verdict(result: dict[str, Any]) -> tuple[str, str]:
     if result["outcome"] == "passed":
         return (IN_FP32, result["test"].partition("[")[0]) if "precision" in result else (PASSED, "")
     if result["outcome"] != "failed":
-        return SKIPPED, result.get("message", "")[:110]
+        message = result.get("message", "")
+        found = re.search(r"'(\w+)' object has no attribute '(ds_\w+)'", message)
+        return (SKIPPED, message[:110]) if found is None else (INTERNALS, ".".join(found.groups()))
     kind, message = result["type"].rpartition(".")[2], " ".join(result["message"].split())
     if kind == "InternalsError":
         return INTERNALS, message

@@ -448,6 +448,14 @@ def test_a_config_by_itself() -> None:
     config = enums.DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 2}, **ADAM})
     assert (config.train_batch_size, config.gradient_accumulation_steps, config.optimizer_name) == (8, 1, "AdamW")
     assert config.zero_optimization_stage == 2
+    assert (config.gradient_allreduce_op, config.zero_overlap_comm, config.dataloader_drop_last) == (
+        "mean",
+        None,
+        False,
+    )
+    with pytest.raises(AttributeError, match=r"DeepSpeedConfig.zero_config is not supported .* use .translated.value"):
+        _ = config.zero_config
+    assert copy.copy(config).train_batch_size == 8
     with pytest.raises(ConfigError, match="train_batch_size"):
         enums.DeepSpeedConfig({"train_batch_size": 0})
 
