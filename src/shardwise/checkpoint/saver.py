@@ -93,7 +93,9 @@ class Saver:
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
         self._own: set[Path] = set()
-        """Folders in which this run has saved, or from which it has resumed."""
+        """Folders in which this run has saved, or from which it has resumed. All ranks know: any may be rank 0 next."""
+        self._has_joined = world.is_newcomer
+        """Whether this rank has joined others, and does not know whether they have resumed."""
         self._left: _UnderWay | None = None
         """A checkpoint that a previous saver was writing."""
 
@@ -106,7 +108,7 @@ class Saver:
         self.wait_for_copy()
         other = Saver(world, pinned=self._pinned, timeout_seconds=self._timeout_seconds)
         other._locks, self._locks = self._locks, {}
-        other._metrics, other._own = self._metrics, self._own
+        other._metrics, other._own, other._has_joined = self._metrics, self._own, self._has_joined
         other._left, self._under_way = self._under_way or self._left, None
         return other
 
@@ -214,6 +216,7 @@ class Saver:
             if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(f"{what}: {error}") from error
+        self._own.add(folder.resolve())
         return _Prepared(*mine[0], draft, [Writer(**one["writer"]) for one in every])
 
     def _open(self, folder: Path, draft: Path) -> int:
@@ -229,10 +232,10 @@ class Saver:
         self._own.add(path.parent.resolve())
 
     def _look_for_earlier_run(self, folder: Path) -> None:
-        """Before the first checkpoint in `folder`. A rank that has joined others does not know whether they resumed."""
-        place = folder.resolve()
-        found = [] if place in self._own or self._world.is_newcomer else list(folders.checkpoints_in(folder))
-        self._own.add(place)
+        """On rank 0, before the first checkpoint in `folder`."""
+        if self._has_joined or folder.resolve() in self._own:
+            return
+        found = list(folders.checkpoints_in(folder))
         if found:
             steps = f"step {found[0]}" if len(found) == 1 else f"steps {found[0]} to {found[-1]}"
             logging.getLogger("shardwise").warning(
