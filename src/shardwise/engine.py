@@ -743,7 +743,8 @@ class Engine:
     # -- memory and time ----------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        """Promised and measured bytes of this rank; see `MemoryReport`."""
+        """Promised and measured bytes of this rank; see `MemoryReport`. The promise is for steps that follow their
+        program: the first two or so are recorded, and hold less."""
         image_bytes, kept_bytes = self._session.bytes_for_survival
         return replace(memory_of(self._sharded), image_bytes=image_bytes, kept_bytes=kept_bytes)
 
