@@ -726,7 +726,26 @@ ELASTIC = _of(
         'keys(NUM_ROUNDS, "permutation", self.seed, self.source, 0)',
         "data_permutation data_sampling data_loader",
     ),
+    (
+        "the group that has lost most is filled up first",
+        "key=lambda at: -len(broken[at])",
+        "key=lambda at: len(broken[at])",
+        "replica_groups",
+    ),
+    (
+        "a spare takes a place of which it has no part, though its own is open",
+        "for member, had in free.items() if had == place)",
+        "for member, had in free.items())",
+        "replica_groups",
+    ),
+    (
+        "a group that has lost a rank goes on",
+        "if len(group) == len(places)}",
+        "if group}",
+        "replica_groups",
+    ),
 )
+
 
 TENSOR = _of(
     "tensor",
