@@ -99,7 +99,8 @@ class ShardedModel:
         self._has_noted_use = self._has_noted_drops = False
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
-        self._weighs_losses = self.parts.pipeline is not None or sharding.experts is not None
+        communicates = sharding.experts is not None or sharding.converted.communicates
+        self._weighs_losses = self.parts.pipeline is not None or communicates
         """Whether weights are applied to losses: see [Note: weights] in `comm/weighing.py`."""
         self._weight = 1.0
         self._set_weight(1.0)
@@ -318,6 +319,7 @@ class ShardedModel:
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
         """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
         with ExitStack() as stack:
+            stack.enter_context(self.parts.sharding.converted.suspended())
             if self.parts.sequence is not None:
                 stack.enter_context(self.parts.sequence.suspended())
             yield stack.enter_context(self.parts.runner.inference(self.world, keep_bytes, members))
