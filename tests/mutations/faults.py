@@ -811,7 +811,35 @@ TENSOR = _of(
     ),
 )
 
+CONVERSIONS = _of(
+    "conversions",
+    (
+        "the gradient of a batch's statistics is that of this rank's loss alone",
+        "values = copy_to(reduce_from(values, line), line)",
+        "values = reduce_from(values, line)",
+        "conversions",
+    ),
+    (
+        "after a change of plan modules sum along the former mesh",
+        "    sharding.connect_converted(world)\n    renewed",
+        "    renewed",
+        "conversions",
+    ),
+    (
+        "ranks at their own pace wait for each other's batch norms",
+        "        self._connect(())\n        try:",
+        "        try:",
+        "conversions",
+    ),
+    (
+        "losses of ranks with more rows count for no more than others",
+        "communicates = sharding.experts is not None or sharding.converted.communicates",
+        "communicates = sharding.experts is not None",
+        "conversions",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(*SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
-    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS),
 )

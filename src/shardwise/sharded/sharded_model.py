@@ -66,6 +66,10 @@ def scaler_for(plan: Plan) -> LossScaler | None:
 class ShardedModel:
     """Connects one sharded model to its hooks, programs and optimizer, and takes its steps.
 
+    It is not the engine, because a change of plan, or a lost rank, replaces it while users hold the engine; and not its
+    `parts`, because optimizers step without an engine being called, and their hooks must find somebody who can say that
+    the memory has moved on (`parts` then raises) instead of stepping on buffers of an old plan.
+
     `before_change` is called before a step changes what an optimizer holds.
     """
 
