@@ -922,6 +922,7 @@ class Engine:
                 self._run_log.close(error)
             self._session.close(error)
             self._sharded.unhook()
+            self._sharded.converted.undo()
             if self._sharded.disk is not None:
                 self._sharded.disk.close()
             if self._owns_world:

@@ -833,7 +833,7 @@ CONVERSIONS = _of(
     ),
     (
         "losses of ranks with more rows count for no more than others",
-        "communicates = sharding.experts is not None or sharding.converted.communicates",
+        "communicates = sharding.experts is not None or self.converted.communicates",
         "communicates = sharding.experts is not None",
         "conversions",
     ),

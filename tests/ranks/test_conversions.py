@@ -146,7 +146,8 @@ def test_checkpoints_are_those_of_the_plain_model_both_ways(tmp_path: Path) -> N
         assert torch.equal(value, state[name]), name
 
 
-def test_modules_stay_the_users_own_and_are_plain_again_afterwards() -> None:
+@pytest.mark.parametrize("end", [sw.Engine.unshard, sw.Engine.close])
+def test_modules_stay_the_users_own_and_are_plain_again_afterwards(end: Callable[[sw.Engine], None]) -> None:
     model = synced()
     before = list(model.modules())
     params = list(model.parameters())
@@ -157,7 +158,7 @@ def test_modules_stay_the_users_own_and_are_plain_again_afterwards() -> None:
         kinds = {type(module) for module in mine.modules() if isinstance(module, nn.SyncBatchNorm)}
         assert kinds == {SyncBatchNorm}
         said = str(engine)
-        engine.unshard()
+        end(engine)
         assert {type(one) for one in mine.modules() if isinstance(one, nn.SyncBatchNorm)} == {nn.SyncBatchNorm}
         assert not any("lines" in vars(one) for one in mine.modules())
         return said

@@ -98,12 +98,14 @@ class ShardedModel:
         """In a pipeline: whether the ranks have asked whether activations on their disks have room."""
         self.disk = sharding.disk
         """Holds the rows on a disk, if there are any."""
+        self.converted = sharding.converted
+        """Outlives `parts`: whoever closes the engine makes these modules plain again."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
         self._has_noted_use = self._has_noted_drops = False
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
-        communicates = sharding.experts is not None or sharding.converted.communicates
+        communicates = sharding.experts is not None or self.converted.communicates
         self._weighs_losses = self.parts.pipeline is not None or communicates
         """Whether weights are applied to losses: see [Note: weights] in `comm/weighing.py`."""
         self._weight = 1.0
@@ -323,7 +325,7 @@ class ShardedModel:
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
         """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
         with ExitStack() as stack:
-            stack.enter_context(self.parts.sharding.converted.suspended())
+            stack.enter_context(self.converted.suspended())
             if self.parts.sequence is not None:
                 stack.enter_context(self.parts.sequence.suspended())
             yield stack.enter_context(self.parts.runner.inference(self.world, keep_bytes, members))

@@ -285,7 +285,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     model, world, progress = sharded.model, sharded.world, sharded.progress
     plan = _in_one_precision(plan, sharded)
     _require_same_split(sharded, plan)
-    check_plan(sharded.parts.sharding.converted, plan)
+    check_plan(sharded.converted, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
     added = sharded.parts.optimizer.added if sharded.parts.optimizer is not None else {}
     updates = {**sharded.parts.sharding.updates, **added}
@@ -393,7 +393,6 @@ def unshard(sharded: ShardedModel) -> None:
     for split in (sharding.split, sharding.experts):
         if split is not None:
             split.undo()
-    sharding.converted.undo()
     share_totals(sharded.model, torch.Tensor.clone)
     for flat in (flat for unit in sharding.units for flat in unit.flats):
         for slot, param in zip(flat.slots, flat.params, strict=True):
