@@ -266,6 +266,44 @@ def test_units_are_chosen_from_converted_modules() -> None:
         choose_units(model, load_plan({"units": {"class": "Double"}}))
 
 
+class Chain(nn.Module):
+    """The same layers, with the loss outside, as pipelines take it."""
+
+    def __init__(self, model: Normed) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = model.embed, model.blocks, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x).flatten(0, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        result: Tensor = self.head(hidden)
+        return result
+
+
+def test_the_batch_norms_of_a_stage_take_the_rows_of_the_ranks_that_have_it_too() -> None:
+    data, model = batches(4, rows=12), Chain(synced())
+
+    def loss_of(output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, y.flatten())
+
+    def rank(world: sw.World) -> tuple[list[float], int]:
+        mine, losses = copy.deepcopy(model), []
+        plan = {"preset": "zero1", "mesh": {"pp": 2, "dp": 2}}
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            for x, y in data:
+                place, num = engine.data_ranks
+                loss = engine.train_step(x.chunk(num)[place], y.chunk(num)[place], loss_fn=loss_of)
+                losses.append(engine.mean(loss.item()))
+            return losses, len(inside.sharding(engine).converted.modules)
+
+    twin = plain_run(plain(), data)
+    results = run_ranks(4, rank)
+    assert sorted(num for _, num in results) == [1, 1, 2, 2]
+    for losses, _ in results:
+        assert losses == pytest.approx(twin.losses, rel=1e-6)
+
+
 class NormedNet(Net):
     def __init__(self) -> None:
         super().__init__()
