@@ -39,6 +39,7 @@ from shardwise.memory import (
     unit_specs,
 )
 from shardwise.optim import hidden_matrices
+from shardwise.parallel.conversions import Converted, check_plan, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
@@ -79,6 +80,13 @@ def within_budget_of(
     updates = _updates(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=_device().type == "cpu", num_local=per_host)
     return within_budget(model, in_own_precision(plan, model), mesh, ranks, updates, num_states)
+
+
+def converted(model: nn.Module, plan: Plan) -> Converted:
+    """Convert the modules of `model` in place, as `shard` does first."""
+    found = convert(model)
+    check_plan(found, plan)
+    return found
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
@@ -127,10 +135,16 @@ def _largest(model: nn.Module, layout: StageLayout) -> int:
 
 
 def activations_of(
-    model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh, expert_load: float = EXPERT_LOAD
+    model: nn.Module,
+    source: str,
+    plan: Plan,
+    table: Table,
+    mesh: Mesh,
+    converted: Converted,
+    expert_load: float = EXPERT_LOAD,
 ) -> Counted:
-    """What `model` holds and sends in a forward and backward on the batch that `FILE:CALLABLE` returns; with a
-    pipeline, for the rank with the most parameters.
+    """What `model`, with its `converted` modules, holds and sends in a forward and backward on the batch that
+    `FILE:CALLABLE` returns; with a pipeline, for the rank with the most parameters.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
     this machine has one. With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even
@@ -141,7 +155,7 @@ def activations_of(
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
-    parts = _Parts(plan, table, mesh, _device(), expert_load)
+    parts = _Parts(plan, table, mesh, _device(), expert_load, converted)
     if has_pipeline(mesh):
         return parts.of_stages(model, batch)
     ledger = Ledger()
@@ -172,6 +186,7 @@ class _Parts:
     mesh: Mesh
     device: torch.device
     expert_load: float
+    converted: Converted
 
     def of_stages(self, model: nn.Module, batch: object) -> Counted:
         """For the rank with the most parameters. Stages of other ranks are rehearsed for their outputs."""
@@ -223,6 +238,7 @@ class _Parts:
         if split is not None:
             line = self._line(AXIS, ledger)
             split.carry_out(line, Regions(line))
+        self.converted.of_copy(model).connect(mesh, lambda axis: self._line(axis, ledger))
         return [unit for unit in units if unit.flats]
 
     def around(self, model: nn.Module, ledger: Ledger) -> Around:
