@@ -366,8 +366,8 @@ SCHEDULES = _of(
     ),
     (
         "all micro-batches get the rows of the first",
-        "return _Cut([_share(value, span) for span in spans], counts)",
-        "return _Cut([_share(value, spans[0]) for span in spans], counts)",
+        "return _Cut([_share(value, span) for span in spans], even_sizes(bounds[-1], num))",
+        "return _Cut([_share(value, spans[0]) for span in spans], even_sizes(bounds[-1], num))",
         "train_step pipeline",
     ),
 )
@@ -757,9 +757,9 @@ TENSOR = _of(
     "tensor",
     (
         "what is left over of a dimension goes to no rank",
-        "starts = [rank * least + min(rank, remainder) for rank in range(num_ranks + 1)]",
-        "starts = [rank * least for rank in range(num_ranks + 1)]",
-        "head_counts split_random tensor_parallel",
+        "return part * least + min(part, more)",
+        "return part * least",
+        "even_parts",
     ),
     (
         "copies of a head are dealt in turn instead of to neighbours",
