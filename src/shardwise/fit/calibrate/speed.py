@@ -82,48 +82,43 @@ def hardware_from(speeds: Speeds, known: Calibration, name: str, disk: Disk | No
     )
 
 
-def fit_products(by_dtype: Mapping[str, Sequence[tuple[int, int, int, float]]]) -> tuple[Products, dict[str, float]]:
-    """The parameters of `Products` common to all dtypes, and the peak rate of each, by least squares of relative
-    errors: the seconds of a product are linear in 1, 1/area and 1/depth."""
-    rows = [one for rows in by_dtype.values() for one in rows]
-    if not rows:
+Row = tuple[int, int, int, float]
+
+
+def fit_products(by_dtype: Mapping[str, Sequence[Row]]) -> tuple[Products, dict[str, float]]:
+    """The parameters of `Products`, as the mean of what each dtype suggests, and the peak rate of each.
+
+    Seconds per FLOP are linear in 1, 1/area and 1/depth, so that least squares of relative errors find them.
+    """
+    if not any(by_dtype.values()):
         raise ConfigError(f"No product was measured, so there is nothing to calibrate with. Run {COMMAND} again.")
-    losses = np.zeros(2)
-    for _ in range(8):  # in turn: rates given the losses, losses given the rates
-        peaks = {dtype: _peak(rows, losses) for dtype, rows in by_dtype.items()}
-        losses = _losses(by_dtype, peaks)
-    peaks = {dtype: _peak(rows, losses) for dtype, rows in by_dtype.items()}
-    return Products(share=1.0, half_area=float(losses[0]), half_depth=float(losses[1])), peaks
+    area, depth = np.mean([_losses(rows) for rows in by_dtype.values()], axis=0)
+    peaks = {dtype: _peak(rows, area, depth) for dtype, rows in by_dtype.items()}
+    return Products(share=1.0, half_area=float(area), half_depth=float(depth)), peaks
 
 
-def _terms(rows: Sequence[tuple[int, int, int, float]]) -> np.ndarray:
-    return np.array([(1 / (m * n), 1 / k) for m, n, k, _ in rows])
-
-
-def _peak(rows: Sequence[tuple[int, int, int, float]], losses: np.ndarray) -> float:
-    """The rate at which predicted and measured seconds differ least, in logarithms."""
-    ideal = np.array([2.0 * m * n * k for m, n, k, _ in rows]) * (1 + _terms(rows) @ losses)
-    return float(np.exp(np.mean(np.log(ideal / np.array([row[3] for row in rows])))))
-
-
-def _losses(by_dtype: Mapping[str, Sequence[tuple[int, int, int, float]]], peaks: Mapping[str, float]) -> np.ndarray:
-    """Least squares of relative errors, with no loss below 0."""
-    slower = [
-        (seconds * peaks[dtype] / (2.0 * m * n * k), *terms)
-        for dtype, rows in by_dtype.items()
-        for (m, n, k, seconds), terms in zip(rows, _terms(rows), strict=True)
-    ]
-    target = np.array([max(0.0, factor - 1) / factor for factor, *_ in slower])
-    terms = np.array([[one / factor for one in each] for factor, *each in slower])
-    free = [0, 1]
-    found = np.zeros(2)
-    while free:
-        solved = np.linalg.lstsq(terms[:, free], target, rcond=None)[0]
+def _losses(rows: Sequence[Row]) -> np.ndarray:
+    """`half_area` and `half_depth` for one dtype, neither below 0."""
+    slowness = np.array([seconds / (2.0 * m * n * k) for m, n, k, seconds in rows])
+    terms = np.array([(1.0, 1 / (m * n), 1 / k) for m, n, k, _ in rows])
+    scales = terms.max(axis=0)  # of very different sizes otherwise, which least squares would take for rounding
+    terms = terms / scales / slowness[:, None]
+    kept = [0, 1, 2]
+    while True:
+        solved = np.linalg.lstsq(terms[:, kept], np.ones(len(rows)), rcond=None)[0]
         if (solved >= 0).all():
-            found[free] = solved
             break
-        free = [index for index, value in zip(free, solved, strict=True) if value > 0]
-    return found
+        kept = [index for index, value in zip(kept, solved, strict=True) if value > 0 or index == 0]
+    found = np.zeros(3)
+    found[kept] = solved
+    found /= scales
+    return found[1:] / found[0]
+
+
+def _peak(rows: Sequence[Row], half_area: float, half_depth: float) -> float:
+    """The rate at which predicted and measured seconds differ least, in logarithms."""
+    rates = [2.0 * m * n * k * (1 + half_area / (m * n) + half_depth / k) / seconds for m, n, k, seconds in rows]
+    return float(np.exp(np.mean(np.log(rates))))
 
 
 def fit_attention(rows: Sequence[tuple[int, float, float]], peak: float) -> AttentionShare:

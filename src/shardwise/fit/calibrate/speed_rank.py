@@ -25,7 +25,7 @@ ELEMENTS, LARGE_ELEMENTS = (2**18, 2**20), (2**24, 2**26)
 MESSAGES = (2**12, 2**16, 2**24)
 SECONDS = 0.15
 """For each setting, at least; a few repeats in any case."""
-REPEATS = 5
+REPEATS, MESSAGE_REPEATS = 5, 15
 
 
 class Measuring:
@@ -35,14 +35,17 @@ class Measuring:
         self._world, self._device = world, device
         self.is_large = device.accelerator is not None
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """How long a call takes: the median, and the mean of all ranks, which begin together."""
+    def seconds(self, call: Callable[[], object], repeats: int = 0) -> float:
+        """How long a call takes: the median, and the mean of all ranks, which begin together.
+
+        Without `repeats` each rank repeats it for `SECONDS`; calls that communicate are repeated equally often.
+        """
         call()
         self._wait()
         self._world.barrier()
         times: list[float] = []
         started = time.perf_counter()
-        while len(times) < REPEATS or time.perf_counter() - started < SECONDS:
+        while len(times) < (repeats or REPEATS) or (not repeats and time.perf_counter() - started < SECONDS):
             begun = time.perf_counter()
             call()
             self._wait()
@@ -129,7 +132,7 @@ class Measuring:
             def call(full=full) -> None:  # type: ignore[no-untyped-def]
                 collectives.all_gather(full, group, "full").wait()
 
-            found.append((full.nbytes, self.seconds(call)))
+            found.append((full.nbytes, self.seconds(call, MESSAGE_REPEATS)))
         return found
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
