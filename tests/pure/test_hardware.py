@@ -62,7 +62,7 @@ def test_a_file_of_the_user_s_own_is_checked_as_a_plan_is(tmp_path: Path) -> Non
     mine.write_text(source.replace("  memory_bytes: 2048GiB", "  memory_bytes: many\n  memory_byte: 1"))
     with pytest.raises(ConfigError) as below:
         hardware(str(mine))
-    assert "host.memory_bytes is 'many'; expected bytes such as 80GiB" in str(below.value)
+    assert "host.memory_bytes is 'many'; expected a whole number of at least 0" in str(below.value)
     assert "unknown key 'memory_byte' in host. Did you mean 'memory_bytes'?" in str(below.value)
     assert "unknown key 'rank_per_node' in the hardware. Did you mean 'ranks_per_node'?" in str(caught.value)
 
