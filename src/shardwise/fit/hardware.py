@@ -108,6 +108,9 @@ class Hardware(_Section):
     """Between two kernels of one rank; where `runs_ahead`, what the host needs to start one while the device computes
     others."""
     runs_ahead: bool = True
+    launch_norm: Annotated[float, Field(ge=1, description="a number, at least 1")] = 8.0
+    """Where the host runs ahead: how completely its time and the device's overlap, as the exponent of a norm of both.
+    1: not at all; large: the longer of the two counts. In between, parts in which one waits for the other alternate."""
     contention: Annotated[float, Field(ge=1, description="a number, at least 1")] = 1.0
     """How many times as long computation and communication take while both go on. 2: nothing is won."""
     ranks_share_device: bool = False
@@ -175,12 +178,22 @@ class Hardware(_Section):
                 return moving
         raise ConfigError(f"'{operation}' has no price as computation.")
 
-    def computing_seconds(self, operations: Sequence[Operation]) -> float:
+    def computing_seconds(self, operations: Sequence[Operation], waiting_seconds: float = 0.0) -> float:
         """Operations one after the other, with their launches: beside them where the host runs ahead, else between
-        them."""
+        them.
+
+        `waiting_seconds`: how long the device communicates between them, which the host uses to run ahead too.
+        """
         seconds = sum(map(self.operation_seconds, operations))
         launches = self.launch_seconds * sum(one.kernels for one in operations)
-        return max(seconds, launches) if self.runs_ahead else seconds + launches
+        if not self.runs_ahead:
+            return seconds + launches
+        device = seconds + waiting_seconds
+        longer = max(device, launches)
+        if not longer:
+            return 0.0
+        both = longer * (1 + (min(device, launches) / longer) ** self.launch_norm) ** (1 / self.launch_norm)
+        return both - waiting_seconds
 
     # -- communicating ----------------------------------------------------------------------------------
 
