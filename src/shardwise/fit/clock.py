@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.prices import Cost, Prices
-from shardwise.fit.work import Work, Worked, flops_of, work_of_blocks
+from shardwise.fit.work import COPYING, Work, Worked, flops_of, work_of_blocks
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Action, Block, Moment, Program, StepProgram
 from shardwise.program.effects import Effect
@@ -355,7 +355,7 @@ class _Streams:
         return own, [1.0 / max((users[link] for link in head.links), default=1) for head in heads]
 
     def _advance(self, step: float, heads: Sequence[_Flight], rates: Sequence[float]) -> None:
-        for head, rate in zip(heads, rates, strict=True):
+        for head in heads:
             if head.begin is None:
                 head.begin = self.now
         self.now += step
@@ -391,6 +391,9 @@ class _Rank:
         self._streams = _Streams(hardware.contention, copies_contend=hardware.is_processor)
         self._made: dict[tuple[str, str], _Flight] = {}
         """The latest flight that makes each buffer of each flat buffer."""
+        self._evicted: list[_Flight] = []
+        self._fetched: list[_Flight] = []
+        """Copies of activations that have not been waited for."""
         self._keeps_events = keeps_events
         self._timed: dict[int, _Timed] = {}
         self._by_unit = {unit.name: unit for unit in program.step.units}
@@ -420,14 +423,19 @@ class _Rank:
             yield from self._schedule(step.micro_batch, work)
         else:
             yield from self._micro_batches(step.micro_batch, work)
+        begun = self._streams.now
         for block in step.step:
-            begun = self._streams.now
-            if block.moment.edge == "before":
+            agreed = [place for place, action in enumerate(block.actions) if action.verb == "agree"]
+            if block.moment.edge == "before":  # what ranks agree on is the norm of gradients that are complete
+                place = agreed[0] if agreed else len(block.actions)
+                yield from self._act(replace(block, actions=block.actions[:place]))
                 self._compute(self._prices.norm(), "gradient norm", str(block.moment))
-            elif block.moment.edge == "after":
+                yield from self._act(replace(block, actions=block.actions[place:]))
+                continue
+            if block.moment.edge == "after":
                 self._compute(self._prices.update(), "update", str(block.moment))
             yield from self._act(block)
-            self._updated += self._streams.now - begun
+        self._updated = self._streams.now - begun
 
     def _micro_batches(self, program: Program, work: Sequence[Worked]) -> _Asked:
         """See [Note: periodic micro-batches]."""
@@ -510,6 +518,9 @@ class _Rank:
         if timed is None:
             timed = self._timed[id(worked)] = self._time(worked, block.moment)
         moment = block.moment
+        if timed.parts and self._fetched:
+            self._await_all(self._fetched, str(moment))
+        self._fetched += self._copied(timed.fetched, "fetch", str(moment))
         for seconds, links, axis in timed.parts:
             begun = self._streams.now
             self._streams.compute(seconds, links)
@@ -527,7 +538,23 @@ class _Rank:
         self._flops += timed.flops
         self._least += timed.least
         self._recomputed += timed.recomputed
+        if timed.evicted:  # memory of the last unit is freed behind its copy
+            self._await_all(self._evicted, str(moment))
+            self._evicted += self._copied(timed.evicted, "evict", str(moment))
         yield from self._act(block)
+
+    def _copied(self, costs: Sequence[Cost], verb: str, moment: str) -> list[_Flight]:
+        """Issue copies of activations to or from another tier."""
+        flights = [_Flight(verb, f"{verb} activations {cost.axis}", moment, cost) for cost in costs]
+        for flight, cost in zip(flights, costs, strict=True):
+            self._stream_seconds[verb] = self._stream_seconds.get(verb, 0.0) + cost.seconds
+            self._streams.issue(flight)
+        return flights
+
+    def _await_all(self, flights: list[_Flight], moment: str) -> None:
+        for flight in flights:
+            self._await(flight, f"wait {flight.text}", moment)
+        flights.clear()
 
     def _time(self, worked: Worked, moment: Moment) -> _Timed:
         hardware, prices = self.hardware, self._prices
@@ -553,7 +580,8 @@ class _Rank:
         least = sum(one.flops / hardware.peak(one.dtype) for one in useful)
         least_again = sum(one.flops / hardware.peak(one.dtype) for one in worked.recomputed if one.flops)
         flops = flops_of(worked.operations) - flops_of(worked.recomputed)
-        return _Timed(tuple(parts), flops, least - least_again, again)
+        moved = {verb: prices.activations(worked.operations, verb) for verb in COPYING}
+        return _Timed(tuple(parts), flops, least - least_again, again, moved["evict"], moved["fetch"])
 
     def _act(self, block: Block) -> _Asked:
         moment = str(block.moment) if self._keeps_events else ""
@@ -708,6 +736,8 @@ class _Timed:
     flops: float
     least: float
     recomputed: float
+    evicted: tuple[Cost, ...] = ()
+    fetched: tuple[Cost, ...] = ()
 
 
 def _send_nowhere(*_: object) -> None:

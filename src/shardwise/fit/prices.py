@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.work import Operation
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype
 from shardwise.program import ALL_FLATS, Action, FlatSpec, StepProgram, backward_makes, disk_bytes, resting_disk_bytes
@@ -107,6 +108,23 @@ class Prices:
                 adds = self.accumulates and backward_makes(flat) == "grad"
                 num_bytes += flat.numel * (WIDTH[flat.table.compute] + WIDTH[left] * (2 if adds else 1))
         return self.hardware.memory_seconds(num_bytes)
+
+    def activations(self, operations: Iterable[Operation], verb: str) -> tuple[Cost, ...]:
+        """What copies of activations to a tier (`evict`) or back (`fetch`) cost, one for each tier."""
+        by_tier: dict[str, float] = {}
+        for one in operations:
+            if one.kind == verb:
+                by_tier[one.axis] = by_tier.get(one.axis, 0.0) + one.num_bytes
+        return tuple(self._activations(tier, num_bytes, verb) for tier, num_bytes in by_tier.items())
+
+    def _activations(self, tier: str, num_bytes: float, verb: str) -> Cost:
+        copying = self.hardware.host_copy_seconds(num_bytes)
+        if tier == HOST:
+            return Cost(copying, (HOST,), HOST)
+        if tier == DISK:
+            read, written = (num_bytes, 0.0) if verb == "fetch" else (0.0, num_bytes)
+            return Cost(max(copying, self.hardware.disk_seconds(read, written)), (HOST, DISK), DISK)
+        raise ProgramError(f"Activations on the tier {tier!r} have no price.")
 
     def norm(self) -> float:
         """Before a step: the norm of all gradients that are due here is computed."""

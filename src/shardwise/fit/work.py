@@ -101,14 +101,16 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class Worked:
-    """A moment of one pass, and what was computed since the one before; `recomputed` of it is computed a second time.
+    """A moment of one pass, and what was computed since the one before.
 
-    `operations` are in order, and include `recomputed`.
+    `operations` include those that are computed a second time, which `recomputed` has alone, and those for gradients of
+    parameters, which `weights` has alone: a schedule may put them off.
     """
 
     moment: Moment
     operations: Operations = ()
     recomputed: Operations = ()
+    weights: Operations = ()
 
 
 Work = Mapping[str, UnitWork] | Sequence[Worked]
@@ -149,23 +151,50 @@ def _of_unit(moment: Moment, work: Mapping[str, UnitWork]) -> Worked:
 
 
 def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Worked]:
-    """What was counted in one micro-batch, for each micro-batch of a schedule, by unit, phase and edge, in the order of
-    its uses within the pass."""
+    """What was counted in one micro-batch, for each micro-batch of a schedule: by moment, and in the order of its uses
+    within the pass."""
     by_moment: dict[Moment, list[Worked]] = {}
     for one in work:
         by_moment.setdefault(one.moment, []).append(one)
-    used: dict[tuple[Moment, int | None], int] = {}
+    halves: dict[tuple[Moment, int], Worked] = {}
+    used: dict[Moment, int] = {}
     for block in blocks:
-        plain = replace(block.moment, micro_batch=None)
-        found = by_moment.get(plain)
-        if found is None and not block.moment.unit:
-            yield Worked(plain)
+        moment = block.moment
+        counted = _counted_as(moment)
+        found = by_moment.get(counted)
+        if found is None and (moment.edge == "before" or not moment.unit):
+            yield Worked(counted)
             continue
         if found is None:
-            raise ProgramError(f"What is computed before '{block.moment}' was not counted, so it has no time.")
-        place = used.get((plain, block.moment.micro_batch), 0)
-        used[plain, block.moment.micro_batch] = place + 1
-        yield found[min(place, len(found) - 1)]
+            raise ProgramError(f"What is computed before '{moment}' was not counted, so it has no time.")
+        place = min(used.get(moment, 0), len(found) - 1)
+        used[moment] = place + 1
+        if moment.phase not in ("backward_input", "backward_weights"):
+            yield found[place]
+            continue
+        plain = replace(moment, micro_batch=None)
+        if (plain, place) not in halves:
+            halves[plain, place] = _half(plain, found[place])
+        yield halves[plain, place]
+
+
+def _counted_as(moment: Moment) -> Moment:
+    """The moment of a single pass, with whole backwards."""
+    is_backward = moment.phase in ("backward_input", "backward_weights")
+    return Moment(moment.edge, "backward" if is_backward else moment.phase, moment.unit)
+
+
+def _half(moment: Moment, whole: Worked) -> Worked:
+    if moment.phase == "backward_weights":
+        return Worked(moment, whole.weights if moment.edge == "after" else ())
+    later = list(whole.weights)
+    first: list[Operation] = []
+    for one in whole.operations:
+        if one in later:
+            later.remove(one)
+        else:
+            first.append(one)
+    return Worked(moment, tuple(first), whole.recomputed)
 
 
 def flops_of(operations: Iterable[Operation]) -> float:
