@@ -11,37 +11,15 @@ from typing import Any
 
 import yaml
 
+from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.transformer import Execution, Experts, Transformer
+from shardwise.fit.transformer_step import Job
 
 Row = Mapping[str, str]
 
 
 class Unpriced(ValueError):
     """Why a row gets no prediction."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A published run, as far as a step depends on it."""
-
-    model: Transformer
-    how: Execution
-    gpu: str
-    num_gpus: int
-    per_node: int
-    dp: int
-    pp: int
-    num_chunks: int
-    num_micro_batches: int
-    zero: int
-    offload: bool = False
-    overlaps: bool = True
-    compiled: bool = False
-    interconnect: str = ""
-
-    @property
-    def sequences(self) -> int:
-        return self.how.micro_batch * self.num_micro_batches * self.dp
 
 
 @dataclass(frozen=True)
@@ -52,11 +30,14 @@ class Software:
     passes: float = 1.0
     fused_norm: bool = True
     wide_exchanges: bool = False
+    whole_logits: bool = False
+    narrow_grads: bool = False
     flash1: bool = False
+    launches: float = 1.0
 
 
 SOFTWARE = (
-    Software("aleph-alpha", 1.3, fused_norm=False, wide_exchanges=True),
+    Software("aleph-alpha", 1.3, fused_norm=False, wide_exchanges=True, whole_logits=True, narrow_grads=True),
     Software("mosaicml", 1.0, flash1=True),
     Software("internlm", 1.5, fused_norm=False),
     Software("torchtitan.*compile", 1.4),
@@ -64,9 +45,43 @@ SOFTWARE = (
     Software("", 1.4),
 )
 
+@dataclass(frozen=True)
+class Run:
+    """A published run, as far as its step depends on it. `gpu` names a profile; bandwidths, in bytes per second, and
+    the memory of a device are there where a row gives them."""
+
+    job: Job
+    gpu: str
+    per_node: int
+    software: Software
+    node_bandwidth: float | None = None
+    rank_bandwidth: float | None = None
+    memory_bytes: int | None = None
+
+    def hardware(self) -> Hardware:
+        return hardware_of(self, hardware(self.gpu))
+
+
+def hardware_of(run: Run, profile: Hardware) -> Hardware:
+    """`profile` with what the run says of its machines."""
+    network = profile.network
+    changed: dict[str, Any] = {"launch_seconds": profile.launch_seconds * run.software.launches}
+    if run.node_bandwidth is not None:
+        one = min(network.bytes_per_second, run.node_bandwidth)
+        changed["network"] = network.model_copy(
+            update={"bytes_per_second": one, "node_bytes_per_second": run.node_bandwidth}
+        )
+    if run.rank_bandwidth is not None:
+        changed["network"] = network.model_copy(
+            update={"bytes_per_second": run.rank_bandwidth, "node_bytes_per_second": run.rank_bandwidth * run.per_node}
+        )
+    if run.memory_bytes is not None:
+        changed["memory_bytes"] = run.memory_bytes
+    return profile.model_copy(update=changed).with_ranks(run.per_node)
+
+
 GPUS = (
-    (r"gb300|b300", "b300"),
-    (r"gb200|b200|blackwell", "b200"),
+    (r"gb300|b300|gb200|b200|blackwell", "b200"),
     (r"h200", "h200"),
     (r"h100", "h100-sxm"),
     (r"a100.?40", "a100-40"),
@@ -115,7 +130,7 @@ def read_run(row: Row) -> Run:
     is_mpt = "mpt" in family
     heads = shape("heads") or max(1, hidden // 128)
     default_ffn = -(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden
-    vocab = shape("vocab") or _vocab_in_notes(text) or (32000 if is_gated else 51200)
+    vocab = number("vocab") or _vocab_in_notes(text) or known.get("vocab") or (32000 if is_gated else 51200)
     experts = known.get("experts")
     model = Transformer(
         num_layers=layers,
@@ -159,6 +174,11 @@ def read_run(row: Row) -> Run:
     if attention == "flash" and (software.flash1 or "flash_attentionv1" in text):
         attention = "flash1"
     recompute = (row.get("recompute") or "none").lower()
+    ep = number("ep") or 1
+    if ep > 1 and model.experts is None:
+        raise Unpriced(f"ep is {ep}, but nothing is known of the model's experts")
+    if (dp * tp) % ep:
+        raise Unpriced(f"ep {ep} does not divide dp {dp} x tp {tp}")
     sp = _has_sequence_parallel(text, modern) and tp > 1
     how = Execution(
         micro_batch=micro,
@@ -166,26 +186,48 @@ def read_run(row: Row) -> Run:
         tp=tp,
         sequence_parallel=sp,
         cp=cp,
-        ep=number("ep") or 1,
+        ep=ep,
         recompute="full" if recompute == "full" else "none" if recompute == "none" else "selective",
         attention=attention,
         passes=software.passes,
         fused_norm=software.fused_norm or "rms kernel" in text,
         wide_exchanges=software.wide_exchanges,
+        whole_logits=software.whole_logits,
         dropout=not is_gated and not is_mpt and not modern,
         product_dtype=narrow,
-        exchanges_hidden=0.0,
+        expert_axis="ep" if dp % ep == 0 else "ep+tp",
     )
     zero = (row.get("zero") or "").lower()
     stage = 3 if "fsdp" in zero else next((int(one) for one in re.findall(r"[0-3]", zero)[:1]), 0)
-    chunks = number("vpp") or 1
-    return Run(
-        model, how, gpu, num_gpus, number("gpus_per_node") or 8, dp, pp, chunks, int(count), stage,
-        offload="cpu" in (row.get("offload") or "").lower(),
-        overlaps=stage == 3 or modern,
-        compiled="compile" in text,
-        interconnect=(row.get("interconnect") or "").lower(),
+    job = Job(
+        model=model,
+        how=how,
+        dp=dp,
+        pp=pp,
+        num_chunks=number("vpp") or 1,
+        num_micro_batches=int(count),
+        zero=stage,
+        overlaps=modern and stage < 3,
+        narrow_grads=software.narrow_grads,
+        offloads="cpu" in (row.get("offload") or "").lower(),
     )
+    link = (row.get("interconnect") or "").lower()
+    per_node = 64 if "nvl72" in link else number("gpus_per_node") or 8
+    given_memory = re.search(r"(\d+) ?gi?b", gpu_text)
+    return Run(
+        job, gpu, per_node, software, *_bandwidths(link), int(given_memory[1]) * 2**30 if given_memory else None
+    )
+
+
+def _bandwidths(link: str) -> tuple[float | None, float | None]:
+    """Bytes per second of a node and of a rank, where the words say so."""
+    if found := re.search(r"(\d+)x\s*(?:ib)?\s*(\d+)\s*gb(?:ps|/s)?.*per node", link):
+        return int(found[1]) * int(found[2]) * 1e9 / 8, None
+    if found := re.search(r"(\d+)\s*gbps(?:/| per )node", link):
+        return int(found[1]) * 1e9 / 8, None
+    if found := re.search(r"(\d+)\s*gb/s .*per gpu", link):
+        return None, int(found[1]) * 1e9 / 8
+    return None, None
 
 
 def _attention(text: str, prefers_flash: bool, gpu: str) -> Any:

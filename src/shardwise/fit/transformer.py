@@ -112,8 +112,7 @@ class Execution:
     masking and softmax, `flash` keeps no scores (arXiv:2205.14135, `flash1`; arXiv:2307.08691). `passes`: how many times
     as often element-wise operations go over memory as where chains of them are one kernel; `fused_norm`: whether a norm
     is one kernel. `dropout`: whether there is dropout, whose masks are kept. `product_dtype`: that of matrix products
-    where it is narrower (fp8). `grad_bytes`: the width of the buffer in which gradients of weights are summed over
-    micro-batches, 0 where there is none. `exchanges_hidden`: whether tensor parallel collectives run beside products.
+    where it is narrower (fp8). `exchanges_hidden`: whether tensor parallel collectives run beside products.
     """
 
     micro_batch: int
@@ -122,14 +121,15 @@ class Execution:
     sequence_parallel: bool = False
     cp: int = 1
     ep: int = 1
+    expert_axis: str = "ep"
     recompute: Recompute = "none"
     attention: Attention = "flash"
     passes: float = 1.0
     fused_norm: bool = True
     dropout: bool = False
     wide_exchanges: bool = False
+    whole_logits: bool = False
     product_dtype: str = ""
-    grad_bytes: int = 4
     exchanges_hidden: float = 0.0
 
     @property
@@ -172,6 +172,11 @@ class Layers:
     def vocab_params(self) -> int:
         return self.model.vocab_params // self.how.tp
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one hidden state of this rank's tokens, as stages of a pipeline send it."""
+        return self._row_tokens * self.model.hidden * self.width
+
     # -- work ---------------------------------------------------------------------------------------------
 
     def layer(self, *, with_experts: bool = False) -> UnitWork:
@@ -195,7 +200,7 @@ class Layers:
         rows = self.tokens * self.model.hidden * self.width
         table = self.vocab_params() * self.width
         exchange = self._reduce() if self.how.tp > 1 else ()
-        return UnitWork((memory_pass(4 * rows, 4), *exchange), (memory_pass(2 * rows + table, 3), *self._summed(table)))
+        return UnitWork((memory_pass(4 * rows, 4), *exchange), (memory_pass(2 * rows + table, 3),))
 
     def head(self) -> UnitWork:
         """The last norm, the logits and the cross-entropy, which is computed in fp32."""
@@ -204,12 +209,13 @@ class Layers:
         forward = (
             self._norm(),
             *self._gathered(),
-            self._product(self.tokens, model.vocab // how.tp, model.hidden),
+            product(self.tokens, model.vocab // how.tp, model.hidden, how.dtype, self.width),
             memory_pass(logits * (self.width + 4 + 4 * 4), 8),
         )
         backward = (
             memory_pass(logits * (4 + 4 + self.width), 4),
-            *self._product_backward(self.tokens, model.vocab // how.tp, model.hidden),
+            product(self.tokens, model.hidden, model.vocab // how.tp, how.dtype, self.width),
+            product(model.vocab // how.tp, model.hidden, self.tokens, how.dtype, self.width),
             *self._reduced_back(),
             self._norm(backward=True),
         )
@@ -219,7 +225,7 @@ class Layers:
         model, tokens = self.model, self.tokens
         width = self._q + 2 * self._kv
         moved = self._pass(2 * width * tokens * self.width, 2)
-        forward = (self._norm(), *self._gathered(), self._product(tokens, width, model.hidden), moved)
+        forward = (self._norm(), *self._gathered(), *self._matmul(tokens, width, model.hidden), moved)
         backward = (
             moved,
             *self._product_backward(tokens, width, model.hidden),
@@ -248,21 +254,21 @@ class Layers:
         softmax = memory_pass((2 if fits_fused else 8) * scores, 1 if fits_fused else 5)
         drop = (memory_pass(2.5 * scores, 1),) if how.dropout else ()
         softmax_back = memory_pass((3 if fits_fused else 8) * scores, 1 if fits_fused else 5)
-        one = self._product(queries, keys, size, batch)
-        forward = (*exchange, one, softmax, *drop, self._product(queries, size, keys, batch))
+        one = self._scores(queries, keys, size, batch)
+        forward = (*exchange, one, softmax, *drop, self._scores(queries, size, keys, batch))
         backward = (
-            self._product(queries, keys, size, batch),
-            self._product(keys, size, queries, batch),
+            self._scores(queries, keys, size, batch),
+            self._scores(keys, size, queries, batch),
             *drop,
             softmax_back,
-            self._product(queries, size, keys, batch),
-            self._product(keys, size, queries, batch),
+            self._scores(queries, size, keys, batch),
+            self._scores(keys, size, queries, batch),
         )
         return forward, backward
 
     def _attention_output(self) -> tuple[Operations, Operations]:
         model, tokens = self.model, self.tokens
-        forward = (self._product(tokens, model.hidden, self._q), *self._reduce(), self._residual())
+        forward = (*self._matmul(tokens, model.hidden, self._q), *self._reduce(), self._residual())
         backward = (
             self._residual(backward=True),
             *self._gathered(),
@@ -279,9 +285,9 @@ class Layers:
         forward = (
             self._norm(),
             *self._gathered(),
-            self._product(*up),
+            *self._matmul(*up),
             act,
-            self._product(*down),
+            *self._matmul(*down),
             *self._reduce(),
             self._residual(),
         )
@@ -306,7 +312,7 @@ class Layers:
         each = max(1, routed // local)
         halves = 2 if model.gated else 1
         rows = routed * model.hidden * self.width
-        there = (self._collective("all_to_all", rows, "ep"),) if how.ep > 1 else ()
+        there = (self._collective("all_to_all", rows, how.expert_axis),) if how.ep > 1 else ()
         act = memory_pass((halves + 1) * routed * experts.ffn * self.width, 1)
         act_back = memory_pass((2 * halves + 1) * routed * experts.ffn * self.width, 2)
         permute = memory_pass(2 * rows, 3)
@@ -319,9 +325,9 @@ class Layers:
             permute,
             *there,
             permute,
-            self._product(*up),
+            *self._matmul(*up),
             act,
-            self._product(*down),
+            *self._matmul(*down),
             permute,
             *there,
             permute,
@@ -344,6 +350,53 @@ class Layers:
             self._norm(backward=True),
         )
         return forward, backward
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def saved_bytes(self, *, with_experts: bool = False) -> float:
+        """What one layer keeps of one micro-batch for its backward: its input, if it is recomputed whole."""
+        how = self.how
+        return self.row_bytes if how.recompute == "full" else self.all_saved_bytes(with_experts=with_experts)
+
+    def all_saved_bytes(self, *, with_experts: bool = False) -> float:
+        """What the operations of one layer keep for their backwards (Korthikanti et al., arXiv:2205.05198, section 4.1,
+        for GPT; counted alike for gated layers and experts)."""
+        model, how, tokens, width = self.model, self.how, self.tokens, self.width
+        rows, masks = self.row_bytes, 0.5 if how.dropout else 0.0
+        norms = 2 * rows * (2 if how.fused_norm else 6)  # unfused in fp32: the input, its normalized copies
+        residuals = 2 * masks * rows
+        heads = (self._q + 2 * self._kv) * tokens * width
+        moved = 0 if model.learned_positions else (self._q + self._kv) * tokens * width  # rotated queries and keys
+        core = self._q * tokens * width
+        if not how.keeps_no_scores and how.recompute != "selective":
+            scores = how.micro_batch * self._heads * (model.seq_len // how.cp) * model.seq_len * width
+            is_one = how.attention == "fused"
+            core += scores * ((1 if is_one else 3) + (1.5 if how.dropout else 0))
+        return norms + residuals + heads + moved + core + self._mlp_saved(with_experts=with_experts)
+
+    def _mlp_saved(self, *, with_experts: bool) -> float:
+        model, how, experts = self.model, self.how, self.model.experts
+        halves = 4 if model.gated else 2  # gate, its activation, the other half, their product
+        if not with_experts or experts is None:
+            return halves * (model.ffn // how.tp) * self.tokens * self.width
+        routed = self.tokens // (how.tp if how.sequence_parallel else 1) * experts.active
+        inside = routed * (halves * experts.ffn + 2 * model.hidden) * self.width
+        return inside + halves * (experts.shared_ffn // how.tp) * self.tokens * self.width
+
+    @property
+    def working_bytes(self) -> float:
+        """The most that a backward of one layer holds at once beside what was saved: what is computed again, and the
+        gradients of the widest tensors."""
+        model, how = self.model, self.how
+        widest = max(model.ffn // how.tp * (2 if model.gated else 1), model.hidden) * self.tokens * self.width
+        gradients = 2 * widest + 2 * self.row_bytes
+        if not how.keeps_no_scores:
+            gradients += 2 * how.micro_batch * self._heads * (model.seq_len // how.cp) * model.seq_len * self.width
+        return gradients + (self.all_saved_bytes() if how.recompute == "full" else 0)
+
+    def logits_bytes(self, each: float) -> float:
+        """The logits and what the loss makes of them, at `each` bytes for one."""
+        return each * self.tokens * (self.model.vocab // (1 if self.how.whole_logits else self.how.tp))
 
     # -- pieces -------------------------------------------------------------------------------------------
 
@@ -369,16 +422,22 @@ class Layers:
     def _product(self, m: int, n: int, k: int, batch: int = 1) -> Operation:
         return product(m, n, k, self.how.product_dtype or self.how.dtype, self.width, batch)
 
-    def _product_backward(self, m: int, n: int, k: int, batch: int = 1) -> Operations:
-        """The gradients of the input and of the weights, and the sum of the latter over micro-batches."""
-        summed = self._summed(n * k * batch * self.width)
-        return (self._product(m, k, n, batch), self._product(n, k, m, batch), *summed)
+    def _scores(self, m: int, n: int, k: int, batch: int) -> Operation:
+        """A product of attention, which is never narrowed."""
+        return product(m, n, k, self.how.dtype, self.width, batch)
 
-    def _summed(self, num_bytes: float) -> Operations:
-        """Gradients of weights, of `num_bytes`, are added to their sum."""
-        if not self.how.grad_bytes:
-            return ()
-        return (memory_pass(num_bytes + 2 * num_bytes / self.width * self.how.grad_bytes, 1),)
+    def _matmul(self, m: int, n: int, k: int, batch: int = 1) -> Operations:
+        """A product with weights: where it is computed in a narrower dtype, what it reads is converted first, once as it
+        is and once transposed for the backward."""
+        one = self._product(m, n, k, batch)
+        if not self.how.product_dtype:
+            return (one,)
+        return (memory_pass(batch * (m + n) * k * (self.width + 2), 2), one)
+
+    def _product_backward(self, m: int, n: int, k: int, batch: int = 1) -> Operations:
+        """The gradients of the input and of the weights."""
+        narrowed = (memory_pass(batch * m * n * (self.width + 2), 1),) if self.how.product_dtype else ()
+        return (*narrowed, self._product(m, k, n, batch), self._product(n, k, m, batch))
 
     def _collective(self, kind: str, num_bytes: float, axis: str) -> Operation:
         return Operation(kind, dtype=self.how.dtype, num_bytes=num_bytes, axis=axis)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from shardwise.fit.hardware import Hardware
 from shardwise.fit.transformer import Execution, Layers, Transformer
 from shardwise.fit.work import UnitWork
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import PRESETS, Place, Table, Wire
+from shardwise.plan.placement import PRESETS, Dtype, Place, Table, Wire
 from shardwise.program import (
     FlatSpec,
     StepProgram,
@@ -47,7 +47,8 @@ class Job:
     overlaps: bool = False
     offloads: bool = False
     wide_grads: bool = False
-    """Whether gradients are sent in fp32."""
+    """Whether gradients are sent in fp32; `narrow_grads`: whether they wait for the step in the compute dtype."""
+    narrow_grads: bool = False
 
     @property
     def world_size(self) -> int:
@@ -58,11 +59,15 @@ class Job:
         """Of a step, on all ranks."""
         return self.dp * self.num_micro_batches * self.how.micro_batch
 
+    @property
+    def ep(self) -> int:
+        """The data-parallel part of `how.ep`: experts may be spread over the ranks of tp too (Megatron)."""
+        return math.gcd(self.how.ep, self.dp)
+
     @cached_property
     def mesh(self) -> Mesh:
         """Ranks in the order of Megatron: tp varies fastest, then sp, ep, dp, and pp slowest."""
-        how = self.how
-        sizes = {"pp": self.pp, "dp": self.dp // how.ep, "ep": how.ep, "sp": how.cp, "tp": how.tp}
+        sizes = {"pp": self.pp, "dp": self.dp // self.ep, "ep": self.ep, "sp": self.how.cp, "tp": self.how.tp}
         return Mesh(tuple(sizes), tuple(sizes.values()))
 
     @cached_property
@@ -75,11 +80,12 @@ class Job:
         mesh, dtype = self.mesh, self.how.dtype
         preset = PRESETS["zero3-offload" if self.zero == 3 else "offload"] if self.offloads else PRESETS[PRESET_OF_STAGE[self.zero]]
         preset = preset.over(mesh)
-        grad = replace(preset.grad, dtype="fp32")
+        resting: Dtype = dtype if self.narrow_grads else "fp32"
+        grad = replace(preset.grad, dtype=resting)
         if self.zero == 0 and not self.overlaps:
-            grad = Place(partial=mesh.replica_axes, dtype="fp32")
+            grad = Place(partial=mesh.replica_axes, dtype=resting)
         if self.zero == 1 and self.overlaps:
-            grad = Place(dtype="fp32") if self.pp > 1 else Place(shard=mesh.replica_axes, dtype="fp32")
+            grad = Place(dtype=resting) if self.pp > 1 else Place(shard=mesh.replica_axes, dtype=resting)
         return Table(
             axes=mesh.replica_axes,
             param=replace(preset.param, dtype=dtype),
@@ -104,22 +110,29 @@ class Stage:
 
 
 def stages_of(job: Job) -> list[Stage]:
-    """Layers over the stages of a pipeline, as evenly as possible."""
+    """Layers over the stages of a pipeline, as evenly as possible.
+
+    Where layers do not divide but would with the embedding and the head as two more, these count as layers (Megatron's
+    account_for_embedding_in_pipeline_split and its counterpart for the loss; Llama 3, arXiv:2407.21783, section 3.3.2).
+    """
     model, count = job.model, job.pp * job.num_chunks
-    if count > model.num_layers:
+    ends = int(model.num_layers % count != 0 and (model.num_layers + 2) % count == 0)
+    places = model.num_layers + 2 * ends
+    if count > places:
         raise ConfigError(f"{count} stages need as many layers, but the model has {model.num_layers}.")
     dense = model.num_layers - model.num_expert_layers
-    stages, begin = [], 0
+    stages, first = [], 0
     for number in range(count):
-        end = begin + model.num_layers // count + (number < model.num_layers % count)
+        last = first + places // count + (number < places % count)
+        begin, end = max(0, first - ends), min(model.num_layers, last - ends)
         with_experts = max(0, end - max(begin, dense)) if model.experts is not None else 0
         stages.append(Stage(end - begin, with_experts, number == 0, number == count - 1))
-        begin = end
+        first = last
     return stages
 
 
-class _Parts:
-    """Units and their work, of one rank."""
+class Parts:
+    """Units of one rank, and their work by name."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -142,7 +155,7 @@ class _Parts:
         return FlatSpec(name, padded, 1, table, self.job.mesh, overlaps_compute=self.job.overlaps)
 
 
-def _add_stage(parts: _Parts, number: int, stage: Stage) -> None:
+def _add_stage(parts: Parts, number: int, stage: Stage) -> None:
     """The units of one stage: layers one by one where each is gathered or reduced on its own, else as one."""
     job, layers = parts.job, parts.job.layers
     if stage.has_embedding:
@@ -166,31 +179,28 @@ def _add_stage(parts: _Parts, number: int, stage: Stage) -> None:
 
 def rank_programs(job: Job) -> list[RankProgram]:
     """The program of one rank of each stage of the pipeline, in order; a single one without a pipeline."""
-    stages = stages_of(job)
-    mesh, model, how = job.mesh, job.model, job.how
+    stages, ranks = stages_of(job), parts_of_ranks(job)
     if job.pp == 1:
-        parts = _Parts(job)
-        for number, stage in enumerate(stages):
-            _add_stage(parts, number, stage)
-        units = tuple(parts.units)
-        return [RankProgram(_planned(units, straight_trace(units)), parts.work)]
+        units = tuple(ranks[0].units)
+        return [RankProgram(_planned(units, straight_trace(units)), ranks[0].work)]
     name = "interleaved" if job.num_chunks > 1 else "1f1b"
     schedule = schedule_for(name, job.pp, job.num_micro_batches, job.num_chunks)
-    sent = how.micro_batch * model.seq_len // how.cp * model.hidden * how.width // (how.tp if how.sequence_parallel else 1)
+    sent = dict.fromkeys(range(len(stages)), job.layers.row_bytes)
     programs = []
-    for place, row in enumerate(schedule.rows):
-        parts = _Parts(job)
-        mine = range(place, len(stages), job.pp)
-        for number in mine:
-            _add_stage(parts, number, stages[number])
-        passes = straight_passes(row, parts.of_stage)
-        step = _planned(tuple(parts.units), schedule_trace(row, passes))
-        rank = mesh.rank({"pp": place, "dp": 0, "ep": 0, "sp": 0, "tp": 0})
-        stages_of_units = {unit.name: (number,) for number in mine for unit in parts.of_stage[number]}
-        programs.append(
-            RankProgram(step, parts.work, rank, row, dict.fromkeys(range(len(stages)), sent), stages_of_units)
-        )
+    for place, (row, parts) in enumerate(zip(schedule.rows, ranks, strict=True)):
+        step = _planned(tuple(parts.units), schedule_trace(row, straight_passes(row, parts.of_stage)))
+        rank = job.mesh.rank({"pp": place, "dp": 0, "ep": 0, "sp": 0, "tp": 0})
+        of_units = {unit.name: (number,) for number, units in parts.of_stage.items() for unit in units}
+        programs.append(RankProgram(step, parts.work, rank, row, sent, of_units))
     return programs
+
+
+def parts_of_ranks(job: Job) -> list[Parts]:
+    """Units and work of one rank of each stage of the pipeline."""
+    stages, ranks = stages_of(job), [Parts(job) for _ in range(job.pp)]
+    for number, stage in enumerate(stages):
+        _add_stage(ranks[number % job.pp], number, stage)
+    return ranks
 
 
 def _planned(units: tuple[UnitSpec, ...], trace: Sequence[object]) -> StepProgram:
@@ -199,13 +209,25 @@ def _planned(units: tuple[UnitSpec, ...], trace: Sequence[object]) -> StepProgra
 
 def time_job(job: Job, hardware: Hardware) -> Timeline:
     """A step of `job` on `hardware`, which is given with the ranks of a node."""
-    return time_ranks(
-        rank_programs(job),
-        hardware,
-        job.mesh,
-        num_micro_batches=job.num_micro_batches,
-        keeps_events=False,
-    )
+    return timed(rank_programs(job), job, hardware)
 
 
-__all__ = ["Job", "Stage", "rank_programs", "stages_of", "time_job"]
+def timed(programs: Sequence[RankProgram], job: Job, hardware: Hardware) -> Timeline:
+    return time_ranks(programs, hardware, job.mesh, num_micro_batches=job.num_micro_batches, keeps_events=False)
+
+
+def step_seconds(job: Job, hardware: Hardware) -> float:
+    """Seconds of a step of `job`, as `time_job` finds them, in less time for long schedules.
+
+    [Note: long schedules] Once the pipeline is full, each further round of micro-batches takes as long as the one
+    before. So schedules of many rounds are timed at one and at two rounds, and what the second adds counts for all
+    others.
+    """
+    few, more = (replace(job, num_micro_batches=count * job.pp) for count in (1, 2))
+    if job.pp == 1 or job.num_micro_batches <= more.num_micro_batches:
+        return time_job(job, hardware).step_seconds
+    one, two = (time_job(rounds, hardware).step_seconds for rounds in (few, more))
+    return two + (two - one) * (job.num_micro_batches - more.num_micro_batches) / job.pp
+
+
+__all__ = ["Job", "Stage", "rank_programs", "stages_of", "step_seconds", "time_job"]
