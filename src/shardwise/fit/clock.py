@@ -116,7 +116,13 @@ class Timeline:
         return sum(one.least_seconds for one in self.ranks) / (len(self.ranks) * self.step_seconds)
 
     @property
+    def computing_seconds(self) -> float:
+        """Seconds in which the average rank computes, slowed down by what goes on beside it."""
+        return self._mean(lambda one: one.busy).get(COMPUTE, 0.0)
+
+    @property
     def update_seconds(self) -> float:
+        """From the end of the last backward to the end of the step."""
         return max(one.update_seconds for one in self.ranks)
 
     @property
@@ -148,9 +154,9 @@ class Timeline:
 class RankProgram:
     """What one kind of rank does in a step.
 
-    In a pipeline `row` are its ops in order, `message_bytes` those that the forward of each of its stages sends on, as
-    much as its backward gets back, and `stages_of_units` the stages that use each unit, needed where two ops of one
-    micro-batch follow each other.
+    In a pipeline `row` are its ops in order, and `message_bytes` by stage those of the activations that it hands over:
+    of this rank's stages, and of the stages before them where gradients have other sizes. `stages_of_units` has the
+    stages that use each unit, needed where two ops of one micro-batch follow each other.
     """
 
     step: StepProgram
