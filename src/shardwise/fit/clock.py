@@ -572,7 +572,8 @@ class _Rank:
                 by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
                     one.kind, one.num_bytes, ranks
                 )
-        seconds = hardware.computing_seconds(computing, sum(by_axis.values()))
+        launched = sum(one.kernels for one in worked.operations if one.communicates)
+        seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
         if moment.edge == "after" and moment.unit and moment.leaves_gradients:
             seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
         parts: list[tuple[float, tuple[str, ...], str]] = [(seconds, (), "")] if seconds else []

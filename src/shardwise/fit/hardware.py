@@ -178,14 +178,17 @@ class Hardware(_Section):
                 return moving
         raise ConfigError(f"'{operation}' has no price as computation.")
 
-    def computing_seconds(self, operations: Sequence[Operation], waiting_seconds: float = 0.0) -> float:
+    def computing_seconds(
+        self, operations: Sequence[Operation], waiting_seconds: float = 0.0, num_launched: int = 0
+    ) -> float:
         """Operations one after the other, with their launches: beside them where the host runs ahead, else between
         them.
 
-        `waiting_seconds`: how long the device communicates between them, which the host uses to run ahead too.
+        `waiting_seconds`: how long the device communicates between them, in `num_launched` kernels, which the host
+        uses to run ahead too.
         """
         seconds = sum(map(self.operation_seconds, operations))
-        launches = self.launch_seconds * sum(one.kernels for one in operations)
+        launches = self.launch_seconds * (num_launched + sum(one.kernels for one in operations))
         if not self.runs_ahead:
             return seconds + launches
         device = seconds + waiting_seconds

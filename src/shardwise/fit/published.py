@@ -1,85 +1,39 @@
-"""Published training runs: rows of a CSV file read as models, layouts and hardware."""
+"""Published training runs: rows of a CSV file, read as a model, its layout and its hardware, with predictions beside them.
+
+    python -m shardwise.fit.published rows.csv --out predicted.csv
+
+The columns are read by name; `COLUMNS` are those without which there is no prediction for any row. What a row leaves out
+is taken from `models.yaml`, where its model is known by name; where that does not help either, its prediction is empty,
+and `predicted_reason` says why. Conventions for what hardly any row gives are in `read_run`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.fit.hardware import Hardware, hardware
-from shardwise.fit.transformer import Execution, Experts, Transformer
-from shardwise.fit.transformer_step import Job
+from shardwise.fit.transformer import Attention, Execution, Experts, Recompute, Transformer
+from shardwise.fit.transformer_memory import fits, peak_bytes
+from shardwise.fit.transformer_step import Job, step_seconds
 
 Row = Mapping[str, str]
-
-
-class Unpriced(ValueError):
-    """Why a row gets no prediction."""
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a framework does that rows do not say."""
-
-    match: str
-    passes: float = 1.0
-    fused_norm: bool = True
-    wide_exchanges: bool = False
-    whole_logits: bool = False
-    narrow_grads: bool = False
-    flash1: bool = False
-    launches: float = 1.0
-
-
-SOFTWARE = (
-    Software("aleph-alpha", 1.3, fused_norm=False, wide_exchanges=True, whole_logits=True, narrow_grads=True),
-    Software("mosaicml", 1.0, flash1=True),
-    Software("internlm", 1.5, fused_norm=False),
-    Software("torchtitan.*compile", 1.4),
-    Software("torchtitan", 2.5, fused_norm=False),
-    Software("", 1.4),
-)
-
-@dataclass(frozen=True)
-class Run:
-    """A published run, as far as its step depends on it. `gpu` names a profile; bandwidths, in bytes per second, and
-    the memory of a device are there where a row gives them."""
-
-    job: Job
-    gpu: str
-    per_node: int
-    software: Software
-    node_bandwidth: float | None = None
-    rank_bandwidth: float | None = None
-    memory_bytes: int | None = None
-
-    def hardware(self) -> Hardware:
-        return hardware_of(self, hardware(self.gpu))
-
-
-def hardware_of(run: Run, profile: Hardware) -> Hardware:
-    """`profile` with what the run says of its machines."""
-    network = profile.network
-    changed: dict[str, Any] = {"launch_seconds": profile.launch_seconds * run.software.launches}
-    if run.node_bandwidth is not None:
-        one = min(network.bytes_per_second, run.node_bandwidth)
-        changed["network"] = network.model_copy(
-            update={"bytes_per_second": one, "node_bytes_per_second": run.node_bandwidth}
-        )
-    if run.rank_bandwidth is not None:
-        changed["network"] = network.model_copy(
-            update={"bytes_per_second": run.rank_bandwidth, "node_bytes_per_second": run.rank_bandwidth * run.per_node}
-        )
-    if run.memory_bytes is not None:
-        changed["memory_bytes"] = run.memory_bytes
-    return profile.model_copy(update=changed).with_ranks(run.per_node)
-
-
+COLUMNS = ("model", "gpu", "gpus", "micro_batch", "seq_len", "tp", "pp")
+PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits", "predicted_reason")
+MAX_CELL = 1_000_000
+MAX_STAGES, MAX_CHUNKS, MAX_LAYERS, MAX_RANKS = 256, 64, 4096, 2_000_000
+"""Larger figures are mistakes; each stage of a pipeline is timed."""
 GPUS = (
     (r"gb300|b300|gb200|b200|blackwell", "b200"),
     (r"h200", "h200"),
@@ -88,135 +42,110 @@ GPUS = (
     (r"a100", "a100-80"),
     (r"v100", "v100-32"),
 )
+NVLINK_DOMAIN = 64
+"""GPUs of an NVL72 rack that one job uses, of powers of two."""
 
 
-def read_run(row: Row) -> Run:
-    """The run that a row describes. Raises `Unpriced` with the reason where the row leaves out what is needed."""
-    known = _known_model(row.get("model", ""))
+class Unpriced(ValueError):
+    """Why a row gets no prediction."""
 
-    def number(*columns: str) -> int | None:
-        for column in columns:
-            text = (row.get(column) or "").strip()
-            if text:
-                try:
-                    value = float(text)
-                except ValueError:
-                    raise Unpriced(f"{column} is {text[:40]!r}, not a number") from None
-                if not 1 <= value <= 1e12 or value != int(value):
-                    raise Unpriced(f"{column} is {text[:40]!r}, not a whole number above 0")
-                return int(value)
-        return None
 
-    def shape(column: str) -> int | None:
-        text = (row.get(column) or "").strip()
-        if column == "ffn" and not text.isdigit():
-            return known.get(column)
-        return number(column) or known.get(column)
+@dataclass(frozen=True)
+class Software:
+    """What a framework does that rows do not say; `match` is a regular expression for source, model and notes.
 
-    def needed(value: int | None, what: str) -> int:
-        if value is None:
-            raise Unpriced(f"{what} is not given")
-        return value
+    `launches`: how many times as long its host needs for each kernel as the profile says. The other fields are those of
+    `Execution` and `Job`; `flash1` means the first version of FlashAttention, and `zero` the stage where none is given.
+    """
 
-    text = " ".join((row.get(key) or "") for key in ("source", "model", "notes")).lower()
-    family = (row.get("model") or "").lower()
-    gpu_text = (row.get("gpu") or "").lower()
-    gpu = next((name for pattern, name in GPUS if re.search(pattern, gpu_text)), None)
-    if gpu is None:
-        raise Unpriced(f"there is no profile of the device {gpu_text!r}" if gpu_text else "gpu is not given")
-    layers, hidden = needed(shape("layers"), "layers"), needed(shape("hidden"), "hidden")
-    seq_len = needed(shape("seq_len"), "seq_len")
-    is_gated = bool(known.get("gated")) or bool(re.search(r"llama|internlm|qwen|mistral|mixtral", family))
-    is_mpt = "mpt" in family
-    heads = shape("heads") or max(1, hidden // 128)
-    default_ffn = -(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden
-    vocab = number("vocab") or _vocab_in_notes(text) or known.get("vocab") or (32000 if is_gated else 51200)
-    experts = known.get("experts")
-    model = Transformer(
-        num_layers=layers,
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=shape("kv_heads") or heads,
-        ffn=shape("ffn") or default_ffn,
-        vocab=vocab,
-        seq_len=seq_len,
-        head_size=known.get("head_size") or 0,
-        gated=is_gated,
-        tied=not is_gated,
-        causal="bert" not in family,
-        learned_positions=not is_gated and not is_mpt,
-        experts=Experts(**experts) if experts else None,
-        q_rank=known.get("q_rank") or 0,
-        kv_rank=known.get("kv_rank") or 0,
-    )
-    num_gpus = needed(number("gpus"), "gpus")
-    tp, pp, cp = number("tp") or 1, number("pp") or 1, number("cp") or 1
-    for column in ("tp", "pp"):
-        if not (row.get(column) or "").strip() and not (row.get("dp") or "").strip():
-            raise Unpriced(f"{column} is not given")
-    if num_gpus % (tp * pp * cp):
-        raise Unpriced(f"{num_gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
-    dp = num_gpus // (tp * pp * cp)
-    given = number("dp")
-    if given is not None and given != dp:
-        raise Unpriced(f"dp {given} x tp {tp} x pp {pp} x cp {cp} is not {num_gpus} GPUs")
-    micro = needed(number("micro_batch"), "micro_batch")
-    batch = number("global_batch_seqs", "gbs_derived")
-    batch = needed(batch, "global_batch_seqs")
-    count = batch / (dp * micro)
-    if count != int(count) or count < 1:
-        raise Unpriced(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
-    precision = (row.get("precision") or "").lower()
-    modern = gpu[0] in "hb"
-    narrow = "fp8" if re.search(r"fp8|float8", precision) else "fp4" if "fp4" in precision else ""
-    software = next(one for one in SOFTWARE if re.search(one.match, text))
-    attention = _attention(text, is_gated or is_mpt or modern, gpu)
-    if attention == "flash" and (software.flash1 or "flash_attentionv1" in text):
-        attention = "flash1"
-    recompute = (row.get("recompute") or "none").lower()
-    ep = number("ep") or 1
-    if ep > 1 and model.experts is None:
-        raise Unpriced(f"ep is {ep}, but nothing is known of the model's experts")
-    if (dp * tp) % ep:
-        raise Unpriced(f"ep {ep} does not divide dp {dp} x tp {tp}")
-    sp = _has_sequence_parallel(text, modern) and tp > 1
-    how = Execution(
-        micro_batch=micro,
-        dtype="fp16" if precision.startswith("fp16") or gpu == "v100-32" else "bf16",
-        tp=tp,
-        sequence_parallel=sp,
-        cp=cp,
-        ep=ep,
-        recompute="full" if recompute == "full" else "none" if recompute == "none" else "selective",
-        attention=attention,
-        passes=software.passes,
-        fused_norm=software.fused_norm or "rms kernel" in text,
-        wide_exchanges=software.wide_exchanges,
-        whole_logits=software.whole_logits,
-        dropout=not is_gated and not is_mpt and not modern,
-        product_dtype=narrow,
-        expert_axis="ep" if dp % ep == 0 else "ep+tp",
-    )
-    zero = (row.get("zero") or "").lower()
-    stage = 3 if "fsdp" in zero else next((int(one) for one in re.findall(r"[0-3]", zero)[:1]), 0)
-    job = Job(
-        model=model,
-        how=how,
-        dp=dp,
-        pp=pp,
-        num_chunks=number("vpp") or 1,
-        num_micro_batches=int(count),
-        zero=stage,
-        overlaps=modern and stage < 3,
-        narrow_grads=software.narrow_grads,
-        offloads="cpu" in (row.get("offload") or "").lower(),
-    )
-    link = (row.get("interconnect") or "").lower()
-    per_node = 64 if "nvl72" in link else number("gpus_per_node") or 8
-    given_memory = re.search(r"(\d+) ?gi?b", gpu_text)
-    return Run(
-        job, gpu, per_node, software, *_bandwidths(link), int(given_memory[1]) * 2**30 if given_memory else None
-    )
+    match: str = ""
+    passes: float = 1.0
+    launches: float = 1.0
+    fused_norm: bool = True
+    wide_exchanges: bool = False
+    whole_logits: bool = False
+    narrow_grads: bool = False
+    logit_bytes: float = 10.0
+    flash1: bool = False
+    zero: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run, as far as its step depends on it. `gpu` names a profile; bandwidths, in bytes per second, and
+    the memory of a device are there where a row gives them. `no_memory` says why memory cannot be predicted, if so."""
+
+    job: Job
+    gpu: str
+    per_node: int
+    software: Software
+    node_bandwidth: float | None = None
+    rank_bandwidth: float | None = None
+    memory_bytes: int | None = None
+    no_memory: str = ""
+
+    def hardware(self) -> Hardware:
+        return hardware_of(self, hardware(self.gpu))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one row. `reason` says why something is empty, or that a run does not fit."""
+
+    step_seconds: float | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
+
+    @property
+    def cells(self) -> dict[str, str]:
+        values = (
+            "" if self.step_seconds is None else f"{self.step_seconds:.6g}",
+            "" if self.peak_bytes is None else str(self.peak_bytes),
+            "" if self.fits is None else ("yes" if self.fits else "OOM"),
+            self.reason,
+        )
+        return dict(zip(PREDICTED, values, strict=True))
+
+
+def predict(row: Row) -> Prediction:
+    """What `row` takes; never raises for what is in it."""
+    try:
+        run = read_run(row)
+        seconds = _predicted_seconds(run)
+        if run.no_memory:
+            return Prediction(seconds, reason=run.no_memory)
+        peak = peak_bytes(run.job).total
+    except (Unpriced, ShardwiseError) as error:
+        return Prediction(reason=" ".join(str(error).split()))
+    available = run.hardware().memory_bytes
+    does_fit = fits(peak, available)
+    reason = "" if does_fit else f"needs {peak / 2**30:.1f} GiB, and a margin, of {available / 2**30:.1f}"
+    return Prediction(seconds, int(peak), does_fit, reason)
+
+
+@lru_cache(maxsize=4096)
+def _predicted_seconds(run: Run) -> float:
+    """Rows of one run differ in what was measured, and are predicted once."""
+    return step_seconds(run.job, run.hardware())
+
+
+# -- hardware -----------------------------------------------------------------------------------------------
+
+
+def hardware_of(run: Run, profile: Hardware) -> Hardware:
+    """`profile` with what the run says of its machines."""
+    changed: dict[str, Any] = {"launch_seconds": profile.launch_seconds * run.software.launches}
+    rate, shared = profile.network.bytes_per_second, run.node_bandwidth
+    if run.rank_bandwidth is not None:
+        rate, shared = run.rank_bandwidth, run.rank_bandwidth * run.per_node
+    if shared is not None:
+        changed["network"] = profile.network.model_copy(
+            update={"bytes_per_second": min(rate, shared), "node_bytes_per_second": shared}
+        )
+    if run.memory_bytes is not None:
+        changed["memory_bytes"] = run.memory_bytes
+    return profile.model_copy(update=changed).with_ranks(run.per_node)
 
 
 def _bandwidths(link: str) -> tuple[float | None, float | None]:
@@ -230,33 +159,299 @@ def _bandwidths(link: str) -> tuple[float | None, float | None]:
     return None, None
 
 
-def _attention(text: str, prefers_flash: bool, gpu: str) -> Any:
-    if "kernel=torch" in text:
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+def read_run(row: Row) -> Run:
+    """The run that a row describes. Raises `Unpriced` with the reason where the row leaves out what is needed.
+
+    Conventions, where a row gives nothing: heads of size 128; an inner width of 4 times the hidden one, or 8/3 of it
+    with SwiGLU; Megatron's padded GPT-2 vocabulary of 51,200, or LLaMA's of 32,000; 8 GPUs on a node; ZeRO stage 1 on
+    H100 and later (Megatron's distributed optimizer), 0 before; FlashAttention for LLaMA and MPT, and for all on H100
+    and later; no recomputation.
+    """
+    cells = _Cells(row)
+    device = cells.text("gpu")
+    gpu = next((name for pattern, name in GPUS if re.search(pattern, device)), None)
+    if gpu is None:
+        raise Unpriced(f"there is no profile of the device {device[:40]!r}" if device else "gpu is not given")
+    modern = gpu in ("b200", "h200", "h100-sxm")
+    model = _model(cells, modern)
+    software = next((one for one in software_table() if re.search(one.match, cells.about)), Software())
+    sizes = _Sizes.of(cells, model)
+    recompute = cells.text("recompute")
+    precision = cells.text("precision")
+    how = Execution(
+        micro_batch=sizes.micro_batch,
+        dtype="fp16" if precision.startswith("fp16") or gpu == "v100-32" else "bf16",
+        tp=sizes.tp,
+        sequence_parallel=sizes.tp > 1 and _has_sequence_parallel(cells.about, modern),
+        cp=sizes.cp,
+        ep=sizes.ep,
+        expert_axis="ep" if sizes.dp % sizes.ep == 0 else "ep+tp",
+        recompute=_recompute(recompute),
+        attention=_attention(cells, modern, gpu, software),
+        passes=software.passes,
+        fused_norm=software.fused_norm or "rms kernel" in cells.about,
+        wide_exchanges=software.wide_exchanges,
+        whole_logits=software.whole_logits,
+        logit_bytes=software.logit_bytes,
+        dropout=not (cells.is_gated or cells.is_mpt or modern),
+        product_dtype="fp8" if re.search("fp8|float8", precision) else "fp4" if "fp4" in precision else "",
+    )
+    zero = _zero(cells, software, modern)
+    job = Job(
+        model=model,
+        how=how,
+        dp=sizes.dp,
+        pp=sizes.pp,
+        num_chunks=sizes.num_chunks,
+        num_micro_batches=sizes.num_micro_batches,
+        zero=zero,
+        overlaps=modern and zero < 3,
+        narrow_grads=software.narrow_grads,
+        offloads="cpu" in cells.text("offload"),
+    )
+    link = cells.text("interconnect")
+    per_node = NVLINK_DOMAIN if "nvl72" in link else cells.number("gpus_per_node") or 8
+    memory = re.search(r"(\d+) ?gi?b", device)
+    return Run(
+        job,
+        gpu,
+        per_node,
+        software,
+        *_bandwidths(link),
+        memory_bytes=int(memory[1]) * 2**30 if memory else None,
+        no_memory="" if recompute else "recompute is not given, on which memory depends",
+    )
+
+
+class _Cells:
+    """A row, read by column, with what is known of its model by name."""
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self.about = " ".join(self._of(column) for column in ("source", "model", "notes"))
+        self.family = self._of("model")
+        self.known = _known_model(self.family)
+        self.is_mpt = "mpt" in self.family
+        self.is_gated = bool(self.known.get("gated") or re.search("llama|internlm|qwen|mistral|mixtral", self.family))
+
+    def _of(self, column: str) -> str:
+        value = self._row.get(column)
+        return value.strip().lower() if isinstance(value, str) else ""
+
+    def text(self, column: str) -> str:
+        return self._of(column)
+
+    def number(self, column: str) -> int | None:
+        text = self._of(column)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise Unpriced(f"{column} is {text[:40]!r}, which is not a number") from None
+        if not 1 <= value <= 1e9 or value != int(value):
+            raise Unpriced(f"{column} is {text[:40]!r}, which is not a whole number from 1 on")
+        return int(value)
+
+    def shape(self, column: str) -> int | None:
+        """The row's own figure, or that of the model of this name."""
+        text = self._of(column)
+        given = None if column == "ffn" and text.startswith("moe") else self.number(column)
+        return given or self.known.get(column)
+
+    def needed(self, column: str, value: int | None) -> int:
+        if value is None:
+            raise Unpriced(f"{column} is not given")
+        return value
+
+
+def _model(cells: _Cells, modern: bool) -> Transformer:
+    known, is_gated = cells.known, cells.is_gated
+    layers = cells.needed("layers", cells.shape("layers"))
+    hidden = cells.needed("hidden", cells.shape("hidden"))
+    seq_len = cells.needed("seq_len", cells.shape("seq_len"))
+    if layers > MAX_LAYERS or hidden > 1_000_000 or seq_len > 100_000_000:
+        raise Unpriced(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
+    heads = cells.shape("heads") or max(1, hidden // 128)
+    in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
+    vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
+    experts = known.get("experts")
+    return Transformer(
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=cells.shape("kv_heads") or heads,
+        ffn=cells.shape("ffn") or (-(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden),
+        vocab=vocab or (32_000 if is_gated else 51_200),
+        seq_len=seq_len,
+        head_size=known.get("head_size") or 0,
+        gated=is_gated,
+        tied=not (is_gated or modern),
+        causal="bert" not in cells.family,
+        learned_positions=not (is_gated or cells.is_mpt),
+        rotary=is_gated,
+        experts=Experts(**experts) if experts else None,
+        q_rank=known.get("q_rank") or 0,
+        kv_rank=known.get("kv_rank") or 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    num_chunks: int
+    micro_batch: int
+    num_micro_batches: int
+
+    @classmethod
+    def of(cls, cells: _Cells, model: Transformer) -> _Sizes:
+        """Raises `Unpriced` for sizes that are missing, or do not agree."""
+        gpus = cells.needed("gpus", cells.number("gpus"))
+        given_dp = cells.number("dp")
+        tp, pp = (cells.number(axis) or (1 if given_dp is not None else None) for axis in ("tp", "pp"))
+        tp, pp = cells.needed("tp", tp), cells.needed("pp", pp)
+        cp, ep, chunks = (cells.number(axis) or 1 for axis in ("cp", "ep", "vpp"))
+        if gpus > MAX_RANKS or pp > MAX_STAGES or chunks > MAX_CHUNKS:
+            raise Unpriced(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
+        if gpus % (tp * pp * cp):
+            raise Unpriced(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
+        dp = gpus // (tp * pp * cp)
+        if given_dp is not None and given_dp != dp:
+            raise Unpriced(f"dp {given_dp} x tp {tp} x pp {pp} x cp {cp} is not {gpus} GPUs")
+        if model.num_heads % tp and tp % model.num_heads:
+            raise Unpriced(f"tp {tp} does not divide {model.num_heads} heads")
+        if ep > 1 and model.experts is None:
+            raise Unpriced(f"ep is {ep}, but nothing is known of the model's experts")
+        if (dp * tp) % ep:
+            raise Unpriced(f"ep {ep} does not divide dp {dp} x tp {tp}")
+        micro = cells.needed("micro_batch", cells.number("micro_batch"))
+        batch = cells.number("global_batch_seqs") or cells.number("gbs_derived")
+        count, rest = divmod(cells.needed("global_batch_seqs", batch), dp * micro)
+        if rest or not count:
+            raise Unpriced(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
+        if chunks > 1 and pp == 1:
+            chunks = 1
+        return cls(dp, tp, pp, cp, ep, chunks, micro, count)
+
+
+def _zero(cells: _Cells, software: Software, modern: bool) -> int:
+    given = cells.text("zero")
+    if "fsdp" in given:
+        return 3
+    if given.startswith("?"):
+        raise Unpriced(f"zero is {given[:40]!r}, which names no stage")
+    named = re.findall("[0-3]", given) if given else re.findall(r"deepspeed zero (\d)", cells.about)
+    return next(map(int, named), 1 if modern else software.zero)
+
+
+def _recompute(given: str) -> Recompute:
+    if given in ("full", "none", ""):
+        return "full" if given == "full" else "none"
+    return "selective"
+
+
+def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Attention:
+    about = cells.about
+    if "kernel=torch" in about:
         return "plain"
-    if "kernel=fused" in text:
+    if "kernel=fused" in about:
         return "fused"
-    if "flash" in text:
-        return "flash"
-    return "flash" if prefers_flash and gpu != "v100-32" else "fused"
+    if "flash" in about or ((cells.is_gated or cells.is_mpt or modern) and gpu != "v100-32"):
+        return "flash1" if software.flash1 or "flash_attentionv1" in about else "flash"
+    return "fused"
 
 
-def _has_sequence_parallel(text: str, modern: bool) -> bool:
-    if "sequence_parallel=true" in text or "with sequence parallel" in text or "with sp" in text:
+def _has_sequence_parallel(about: str, modern: bool) -> bool:
+    if re.search("sequence_parallel=true|with sequence parallel|with sp", about):
         return True
-    return modern and "no sp" not in text
-
-
-def _vocab_in_notes(text: str) -> int | None:
-    found = re.search(r"(\d+)k vocab", text)
-    return int(found[1]) * 1024 if found else None
+    return modern and "no sp" not in about
 
 
 @lru_cache
 def _models() -> tuple[tuple[re.Pattern[str], dict[str, Any]], ...]:
-    listed = yaml.safe_load((files("shardwise.fit") / "models.yaml").read_text(encoding="utf-8"))["models"]
-    return tuple((re.compile(one["match"]), one) for one in listed)
+    return tuple((re.compile(one["match"]), one) for one in _listed("published_models.yaml", "models"))
+
+
+@lru_cache
+def software_table() -> tuple[Software, ...]:
+    """The frameworks that are known, the first that matches counts."""
+    return tuple(Software(**one) for one in _listed("published_software.yaml", "software"))
+
+
+def _listed(name: str, key: str) -> list[dict[str, Any]]:
+    text = (files("shardwise.fit") / name).read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = yaml.safe_load(text)[key]
+    return found
 
 
 def _known_model(name: str) -> dict[str, Any]:
-    lowered = name.strip().lower()
-    return next((known for pattern, known in _models() if pattern.search(lowered)), {})
+    return next((known for pattern, known in _models() if pattern.search(name)), {})
+
+
+# -- the file -----------------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The header of a CSV file, and its rows. Raises `ConfigError` where it is no such file."""
+    csv.field_size_limit(MAX_CELL)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            header = list(reader.fieldnames or ())
+            missing = [column for column in COLUMNS if column not in header]
+            if missing:
+                raise ConfigError(
+                    f"{path} has no column {', '.join(missing)} in its first line. The columns are those of "
+                    f"published runs: {', '.join(COLUMNS)}, ..."
+                )
+            rows = list(_checked(path, reader))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read as a CSV file: {error}") from None
+    return header, rows
+
+
+def _checked(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:
+    for row in reader:
+        if None in row:
+            raise ConfigError(f"Line {reader.line_num} of {path} has more cells than the first line has columns.")
+        yield {key: value or "" for key, value in row.items()}
+
+
+def write_predictions(source: Path, out: Path, *, predict: Callable[[Row], Prediction] = predict) -> tuple[int, int]:
+    """Write the rows of `source` with predictions to `out`. Returns how many rows there are, and how many have one."""
+    header, rows = read_rows(source)
+    predictions = [predict(row) for row in rows]
+    kept = [column for column in header if column not in PREDICTED]
+    try:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*kept, *PREDICTED], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**row, **one.cells} for row, one in zip(rows, predictions, strict=True))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from None
+    return len(rows), sum(one.step_seconds is not None for one in predictions)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardwise.fit.published", description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="a CSV file of published runs")
+    parser.add_argument("--out", type=Path, required=True, help="where to write them with predictions")
+    given = parser.parse_args(arguments)
+    try:
+        num_rows, num_predicted = write_predictions(given.rows, given.out)
+    except ShardwiseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{given.out}: {num_predicted} of {num_rows} rows have a step time.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,6 +53,7 @@ class Transformer:
     tied: bool = True
     causal: bool = True
     learned_positions: bool = True
+    rotary: bool = False
     experts: Experts | None = None
     q_rank: int = 0
     kv_rank: int = 0
@@ -129,6 +130,7 @@ class Execution:
     dropout: bool = False
     wide_exchanges: bool = False
     whole_logits: bool = False
+    logit_bytes: float = 10.0
     product_dtype: str = ""
     exchanges_hidden: float = 0.0
 
@@ -363,16 +365,28 @@ class Layers:
         for GPT; counted alike for gated layers and experts)."""
         model, how, tokens, width = self.model, self.how, self.tokens, self.width
         rows, masks = self.row_bytes, 0.5 if how.dropout else 0.0
-        norms = 2 * rows * (2 if how.fused_norm else 6)  # unfused in fp32: the input, its normalized copies
+        if how.recompute == "selective" and how.keeps_no_scores:  # outputs of products and of attention
+            inner = model.experts.ffn * model.experts.active if with_experts and model.experts else model.ffn // how.tp
+            return 2 * rows + (2 * self._q + 2 * self._kv + inner * (2 if model.gated else 1)) * tokens * width
+        norms = 2 * rows * (2 if how.fused_norm else 5)  # unfused in fp32: the input, its normalized copies
         residuals = 2 * masks * rows
         heads = (self._q + 2 * self._kv) * tokens * width
-        moved = 0 if model.learned_positions else (self._q + self._kv) * tokens * width  # rotated queries and keys
+        moved = (self._q + self._kv) * tokens * width if model.rotary else 0
         core = self._q * tokens * width
-        if not how.keeps_no_scores and how.recompute != "selective":
-            scores = how.micro_batch * self._heads * (model.seq_len // how.cp) * model.seq_len * width
-            is_one = how.attention == "fused"
-            core += scores * ((1 if is_one else 3) + (1.5 if how.dropout else 0))
+        if how.recompute != "selective":
+            core += self._scores_saved
         return norms + residuals + heads + moved + core + self._mlp_saved(with_experts=with_experts)
+
+    @property
+    def _score_bytes(self) -> float:
+        return self.how.micro_batch * self._heads * (self.model.seq_len // self.how.cp) * self.model.seq_len * self.width
+
+    @property
+    def _scores_saved(self) -> float:
+        """Attention scores that are kept: before and after the softmax, in fp32 where that is not fused, and dropped."""
+        if self.how.keeps_no_scores:
+            return 0.0
+        return self._score_bytes * ((2 if self.how.attention == "fused" else 3) + (1.5 if self.how.dropout else 0))
 
     def _mlp_saved(self, *, with_experts: bool) -> float:
         model, how, experts = self.model, self.how, self.model.experts
@@ -383,20 +397,22 @@ class Layers:
         inside = routed * (halves * experts.ffn + 2 * model.hidden) * self.width
         return inside + halves * (experts.shared_ffn // how.tp) * self.tokens * self.width
 
-    @property
-    def working_bytes(self) -> float:
-        """The most that a backward of one layer holds at once beside what was saved: what is computed again, and the
-        gradients of the widest tensors."""
+    def working_bytes(self, score_copies: float) -> float:
+        """The most that a backward of one layer holds at once beside what was saved: what is computed again, the
+        gradients of the widest tensors, and `score_copies` of attention scores where these are kept."""
         model, how = self.model, self.how
         widest = max(model.ffn // how.tp * (2 if model.gated else 1), model.hidden) * self.tokens * self.width
-        gradients = 2 * widest + 2 * self.row_bytes
+        working = widest + self.row_bytes
+        if how.recompute == "full":
+            working = max(working, self.all_saved_bytes() - self._scores_saved)
         if not how.keeps_no_scores:
-            gradients += 2 * how.micro_batch * self._heads * (model.seq_len // how.cp) * model.seq_len * self.width
-        return gradients + (self.all_saved_bytes() if how.recompute == "full" else 0)
+            working += score_copies * self._score_bytes
+        return working
 
-    def logits_bytes(self, each: float) -> float:
-        """The logits and what the loss makes of them, at `each` bytes for one."""
-        return each * self.tokens * (self.model.vocab // (1 if self.how.whole_logits else self.how.tp))
+    @property
+    def logits_bytes(self) -> float:
+        """The logits and what the loss makes of them."""
+        return self.how.logit_bytes * self.tokens * (self.model.vocab // (1 if self.how.whole_logits else self.how.tp))
 
     # -- pieces -------------------------------------------------------------------------------------------
 
