@@ -398,13 +398,11 @@ class Layers:
         return inside + halves * (experts.shared_ffn // how.tp) * self.tokens * self.width
 
     def working_bytes(self, score_copies: float) -> float:
-        """The most that a backward of one layer holds at once beside what was saved: what is computed again, the
-        gradients of the widest tensors, and `score_copies` of attention scores where these are kept."""
-        model, how = self.model, self.how
-        widest = max(model.ffn // how.tp * (2 if model.gated else 1), model.hidden) * self.tokens * self.width
-        working = widest + self.row_bytes
-        if how.recompute == "full":
-            working = max(working, self.all_saved_bytes() - self._scores_saved)
+        """The most that a backward of one layer holds at once beside what was saved: what is computed again, or
+        gradients of half of what was saved, and `score_copies` of attention scores where these are kept."""
+        how = self.how
+        saved = self.all_saved_bytes() - (0.0 if how.recompute == "selective" else self._scores_saved)
+        working = saved * (1.0 if how.recompute == "full" else 0.5)
         if not how.keeps_no_scores:
             working += score_copies * self._score_bytes
         return working

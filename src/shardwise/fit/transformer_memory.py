@@ -21,7 +21,7 @@ FRAGMENTATION = 0.05
 """Of activations, lost between blocks of the allocator."""
 CONTEXT_BYTES = 1.5 * 2**30
 """Context, libraries' kernels and workspaces, and buffers of a few communicators."""
-USABLE = 0.93
+USABLE = 0.90
 
 
 @dataclass(frozen=True)

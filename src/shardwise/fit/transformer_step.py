@@ -4,7 +4,7 @@ them. Pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -217,7 +217,12 @@ def timed(programs: Sequence[RankProgram], job: Job, hardware: Hardware) -> Time
 
 
 def step_seconds(job: Job, hardware: Hardware) -> float:
-    """Seconds of a step of `job`, as `time_job` finds them, in less time for long schedules.
+    """Seconds of a step of `job`, as `time_job` finds them, in less time for long schedules."""
+    return step_seconds_of(job, lambda one: time_job(one, hardware).step_seconds)
+
+
+def step_seconds_of(job: Job, seconds: Callable[[Job], float]) -> float:
+    """Seconds of a step, where `seconds` are those of a job of fewer micro-batches, or of `job` itself.
 
     [Note: long schedules] Once the pipeline is full, each further round of micro-batches takes as long as the one
     before. So schedules of many rounds are timed at one and at two rounds, and what the second adds counts for all
@@ -225,9 +230,9 @@ def step_seconds(job: Job, hardware: Hardware) -> float:
     """
     few, more = (replace(job, num_micro_batches=count * job.pp) for count in (1, 2))
     if job.pp == 1 or job.num_micro_batches <= more.num_micro_batches:
-        return time_job(job, hardware).step_seconds
-    one, two = (time_job(rounds, hardware).step_seconds for rounds in (few, more))
+        return seconds(job)
+    one, two = seconds(few), seconds(more)
     return two + (two - one) * (job.num_micro_batches - more.num_micro_batches) / job.pp
 
 
-__all__ = ["Job", "Stage", "rank_programs", "stages_of", "step_seconds", "time_job"]
+__all__ = ["Job", "Stage", "rank_programs", "stages_of", "step_seconds", "step_seconds_of", "time_job"]

@@ -124,7 +124,12 @@ def work_of_blocks(blocks: Sequence[Block], work: Work) -> list[Worked]:
     Raises `ProgramError`, naming the unit, where the work of one is not known.
     """
     if isinstance(work, Mapping):
-        return [_of_unit(block.moment, work) for block in blocks]
+        found: dict[Moment, Worked] = {}  # one object for all micro-batches, which is priced once
+        for block in blocks:
+            plain = replace(block.moment, micro_batch=None)
+            if plain not in found:
+                found[plain] = _of_unit(plain, work)
+        return [found[replace(block.moment, micro_batch=None)] for block in blocks]
     if len(work) == len(blocks) and all(
         replace(block.moment, micro_batch=None) == one.moment for block, one in zip(blocks, work, strict=True)
     ):
