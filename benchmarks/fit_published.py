@@ -3,8 +3,8 @@
     python -m benchmarks.fit_published rows.csv --gpu a100 [--steps 4]
 
 Fits on rows of `FITTED` (published_rows.py) only, of which it takes a few of each source, so that no source outweighs
-the others. Damped Gauss-Newton on the logarithms of parameters and of times, with a loss that grows linearly for outliers, and a weak
-pull to where it begins. Prints the parameters, which belong into src/shardwise/fit/profiles and
+the others. Damped Gauss-Newton on the logarithms of parameters and of times, with a loss that grows linearly for
+outliers, and a weak pull to where it begins. Prints the parameters, which belong into src/shardwise/fit/profiles and
 published_software.yaml.
 """
 
@@ -14,18 +14,22 @@ import argparse
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.published_rows import Published, read_published
 from shardwise.errors import ShardwiseError
+from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware, hardware
-from shardwise.fit.published import hardware_of
-from shardwise.fit.transformer_step import parts_of_ranks, rank_programs, step_seconds_of, timed
+from shardwise.fit.published import Run, hardware_of
+from shardwise.fit.transformer_step import Job, parts_of_ranks, rank_programs, step_seconds_of, timed
 
 Parameters = dict[str, float]
+Array = npt.NDArray[np.float64]
 GENERATIONS = {"a100": ("a100-80", "a100-40"), "v100": ("v100-32",), "h100": ("h100-sxm", "h200"), "b200": ("b200",)}
 PER_SOURCE = 40
 MAX_STAGES = 16
@@ -39,13 +43,10 @@ class Case:
     """A row whose programs are planned once, and timed with other parameters."""
 
     published: Published
+    run: Run
     seconds: float
     weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.run = self.published.run
-        assert self.run is not None
-        self.programs = {}
+    programs: dict[int, list[RankProgram]] = field(default_factory=dict)
 
     def predicted(self, parameters: Parameters) -> float:
         run = self.run
@@ -56,7 +57,7 @@ class Case:
         machine = hardware_of(replace(run, software=software), with_parameters(hardware(run.gpu), parameters))
         works = [parts.work for parts in parts_of_ranks(job)]
 
-        def seconds(one):
+        def seconds(one: Job) -> float:
             key = one.num_micro_batches
             if key not in self.programs:
                 self.programs[key] = rank_programs(one)
@@ -70,13 +71,13 @@ def with_parameters(profile: Hardware, parameters: Mapping[str, float]) -> Hardw
     """Parameters are named by the path of their field, such as `products.share`."""
     changed: dict[str, object] = {}
     for path, value in parameters.items():
-        section, _, field = path.partition(".")
+        section, _, part = path.partition(".")
         if " " in path:
             continue
         bounded = min(1.0, value) if path.endswith("share") else value
-        if field:
-            inner = changed.get(section) or getattr(profile, section)
-            changed[section] = inner.model_copy(update={field: bounded})
+        if part:
+            inner: Any = changed.get(section) or getattr(profile, section)
+            changed[section] = inner.model_copy(update={part: bounded})
         else:
             changed[section] = bounded
     return profile.model_copy(update=changed)
@@ -94,8 +95,10 @@ def cases_of(path: Path, gpus: Sequence[str], *, seed: int = 0, per_source: int 
     for name, rows in by_source.items():
         count = min(len(rows), per_source * (2 if "vTrain" in name else 1))
         for row in chosen.sample(rows, count):
+            if row.run is None or row.step_seconds is None:
+                continue
             try:
-                case = Case(row, row.step_seconds, weight=min(1.0, count / 20) * 40 / count)
+                case = Case(row, row.run, row.step_seconds, weight=min(1.0, count / 20) * 40 / count)
                 case.predicted({})
                 found.append(case)
             except ShardwiseError as error:
@@ -103,8 +106,8 @@ def cases_of(path: Path, gpus: Sequence[str], *, seed: int = 0, per_source: int 
     return found
 
 
-def errors(cases: Sequence[Case], parameters: Parameters) -> np.ndarray:
-    return np.log([case.predicted(parameters) / case.seconds for case in cases])
+def errors(cases: Sequence[Case], parameters: Parameters) -> Array:
+    return np.log(np.array([case.predicted(parameters) / case.seconds for case in cases]))
 
 
 def fit(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[Parameters]:
@@ -113,10 +116,10 @@ def fit(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[Parame
     weights = np.array([case.weight for case in cases])
     weights = weights / weights.sum()
 
-    def named(at: np.ndarray) -> Parameters:
+    def named(at: Array) -> Parameters:
         return dict(zip(names, map(float, np.exp(at)), strict=True))
 
-    def loss(error: np.ndarray, at: np.ndarray) -> float:
+    def loss(error: Array, at: Array) -> float:
         spread = LINEAR**2 * (np.sqrt(1 + (error / LINEAR) ** 2) - 1)
         return float((weights * spread).sum() + 0.5 * PULL * ((at - begin) ** 2).sum())
 
@@ -140,7 +143,7 @@ def fit(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[Parame
         yield named(at)
 
 
-def by_source(cases: Sequence[Case], error: np.ndarray) -> str:
+def by_source(cases: Sequence[Case], error: Array) -> str:
     found: dict[str, list[float]] = {}
     for case, one in zip(cases, error, strict=True):
         found.setdefault(case.published.source[:60], []).append(100 * (np.exp(one) - 1))

@@ -10,21 +10,21 @@ recomputed, at the peak rate, times the pipeline's bubble.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.published_rows import Published, read_published
+from benchmarks.results_file import write_result
 from shardwise.fit.published import Prediction, predict
 from shardwise.fit.work import flops_of
 
 PUBLISHED_BY_OTHERS = (
     "vTrain, of its own runs, from profiled kernels: mean 8.4 % on one node, 14.7 % on up to 512 GPUs "
     "(arXiv:2312.12391)",
-    "Calculon, of 8 Megatron runs: mean 3.7 %; without new tables, of vTrain's runs: mean 38.9 % on one node, 11.2 % on "
-    "several (our runs of calculon-ai/calculon)",
+    "Calculon, of 8 Megatron runs: mean 3.7 %; without new tables, of vTrain's runs: mean 38.9 % on one node, 11.2 % "
+    "on several (our runs of calculon-ai/calculon)",
 )
 
 
@@ -126,23 +126,26 @@ def grouped(results: Sequence[Result], keys: Callable[[Result], Iterable[str]]) 
     return found
 
 
+def source(result: Result) -> Iterable[str]:
+    return (result.published.source,)
+
+
+def _times_by(results: Sequence[Result], keys: Callable[[Result], Iterable[str]]) -> dict[str, dict[str, float]]:
+    found = {name: times(some) for name, some in grouped(results, keys).items()}
+    return {name: figures for name, figures in found.items() if figures}
+
+
 def report(results: Sequence[Result]) -> dict[str, object]:
     fitted = [one for one in results if one.published.is_fitted]
     others = [one for one in results if not one.published.is_fitted]
-    memory = grouped(results, lambda one: [one.published.source])
+    memory = grouped(results, source)
     return {
         "runs": len(results),
         "with a prediction": sum(one.prediction.step_seconds is not None for one in results),
         "step time": {"fitted on": times(fitted), "not fitted on": times(others)},
-        "step time by source, not fitted on": {
-            name: times(some) for name, some in grouped(others, lambda one: [one.published.source]).items() if times(some)
-        },
-        "step time by source, fitted on": {
-            name: times(some) for name, some in grouped(fitted, lambda one: [one.published.source]).items() if times(some)
-        },
-        "step time by regime, not fitted on": {
-            name: times(some) for name, some in grouped(others, regimes).items() if times(some)
-        },
+        "step time by source, not fitted on": _times_by(others, source),
+        "step time by source, fitted on": _times_by(fitted, source),
+        "step time by regime, not fitted on": _times_by(others, regimes),
         "fits, where sources say so": {
             "fitted on": verdicts(fitted, only_said=True),
             "not fitted on": verdicts(others, only_said=True),
@@ -181,7 +184,7 @@ def main() -> None:
     found = report(results_of(given.rows))
     print(as_text(found))
     if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(given.json, found)
 
 
 if __name__ == "__main__":

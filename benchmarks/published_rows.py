@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.fit.published import Run, Unpriced, read_run
+from shardwise.fit.published import Run, UnpricedError, read_run
 from shardwise.fit.transformer_step import Job
 
-FITTED = (
-    # by source, and where not all of its rows: by model. Everything else is reported only.
-    ("ground_truth_single", lambda row: row["layers"] in ("12", "20")),
-    ("llama_13B_bfloat16_64_GPUs_all_runs", lambda row: True),
-    ("A100 80GB with 1600 Gbps", lambda row: True),
-    ("InternEvo doc/en/train_performance.md (FLOPS", lambda row: True),
-    ("tr3m-1B3.md", lambda row: True),
-    ("experiments/gpt2.md", lambda row: row["model"] != "GPT-2 52B"),
-    ("performance_benchmarks.md (NeMo 24.07)", lambda row: True),
-    ("llama3_h100_202412_torchtitan.md", lambda row: "Table 1" in row["source"] or "Table 2" in row["source"]),
-    ("Megatron-Bridge", lambda row: row["model"] == "LLAMA3_70B"),
-    ("nanotron/docs", lambda row: row["model"] == "Llama-like 3.57B"),
-)
+FITTED: Mapping[str, Callable[[Mapping[str, str]], bool] | None] = {
+    # a part of the source: which of its rows, or all of them. Everything else is reported only.
+    "ground_truth_single": lambda row: row["layers"] in ("12", "20"),
+    "llama_13B_bfloat16_64_GPUs_all_runs": None,
+    "A100 80GB with 1600 Gbps": None,
+    "InternEvo doc/en/train_performance.md (FLOPS": None,
+    "tr3m-1B3.md": None,
+    "experiments/gpt2.md": lambda row: row["model"] != "GPT-2 52B",
+    "performance_benchmarks.md (NeMo 24.07)": None,
+    "llama3_h100_202412_torchtitan.md": lambda row: "Table 1" in row["source"] or "Table 2" in row["source"],
+    "Megatron-Bridge": lambda row: row["model"] == "LLAMA3_70B",
+    "nanotron/docs": lambda row: row["model"] == "Llama-like 3.57B",
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Published:
 
     @property
     def is_fitted(self) -> bool:
-        return any(name in self.row["source"] and chosen(self.row) for name, chosen in FITTED)
+        return any(
+            name in self.row["source"] and (chosen is None or chosen(self.row)) for name, chosen in FITTED.items()
+        )
 
     def number(self, *metrics: str) -> float | None:
         for metric in metrics:
@@ -87,14 +89,14 @@ class Published:
 
 def read_published(path: Path) -> Iterator[Published]:
     """The runs of a file: rows of one `run_id` and source."""
-    rows: dict[tuple[str, str], tuple[Mapping[str, str], dict[str, str]]] = {}
+    rows: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            rows.setdefault((row["run_id"], row["source"]), (row, {}))[1][row["metric"]] = row["value"]
+            rows.setdefault((row["run_id"], row["source"]), (dict(row), {}))[1][row["metric"]] = row["value"]
     for row, measured in rows.values():
         try:
             yield Published(row, measured, read_run(row))
-        except Unpriced as error:
+        except UnpricedError as error:
             yield Published(row, measured, None, str(error))
 
 

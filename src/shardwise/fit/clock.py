@@ -400,7 +400,9 @@ class _Rank:
         self._fetched: list[_Flight] = []
         """Copies of activations that have not been waited for."""
         self._keeps_events = keeps_events
+        self._work = work_of_blocks(program.step.micro_batch, program.work)
         self._timed: dict[int, _Timed] = {}
+        """By the identity of what is in `_work`, which lives as long as this."""
         self._by_unit = {unit.name: unit for unit in program.step.units}
         stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
         self._last_stage = stages * num_ranks - 1
@@ -425,7 +427,7 @@ class _Rank:
 
     def _step(self) -> _Asked:
         step = self.program.step
-        work = work_of_blocks(step.micro_batch, self.program.work)
+        work = self._work
         if step.is_over_schedule:
             yield from self._schedule(step.micro_batch, work)
         else:

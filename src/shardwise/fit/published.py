@@ -1,9 +1,9 @@
-"""Published training runs: rows of a CSV file, read as a model, its layout and its hardware, with predictions beside them.
+"""Published training runs: rows of a CSV file read as a model, its layout and its hardware, and predictions of them.
 
     python -m shardwise.fit.published rows.csv --out predicted.csv
 
-The columns are read by name; `COLUMNS` are those without which there is no prediction for any row. What a row leaves out
-is taken from `models.yaml`, where its model is known by name; where that does not help either, its prediction is empty,
+The columns are read by name; `COLUMNS` are those without which there is no prediction for any row. What a row leaves
+out is taken from `published_models.yaml`, where its model is known by name; where that does not help either, its prediction is empty,
 and `predicted_reason` says why. Conventions for what hardly any row gives are in `read_run`.
 """
 
@@ -46,7 +46,7 @@ NVLINK_DOMAIN = 64
 """GPUs of an NVL72 rack that one job uses, of powers of two."""
 
 
-class Unpriced(ValueError):
+class UnpricedError(ValueError):
     """Why a row gets no prediction."""
 
 
@@ -116,7 +116,7 @@ def predict(row: Row) -> Prediction:
         if run.no_memory:
             return Prediction(seconds, reason=run.no_memory)
         peak = peak_bytes(run.job).total
-    except (Unpriced, ShardwiseError) as error:
+    except (UnpricedError, ShardwiseError) as error:
         return Prediction(reason=" ".join(str(error).split()))
     available = run.hardware().memory_bytes
     does_fit = fits(peak, available)
@@ -163,7 +163,7 @@ def _bandwidths(link: str) -> tuple[float | None, float | None]:
 
 
 def read_run(row: Row) -> Run:
-    """The run that a row describes. Raises `Unpriced` with the reason where the row leaves out what is needed.
+    """The run that a row describes. Raises `UnpricedError` with the reason where the row leaves out what is needed.
 
     Conventions, where a row gives nothing: heads of size 128; an inner width of 4 times the hidden one, or 8/3 of it
     with SwiGLU; Megatron's padded GPT-2 vocabulary of 51,200, or LLaMA's of 32,000; 8 GPUs on a node; ZeRO stage 1 on
@@ -174,7 +174,9 @@ def read_run(row: Row) -> Run:
     device = cells.text("gpu")
     gpu = next((name for pattern, name in GPUS if re.search(pattern, device)), None)
     if gpu is None:
-        raise Unpriced(f"there is no profile of the device {device[:40]!r}" if device else "gpu is not given")
+        raise UnpricedError(f"there is no profile of the device {device[:40]!r}" if device else "gpu is not given")
+    if re.search("lora", cells.about):
+        raise UnpricedError("adapters (LoRA) are not priced: most gradients of weights are left out")
     modern = gpu in ("b200", "h200", "h100-sxm")
     model = _model(cells, modern)
     software = next((one for one in software_table() if re.search(one.match, cells.about)), Software())
@@ -251,9 +253,9 @@ class _Cells:
         try:
             value = float(text)
         except ValueError:
-            raise Unpriced(f"{column} is {text[:40]!r}, which is not a number") from None
+            raise UnpricedError(f"{column} is {text[:40]!r}, which is not a number") from None
         if not 1 <= value <= 1e9 or value != int(value):
-            raise Unpriced(f"{column} is {text[:40]!r}, which is not a whole number from 1 on")
+            raise UnpricedError(f"{column} is {text[:40]!r}, which is not a whole number from 1 on")
         return int(value)
 
     def shape(self, column: str) -> int | None:
@@ -264,7 +266,7 @@ class _Cells:
 
     def needed(self, column: str, value: int | None) -> int:
         if value is None:
-            raise Unpriced(f"{column} is not given")
+            raise UnpricedError(f"{column} is not given")
         return value
 
 
@@ -274,7 +276,7 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
     hidden = cells.needed("hidden", cells.shape("hidden"))
     seq_len = cells.needed("seq_len", cells.shape("seq_len"))
     if layers > MAX_LAYERS or hidden > 1_000_000 or seq_len > 100_000_000:
-        raise Unpriced(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
+        raise UnpricedError(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
     heads = cells.shape("heads") or max(1, hidden // 128)
     in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
     vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
@@ -312,30 +314,30 @@ class _Sizes:
 
     @classmethod
     def of(cls, cells: _Cells, model: Transformer) -> _Sizes:
-        """Raises `Unpriced` for sizes that are missing, or do not agree."""
+        """Raises `UnpricedError` for sizes that are missing, or do not agree."""
         gpus = cells.needed("gpus", cells.number("gpus"))
         given_dp = cells.number("dp")
         tp, pp = (cells.number(axis) or (1 if given_dp is not None else None) for axis in ("tp", "pp"))
         tp, pp = cells.needed("tp", tp), cells.needed("pp", pp)
         cp, ep, chunks = (cells.number(axis) or 1 for axis in ("cp", "ep", "vpp"))
         if gpus > MAX_RANKS or pp > MAX_STAGES or chunks > MAX_CHUNKS:
-            raise Unpriced(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
+            raise UnpricedError(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
         if gpus % (tp * pp * cp):
-            raise Unpriced(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
+            raise UnpricedError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
         dp = gpus // (tp * pp * cp)
         if given_dp is not None and given_dp != dp:
-            raise Unpriced(f"dp {given_dp} x tp {tp} x pp {pp} x cp {cp} is not {gpus} GPUs")
+            raise UnpricedError(f"dp {given_dp} x tp {tp} x pp {pp} x cp {cp} is not {gpus} GPUs")
         if model.num_heads % tp and tp % model.num_heads:
-            raise Unpriced(f"tp {tp} does not divide {model.num_heads} heads")
+            raise UnpricedError(f"tp {tp} does not divide {model.num_heads} heads")
         if ep > 1 and model.experts is None:
-            raise Unpriced(f"ep is {ep}, but nothing is known of the model's experts")
+            raise UnpricedError(f"ep is {ep}, but nothing is known of the model's experts")
         if (dp * tp) % ep:
-            raise Unpriced(f"ep {ep} does not divide dp {dp} x tp {tp}")
+            raise UnpricedError(f"ep {ep} does not divide dp {dp} x tp {tp}")
         micro = cells.needed("micro_batch", cells.number("micro_batch"))
         batch = cells.number("global_batch_seqs") or cells.number("gbs_derived")
         count, rest = divmod(cells.needed("global_batch_seqs", batch), dp * micro)
         if rest or not count:
-            raise Unpriced(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
+            raise UnpricedError(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
         if chunks > 1 and pp == 1:
             chunks = 1
         return cls(dp, tp, pp, cp, ep, chunks, micro, count)
@@ -346,7 +348,7 @@ def _zero(cells: _Cells, software: Software, modern: bool) -> int:
     if "fsdp" in given:
         return 3
     if given.startswith("?"):
-        raise Unpriced(f"zero is {given[:40]!r}, which names no stage")
+        raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
     named = re.findall("[0-3]", given) if given else re.findall(r"deepspeed zero (\d)", cells.about)
     return next(map(int, named), 1 if modern else software.zero)
 

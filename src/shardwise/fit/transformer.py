@@ -379,7 +379,9 @@ class Layers:
 
     @property
     def _score_bytes(self) -> float:
-        return self.how.micro_batch * self._heads * (self.model.seq_len // self.how.cp) * self.model.seq_len * self.width
+        return (
+            self.how.micro_batch * self._heads * (self.model.seq_len // self.how.cp) * self.model.seq_len * self.width
+        )
 
     @property
     def _scores_saved(self) -> float:

@@ -78,8 +78,10 @@ class Job:
     def table(self) -> Table:
         """That of parameters which all replicas share."""
         mesh, dtype = self.mesh, self.how.dtype
-        preset = PRESETS["zero3-offload" if self.zero == 3 else "offload"] if self.offloads else PRESETS[PRESET_OF_STAGE[self.zero]]
-        preset = preset.over(mesh)
+        name = PRESET_OF_STAGE[self.zero]
+        if self.offloads:
+            name = "zero3-offload" if self.zero == 3 else "offload"
+        preset = PRESETS[name].over(mesh)
         resting: Dtype = dtype if self.narrow_grads else "fp32"
         grad = replace(preset.grad, dtype=resting)
         if self.zero == 0 and not self.overlaps:
