@@ -196,15 +196,15 @@ def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reaso
 
 
 def test_names_stand_for_shapes_and_a_rows_own_figures_win() -> None:
-    named = read_run(row(layers="", hidden="", heads="", model="Llama 3.1 405B", pp="1", tp="8", vpp="", recompute=""))
+    named = read_run(row(layers="", hidden="", heads="", model="Llama 3.1 405B", vpp="", recompute=""))
     assert (named.job.model.num_layers, named.job.model.num_kv_heads, named.job.model.vocab) == (126, 8, 128256)
     assert named.no_memory
-    own = read_run(row(layers="4", model="Llama 3.1 405B", vpp="1", pp="4", tp="8", global_batch_seqs="64", vocab="7"))
+    own = read_run(row(layers="4", model="Llama 3.1 405B", vpp="1", pp="4", dp="2", vocab="7"))
     assert (own.job.model.num_layers, own.job.model.vocab) == (4, 7)
 
 
 def test_out_of_memory_is_said_with_its_amount() -> None:
-    prediction = predict(row(tp="1", pp="1", vpp="", model="gpt3-175B"))
+    prediction = predict(row(tp="1", pp="1", dp="64", vpp=""))
     assert prediction.fits is False
     assert "GiB" in prediction.reason
     assert prediction.step_seconds is not None

@@ -3,8 +3,8 @@
     python -m shardwise.fit.published rows.csv --out predicted.csv
 
 The columns are read by name; `COLUMNS` are those without which there is no prediction for any row. What a row leaves
-out is taken from `published_models.yaml`, where its model is known by name; where that does not help either, its prediction is empty,
-and `predicted_reason` says why. Conventions for what hardly any row gives are in `read_run`.
+out is taken from `published_models.yaml`, where its model is known by name; where that does not help either, its
+prediction is empty, and `predicted_reason` says why. Conventions for what hardly any row gives are in `read_run`.
 """
 
 from __future__ import annotations

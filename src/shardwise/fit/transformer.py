@@ -38,8 +38,8 @@ class Experts:
 @dataclass(frozen=True)
 class Transformer:
     """The shapes of a model. `gated`: SwiGLU, with three matrices instead of two; `tied`: the head is the embedding's
-    transpose. `kv_rank` and `q_rank`: widths of the latents of multi-head latent attention (DeepSeek, arXiv:2405.04434),
-    0 without."""
+    transpose. `kv_rank` and `q_rank`: widths of the latents of multi-head latent attention (DeepSeek-V2,
+    arXiv:2405.04434), 0 without."""
 
     num_layers: int
     hidden: int
@@ -109,11 +109,13 @@ class Transformer:
 class Execution:
     """How one micro-batch of `micro_batch` sequences is computed on one rank.
 
-    `attention`: `plain` keeps the scores and has a kernel for each of its steps, `fused` has one kernel for scaling,
-    masking and softmax, `flash` keeps no scores (arXiv:2205.14135, `flash1`; arXiv:2307.08691). `passes`: how many times
-    as often element-wise operations go over memory as where chains of them are one kernel; `fused_norm`: whether a norm
-    is one kernel. `dropout`: whether there is dropout, whose masks are kept. `product_dtype`: that of matrix products
-    where it is narrower (fp8). `exchanges_hidden`: whether tensor parallel collectives run beside products.
+    - `attention`: `plain` keeps the scores and has a kernel for each of its steps, `fused` has one kernel for scaling,
+      masking and softmax; `flash1` and `flash` keep no scores (arXiv:2205.14135, arXiv:2307.08691).
+    - `passes`: how many times as often element-wise operations go over memory as where chains of them are one kernel;
+      `fused_norm`: whether a norm is one kernel; `dropout`: whether there is dropout, whose masks are kept.
+    - `product_dtype`: that of matrix products where it is narrower (fp8).
+    - `wide_exchanges`: tensor parallelism sums in fp32. `expert_axis`: the axes along which tokens go to experts.
+    - `whole_logits`: every rank has the logits of all words; `logit_bytes`: what one of them takes with its gradient.
     """
 
     micro_batch: int
@@ -132,7 +134,6 @@ class Execution:
     whole_logits: bool = False
     logit_bytes: float = 10.0
     product_dtype: str = ""
-    exchanges_hidden: float = 0.0
 
     @property
     def width(self) -> int:
@@ -385,10 +386,10 @@ class Layers:
 
     @property
     def _scores_saved(self) -> float:
-        """Attention scores that are kept: before and after the softmax, in fp32 where that is not fused, and dropped."""
+        """Attention scores that are kept: before and after the softmax, in fp32 where that is not fused, and masks."""
         if self.how.keeps_no_scores:
             return 0.0
-        return self._score_bytes * ((2 if self.how.attention == "fused" else 3) + (1.5 if self.how.dropout else 0))
+        return self._score_bytes * ((2 if self.how.attention == "fused" else 3) + (0.5 if self.how.dropout else 0))
 
     def _mlp_saved(self, *, with_experts: bool) -> float:
         model, how, experts = self.model, self.how, self.model.experts
@@ -443,8 +444,8 @@ class Layers:
         return product(m, n, k, self.how.dtype, self.width, batch)
 
     def _matmul(self, m: int, n: int, k: int, batch: int = 1) -> Operations:
-        """A product with weights: where it is computed in a narrower dtype, what it reads is converted first, once as it
-        is and once transposed for the backward."""
+        """A product with weights: where it is computed in a narrower dtype, what it reads is converted first, once as
+        it is and once transposed for the backward."""
         one = self._product(m, n, k, batch)
         if not self.how.product_dtype:
             return (one,)
@@ -462,7 +463,7 @@ class Layers:
         if self.how.tp == 1:
             return ()
         width = 4 if self.how.wide_exchanges else self.width
-        num_bytes = self.tokens * self.model.hidden * width * (1 - self.how.exchanges_hidden)
+        num_bytes = self.tokens * self.model.hidden * width
         return (self._collective(kind, num_bytes, "tp"),)
 
     def _gathered(self) -> Operations:

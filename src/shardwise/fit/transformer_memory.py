@@ -1,15 +1,14 @@
 """What a training step of a transformer holds on its fullest rank, from shapes. Pure.
 
 [Note: where these figures come from] Parameters, gradients and states follow from the table, and activations from the
-operations. What follows from neither was fitted on 141 runs of LLaMA 13B on 64 A100 (Aleph-Alpha, arXiv:2311.05610,
-llama_13B_bfloat16_64_GPUs_all_runs), of which it is known whether they ran: `LOGIT_BYTES`, `SCORE_COPIES`, and the part
-that is lost to fragmentation. `USABLE` is a margin, chosen so that none of the runs known to have failed is said to fit;
-what it costs is that some which ran are said not to.
+operations. What follows from neither was chosen on runs of LLaMA 13B on A100 (Aleph-Alpha, arXiv:2311.05610), of
+which it is known whether they ran: `SCORE_COPIES`, the part that is lost to fragmentation, and that the logits and the working
+memory of a layer add up. `USABLE` is a margin: with it none of the 1,686 published runs that we know is said to fit and
+did not. What that costs is that some which ran are said not to.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from shardwise.fit.transformer_step import Job, stages_of
@@ -88,7 +87,3 @@ def _num_in_flight(job: Job, place: int) -> float:
         return min(job.num_micro_batches, job.pp - place)
     passes = (job.pp - place - 1) * 2 + (job.num_chunks - 1) * job.pp + 1
     return min(job.num_micro_batches * job.num_chunks, passes) / job.num_chunks
-
-
-def gibibytes(num_bytes: float) -> float:
-    return num_bytes / math.pow(2, 30)
