@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,6 +192,7 @@ def read_run(row: Row) -> Run:
         cp=sizes.cp,
         ep=sizes.ep,
         expert_axis="ep" if sizes.dp % sizes.ep == 0 else "ep+tp",
+        expert_tp=sizes.expert_tp,
         recompute=_recompute(recompute),
         attention=_attention(cells, modern, gpu, software),
         passes=software.passes,
@@ -308,6 +310,7 @@ class _Sizes:
     pp: int
     cp: int
     ep: int
+    expert_tp: int
     num_chunks: int
     micro_batch: int
     num_micro_batches: int
@@ -340,7 +343,9 @@ class _Sizes:
             raise UnpricedError(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
         if chunks > 1 and pp == 1:
             chunks = 1
-        return cls(dp, tp, pp, cp, ep, chunks, micro, count)
+        split = re.search(r"etp=(\d{1,3})", cells.about)
+        expert_tp = math.gcd(int(split[1]), tp) if split and int(split[1]) else 1
+        return cls(dp, tp, pp, cp, ep, expert_tp, chunks, micro, count)
 
 
 def _zero(cells: _Cells, software: Software, modern: bool) -> int:

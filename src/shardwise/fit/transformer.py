@@ -114,7 +114,8 @@ class Execution:
     - `passes`: how many times as often element-wise operations go over memory as where chains of them are one kernel;
       `fused_norm`: whether a norm is one kernel; `dropout`: whether there is dropout, whose masks are kept.
     - `product_dtype`: that of matrix products where it is narrower (fp8).
-    - `wide_exchanges`: tensor parallelism sums in fp32. `expert_axis`: the axes along which tokens go to experts.
+    - `wide_exchanges`: tensor parallelism sums in fp32. `expert_axis`: the axes along which tokens go to experts;
+      `expert_tp`: the ranks that split each expert.
     - `whole_logits`: every rank has the logits of all words; `logit_bytes`: what one of them takes with its gradient.
     """
 
@@ -125,6 +126,7 @@ class Execution:
     cp: int = 1
     ep: int = 1
     expert_axis: str = "ep"
+    expert_tp: int = 1
     recompute: Recompute = "none"
     attention: Attention = "flash"
     passes: float = 1.0
@@ -170,7 +172,7 @@ class Layers:
         experts = self.model.experts
         if experts is None:
             return 0
-        return experts.count * self.model.mlp_params(experts.ffn) // self.how.ep
+        return experts.count * self.model.mlp_params(experts.ffn) // (self.how.ep * self.how.expert_tp)
 
     def vocab_params(self) -> int:
         return self.model.vocab_params // self.how.tp
@@ -306,7 +308,8 @@ class Layers:
         return forward, backward
 
     def _experts(self) -> tuple[Operations, Operations]:
-        """Router, tokens to their experts and back, and the experts' products; balanced."""
+        """Router, tokens to their experts and back, and the experts' products; balanced. Ranks that split an expert
+        compute as much as if each had a part of the tokens."""
         model, how, experts = self.model, self.how, self.model.experts
         assert experts is not None
         local = max(1, experts.count // how.ep)

@@ -1,10 +1,10 @@
 """What a training step of a transformer holds on its fullest rank, from shapes. Pure.
 
 [Note: where these figures come from] Parameters, gradients and states follow from the table, and activations from the
-operations. What follows from neither was chosen on runs of LLaMA 13B on A100 (Aleph-Alpha, arXiv:2311.05610), of
-which it is known whether they ran: `SCORE_COPIES`, the part that is lost to fragmentation, and that the logits and the working
-memory of a layer add up. `USABLE` is a margin: with it none of the 1,686 published runs that we know is said to fit and
-did not. What that costs is that some which ran are said not to.
+operations. What follows from neither was chosen on runs of LLaMA 13B on A100 (Aleph-Alpha, arXiv:2311.05610), of which
+it is known whether they ran: `SCORE_COPIES`, the part that is lost to fragmentation, and that the logits and the
+working memory of a layer add up. `USABLE` is a margin: with it none of the published runs that we know is said to fit
+and did not. What that costs is that some which ran are said not to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _of_rank(job: Job, place: int) -> RankBytes:
     shared += layers.vocab_params() * (has_embedding + (has_head and not (model.tied and has_embedding)))
     replicas = job.dp * how.cp
     states = _state_bytes(job, shared, replicas)
-    states += _state_bytes(job, num_experts * layers.expert_params(), max(1, replicas * how.tp // how.ep))
+    states += _state_bytes(
+        job, num_experts * layers.expert_params(), max(1, replicas * how.tp // (how.ep * how.expert_tp))
+    )
     if job.zero == 3:  # two units are whole at once, of parameters and of gradients
         largest = max(layers.dense_params(with_experts=num_experts > 0), layers.vocab_params())
         states += 2 * 2 * how.width * largest

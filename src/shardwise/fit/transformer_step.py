@@ -87,7 +87,9 @@ class Job:
         if self.zero == 0 and not self.overlaps:
             grad = Place(partial=mesh.replica_axes, dtype=resting)
         if self.zero == 1 and self.overlaps:
-            grad = Place(dtype=resting) if self.pp > 1 else Place(shard=mesh.replica_axes, dtype=resting)
+            grad = Place(dtype=resting) if self.pp > 1 else grad
+            if self.num_micro_batches == 1:
+                grad = Place(shard=mesh.replica_axes, dtype=resting)
         return Table(
             axes=mesh.replica_axes,
             param=replace(preset.param, dtype=dtype),
