@@ -107,7 +107,8 @@ def cases_of(path: Path, gpus: Sequence[str], *, seed: int = 0, per_source: int 
 
 
 def errors(cases: Sequence[Case], parameters: Parameters) -> Array:
-    return np.log(np.array([case.predicted(parameters) / case.seconds for case in cases]))
+    found: Array = np.log(np.array([case.predicted(parameters) / case.seconds for case in cases]))
+    return found
 
 
 def fit(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[Parameters]:

@@ -43,9 +43,8 @@ def row(**changed: str) -> dict[str, str]:
     return {**KORTHIKANTI, **changed}
 
 
-def job(**changed: object) -> Job:
-    how = Execution(micro_batch=2, **{key: changed.pop(key) for key in ("tp", "cp", "ep") if key in changed})
-    return Job(SMALL, how, **changed)
+def job(*, tp: int = 1, dp: int = 1, pp: int = 1, num_micro_batches: int = 1, zero: int = 0) -> Job:
+    return Job(SMALL, Execution(2, tp=tp), dp=dp, pp=pp, num_micro_batches=num_micro_batches, zero=zero)
 
 
 # -- shapes -------------------------------------------------------------------------------------------------
@@ -173,6 +172,8 @@ def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measur
         ({"global_batch_seqs": ""}, "global_batch_seqs is not given"),
         ({"gpus": "48"}, "48 GPUs are no multiple of tp 8 x pp 8 x cp 1"),
         ({"dp": "2"}, "dp 2 x tp 8 x pp 8 x cp 1 is not 64 GPUs"),
+        ({"pp": "64", "vpp": "5", "tp": "1"}, "pp 64 and vpp 5 are more than anything that is timed here"),
+        ({"notes": "mode=LoRA"}, "adapters (LoRA) are not priced"),
         ({"ep": "4"}, "ep is 4, but nothing is known of the model's experts"),
         ({"zero": "? (old branch)"}, "zero is '? (old branch)', which names no stage"),
         ({"hidden": "1e400"}, "hidden is '1e400', which is not a whole number from 1 on"),
@@ -184,7 +185,7 @@ def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measur
 )
 def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reason: str) -> None:
     prediction = predict(row(**changed))
-    if "pp" in changed:  # 64 stages of 3 chunks do not fit into 96 layers
+    if changed.get("pp") and "vpp" not in changed:  # 64 stages of 3 chunks do not fit into 96 layers
         assert "192 stages need as many layers" in prediction.reason
     else:
         with pytest.raises(UnpricedError) as raised:

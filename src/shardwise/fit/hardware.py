@@ -7,6 +7,7 @@ little larger is a little slower.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -195,8 +196,8 @@ class Hardware(_Section):
         longer = max(device, launches)
         if not longer:
             return 0.0
-        both = longer * (1 + (min(device, launches) / longer) ** self.launch_norm) ** (1 / self.launch_norm)
-        return both - waiting_seconds
+        ratio, norm = min(device, launches) / longer, self.launch_norm
+        return longer * math.pow(1 + math.pow(ratio, norm), 1 / norm) - waiting_seconds
 
     # -- communicating ----------------------------------------------------------------------------------
 

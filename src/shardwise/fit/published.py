@@ -33,8 +33,8 @@ Row = Mapping[str, str]
 COLUMNS = ("model", "gpu", "gpus", "micro_batch", "seq_len", "tp", "pp")
 PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits", "predicted_reason")
 MAX_CELL = 1_000_000
-MAX_STAGES, MAX_CHUNKS, MAX_LAYERS, MAX_RANKS = 256, 64, 4096, 2_000_000
-"""Larger figures are mistakes; each stage of a pipeline is timed."""
+MAX_OPS, MAX_LAYERS, MAX_RANKS = 20_000, 4096, 2_000_000
+"""Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
 GPUS = (
     (r"gb300|b300|gb200|b200|blackwell", "b200"),
     (r"h200", "h200"),
@@ -323,7 +323,7 @@ class _Sizes:
         tp, pp = (cells.number(axis) or (1 if given_dp is not None else None) for axis in ("tp", "pp"))
         tp, pp = cells.needed("tp", tp), cells.needed("pp", pp)
         cp, ep, chunks = (cells.number(axis) or 1 for axis in ("cp", "ep", "vpp"))
-        if gpus > MAX_RANKS or pp > MAX_STAGES or chunks > MAX_CHUNKS:
+        if gpus > MAX_RANKS or pp * pp * chunks > MAX_OPS:
             raise UnpricedError(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
         if gpus % (tp * pp * cp):
             raise UnpricedError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")

@@ -161,11 +161,9 @@ class Layers:
 
     def dense_params(self, *, with_experts: bool) -> int:
         """Elements of one layer that all ranks along `ep` share."""
-        model, tp = self.model, self.how.tp
-        shared = self.model.experts.shared_ffn if with_experts and model.experts is not None else 0
-        inside = model.mlp_params(shared if with_experts else model.ffn)
-        router = model.experts.count * model.hidden if with_experts and model.experts is not None else 0
-        return (model.attention_params + inside) // tp + router + 4 * model.hidden
+        model, experts = self.model, self.model.experts if with_experts else None
+        width, router = (model.ffn, 0) if experts is None else (experts.shared_ffn, experts.count * model.hidden)
+        return (model.attention_params + model.mlp_params(width)) // self.how.tp + router + 4 * model.hidden
 
     def expert_params(self) -> int:
         """Elements of the experts of one layer that lie on this rank."""
@@ -376,7 +374,7 @@ class Layers:
         residuals = 2 * masks * rows
         heads = (self._q + 2 * self._kv) * tokens * width
         moved = (self._q + self._kv) * tokens * width if model.rotary else 0
-        core = self._q * tokens * width
+        core: float = self._q * tokens * width
         if how.recompute != "selective":
             core += self._scores_saved
         return norms + residuals + heads + moved + core + self._mlp_saved(with_experts=with_experts)
