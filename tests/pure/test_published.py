@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardwise.fit import clock
 from shardwise.fit.hardware import hardware
 from shardwise.fit.published import PREDICTED, UnpricedError, hardware_of, main, predict, read_run, software_table
 from shardwise.fit.transformer import Execution, Experts, Layers, Transformer
 from shardwise.fit.transformer_memory import peak_bytes
 from shardwise.fit.transformer_step import Job, rank_programs, stages_of, step_seconds, time_job
-from shardwise.fit.work import flops_of
+from shardwise.fit.work import Work, Worked, flops_of, work_of_blocks
+from shardwise.program import Block
 
 GPT_175B = Transformer(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
 SMALL = Transformer(4, 256, 4, 4, 1024, 1024, 128)
@@ -290,3 +293,20 @@ def test_hostile_cells_are_only_text(tmp_path: Path) -> None:
         for cell in cells:
             prediction = predict(row(**{column: cell}))
             assert prediction.reason or prediction.step_seconds
+
+
+def test_prices_are_not_those_of_objects_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that leaves gathers in flight is timed twice in a row. Prices are kept by identity, and in the second pass
+    were those of freed objects, unless something else kept these."""
+    model = Transformer(80, 8192, 64, 8, 28672, 128256, 8192, gated=True, tied=False)
+    how = Execution(1, tp=4, sequence_parallel=True)
+    asked = Job(model, how, dp=2, pp=8, num_chunks=5, num_micro_batches=8, zero=1, overlaps=True)
+    alone = time_job(asked, hardware("h100-sxm")).step_seconds
+    kept = []
+
+    def keeping(blocks: Sequence[Block], work: Work) -> list[Worked]:
+        kept.append(work_of_blocks(blocks, work))
+        return kept[-1]
+
+    monkeypatch.setattr(clock, "work_of_blocks", keeping)
+    assert alone == time_job(asked, hardware("h100-sxm")).step_seconds
