@@ -574,10 +574,6 @@ class _Rank:
     def _time(self, worked: Worked, moment: Moment) -> _Timed:
         hardware, prices = self.hardware, self._prices
         computing = [one for one in worked.operations if not one.communicates and not one.copies]
-        seconds = hardware.computing_seconds(computing)
-        if moment.edge == "after" and moment.unit and moment.leaves_gradients:
-            seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
-        parts: list[tuple[float, tuple[str, ...], str]] = [(seconds, (), "")] if seconds else []
         by_axis: dict[str, float] = {}
         for one in worked.operations:
             if one.communicates:
@@ -585,6 +581,11 @@ class _Rank:
                 by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
                     one.kind, one.num_bytes, ranks
                 )
+        launched = sum(one.kernels for one in worked.operations if one.communicates)
+        seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
+        if moment.edge == "after" and moment.unit and moment.leaves_gradients:
+            seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
+        parts: list[tuple[float, tuple[str, ...], str]] = [(seconds, (), "")] if seconds else []
         parts += [
             (moved, hardware.links_of(prices.ranks_along(axis)), axis) for axis, moved in by_axis.items() if moved
         ]

@@ -7,6 +7,7 @@ little larger is a little slower.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -108,6 +109,9 @@ class Hardware(_Section):
     """Between two kernels of one rank; where `runs_ahead`, what the host needs to start one while the device computes
     others."""
     runs_ahead: bool = True
+    launch_norm: Annotated[float, Field(ge=1)] = 8.0
+    """Where the host runs ahead: how completely its time and the device's overlap, as the exponent of a norm of both.
+    1: not at all; large: the longer of the two counts. In between, parts in which one waits for the other alternate."""
     contention: Annotated[float, Field(ge=1)] = 1.0
     """How many times as long computation and communication take while both go on. 2: nothing is won."""
     ranks_share_device: bool = False
@@ -175,12 +179,25 @@ class Hardware(_Section):
                 return moving
         raise ConfigError(f"'{operation}' has no price as computation.")
 
-    def computing_seconds(self, operations: Sequence[Operation]) -> float:
+    def computing_seconds(
+        self, operations: Sequence[Operation], waiting_seconds: float = 0.0, num_launched: int = 0
+    ) -> float:
         """Operations one after the other, with their launches: beside them where the host runs ahead, else between
-        them."""
+        them.
+
+        `waiting_seconds`: how long the device communicates between them, in `num_launched` kernels, which the host
+        uses to run ahead too.
+        """
         seconds = sum(map(self.operation_seconds, operations))
-        launches = self.launch_seconds * sum(one.kernels for one in operations)
-        return max(seconds, launches) if self.runs_ahead else seconds + launches
+        launches = self.launch_seconds * (num_launched + sum(one.kernels for one in operations))
+        if not self.runs_ahead:
+            return seconds + launches
+        device = seconds + waiting_seconds
+        longer = max(device, launches)
+        if not longer:
+            return 0.0
+        ratio, norm = min(device, launches) / longer, self.launch_norm
+        return longer * math.pow(1 + math.pow(ratio, norm), 1 / norm) - waiting_seconds
 
     # -- communicating ----------------------------------------------------------------------------------
 

@@ -1,0 +1,464 @@
+"""Published training runs: rows of a CSV file read as a model, its layout and its hardware, and predictions of them.
+
+    python -m shardwise.fit.published rows.csv --out predicted.csv
+
+The columns are read by name; `COLUMNS` are those without which there is no prediction for any row. What a row leaves
+out is taken from `published_models.yaml`, where its model is known by name; where that does not help either, its
+prediction is empty, and `predicted_reason` says why. Conventions for what hardly any row gives are in `read_run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.transformer import Attention, Execution, Experts, Recompute, Transformer
+from shardwise.fit.transformer_memory import fits, peak_bytes
+from shardwise.fit.transformer_step import Job, step_seconds
+
+Row = Mapping[str, str]
+COLUMNS = ("model", "gpu", "gpus", "micro_batch", "seq_len", "tp", "pp")
+PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits", "predicted_reason")
+MAX_CELL = 1_000_000
+MAX_OPS, MAX_LAYERS, MAX_RANKS = 20_000, 4096, 2_000_000
+"""Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
+GPUS = (
+    (r"gb300|b300|gb200|b200|blackwell", "b200"),
+    (r"h200", "h200"),
+    (r"h100", "h100-sxm"),
+    (r"a100.?40", "a100-40"),
+    (r"a100", "a100-80"),
+    (r"v100", "v100-32"),
+)
+NVLINK_DOMAIN = 64
+"""GPUs of an NVL72 rack that one job uses, of powers of two."""
+
+
+class UnpricedError(ValueError):
+    """Why a row gets no prediction."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a framework does that rows do not say; `match` is a regular expression for source, model and notes.
+
+    `launches`: how many times as long its host needs for each kernel as the profile says. The other fields are those of
+    `Execution` and `Job`; `flash1` means the first version of FlashAttention, and `zero` the stage where none is given.
+    """
+
+    match: str = ""
+    passes: float = 1.0
+    launches: float = 1.0
+    fused_norm: bool = True
+    wide_exchanges: bool = False
+    whole_logits: bool = False
+    narrow_grads: bool = False
+    logit_bytes: float = 10.0
+    flash1: bool = False
+    zero: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run, as far as its step depends on it. `gpu` names a profile; bandwidths, in bytes per second, and
+    the memory of a device are there where a row gives them. `no_memory` says why memory cannot be predicted, if so."""
+
+    job: Job
+    gpu: str
+    per_node: int
+    software: Software
+    node_bandwidth: float | None = None
+    rank_bandwidth: float | None = None
+    memory_bytes: int | None = None
+    no_memory: str = ""
+
+    def hardware(self) -> Hardware:
+        return hardware_of(self, hardware(self.gpu))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one row. `reason` says why something is empty, or that a run does not fit."""
+
+    step_seconds: float | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
+
+    @property
+    def cells(self) -> dict[str, str]:
+        values = (
+            "" if self.step_seconds is None else f"{self.step_seconds:.6g}",
+            "" if self.peak_bytes is None else str(self.peak_bytes),
+            "" if self.fits is None else ("yes" if self.fits else "OOM"),
+            self.reason,
+        )
+        return dict(zip(PREDICTED, values, strict=True))
+
+
+def predict(row: Row) -> Prediction:
+    """What `row` takes; never raises for what is in it."""
+    try:
+        run = read_run(row)
+        seconds = _predicted_seconds(run)
+        if run.no_memory:
+            return Prediction(seconds, reason=run.no_memory)
+        peak = peak_bytes(run.job).total
+    except (UnpricedError, ShardwiseError) as error:
+        return Prediction(reason=" ".join(str(error).split()))
+    available = run.hardware().memory_bytes
+    does_fit = fits(peak, available)
+    reason = "" if does_fit else f"needs {peak / 2**30:.1f} GiB, and a margin, of {available / 2**30:.1f}"
+    return Prediction(seconds, int(peak), does_fit, reason)
+
+
+@lru_cache(maxsize=4096)
+def _predicted_seconds(run: Run) -> float:
+    """Rows of one run differ in what was measured, and are predicted once."""
+    return step_seconds(run.job, run.hardware())
+
+
+# -- hardware -----------------------------------------------------------------------------------------------
+
+
+def hardware_of(run: Run, profile: Hardware) -> Hardware:
+    """`profile` with what the run says of its machines."""
+    changed: dict[str, Any] = {"launch_seconds": profile.launch_seconds * run.software.launches}
+    rate, shared = profile.network.bytes_per_second, run.node_bandwidth
+    if run.rank_bandwidth is not None:
+        rate, shared = run.rank_bandwidth, run.rank_bandwidth * run.per_node
+    if shared is not None:
+        changed["network"] = profile.network.model_copy(
+            update={"bytes_per_second": min(rate, shared), "node_bytes_per_second": shared}
+        )
+    if run.memory_bytes is not None:
+        changed["memory_bytes"] = run.memory_bytes
+    return profile.model_copy(update=changed).with_ranks(run.per_node)
+
+
+def _bandwidths(link: str) -> tuple[float | None, float | None]:
+    """Bytes per second of a node and of a rank, where the words say so."""
+    if found := re.search(r"(\d+)x\s*(?:ib)?\s*(\d+)\s*gb(?:ps|/s)?.*per node", link):
+        return int(found[1]) * int(found[2]) * 1e9 / 8, None
+    if found := re.search(r"(\d+)\s*gbps(?:/| per )node", link):
+        return int(found[1]) * 1e9 / 8, None
+    if found := re.search(r"(\d+)\s*gb/s .*per gpu", link):
+        return None, int(found[1]) * 1e9 / 8
+    return None, None
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+def read_run(row: Row) -> Run:
+    """The run that a row describes. Raises `UnpricedError` with the reason where the row leaves out what is needed.
+
+    Conventions, where a row gives nothing: heads of size 128; an inner width of 4 times the hidden one, or 8/3 of it
+    with SwiGLU; Megatron's padded GPT-2 vocabulary of 51,200, or LLaMA's of 32,000; 8 GPUs on a node; ZeRO stage 1 on
+    H100 and later (Megatron's distributed optimizer), 0 before; FlashAttention for LLaMA and MPT, and for all on H100
+    and later; no recomputation.
+    """
+    cells = _Cells(row)
+    device = cells.text("gpu")
+    gpu = next((name for pattern, name in GPUS if re.search(pattern, device)), None)
+    if gpu is None:
+        raise UnpricedError(f"there is no profile of the device {device[:40]!r}" if device else "gpu is not given")
+    if re.search("lora", cells.about):
+        raise UnpricedError("adapters (LoRA) are not priced: most gradients of weights are left out")
+    modern = gpu in ("b200", "h200", "h100-sxm")
+    model = _model(cells, modern)
+    software = next((one for one in software_table() if re.search(one.match, cells.about)), Software())
+    sizes = _Sizes.of(cells, model)
+    recompute = cells.text("recompute")
+    precision = cells.text("precision")
+    how = Execution(
+        micro_batch=sizes.micro_batch,
+        dtype="fp16" if precision.startswith("fp16") or gpu == "v100-32" else "bf16",
+        tp=sizes.tp,
+        sequence_parallel=sizes.tp > 1 and _has_sequence_parallel(cells.about, modern),
+        cp=sizes.cp,
+        ep=sizes.ep,
+        expert_axis="ep" if sizes.dp % sizes.ep == 0 else "ep+tp",
+        expert_tp=sizes.expert_tp,
+        recompute=_recompute(recompute),
+        attention=_attention(cells, modern, gpu, software),
+        passes=software.passes,
+        fused_norm=software.fused_norm or "rms kernel" in cells.about,
+        wide_exchanges=software.wide_exchanges,
+        whole_logits=software.whole_logits,
+        logit_bytes=software.logit_bytes,
+        dropout=not (cells.is_gated or cells.is_mpt or modern),
+        product_dtype="fp8" if re.search("fp8|float8", precision) else "fp4" if "fp4" in precision else "",
+    )
+    zero = _zero(cells, software, modern)
+    job = Job(
+        model=model,
+        how=how,
+        dp=sizes.dp,
+        pp=sizes.pp,
+        num_chunks=sizes.num_chunks,
+        num_micro_batches=sizes.num_micro_batches,
+        zero=zero,
+        overlaps=modern and zero < 3,
+        narrow_grads=software.narrow_grads,
+        offloads="cpu" in cells.text("offload"),
+    )
+    link = cells.text("interconnect")
+    per_node = NVLINK_DOMAIN if "nvl72" in link else cells.number("gpus_per_node") or 8
+    memory = re.search(r"(\d+) ?gi?b", device)
+    return Run(
+        job,
+        gpu,
+        per_node,
+        software,
+        *_bandwidths(link),
+        memory_bytes=int(memory[1]) * 2**30 if memory else None,
+        no_memory="" if recompute else "recompute is not given, on which memory depends",
+    )
+
+
+class _Cells:
+    """A row, read by column, with what is known of its model by name."""
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self.about = " ".join(self._of(column) for column in ("source", "model", "notes"))
+        self.family = self._of("model")
+        self.known = _known_model(self.family)
+        self.is_mpt = "mpt" in self.family
+        self.is_gated = bool(self.known.get("gated") or re.search("llama|internlm|qwen|mistral|mixtral", self.family))
+
+    def _of(self, column: str) -> str:
+        value = self._row.get(column)
+        return value.strip().lower() if isinstance(value, str) else ""
+
+    def text(self, column: str) -> str:
+        return self._of(column)
+
+    def number(self, column: str) -> int | None:
+        text = self._of(column)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise UnpricedError(f"{column} is {text[:40]!r}, which is not a number") from None
+        if not 1 <= value <= 1e9 or value != int(value):
+            raise UnpricedError(f"{column} is {text[:40]!r}, which is not a whole number from 1 on")
+        return int(value)
+
+    def shape(self, column: str) -> int | None:
+        """The row's own figure, or that of the model of this name."""
+        text = self._of(column)
+        given = None if column == "ffn" and text.startswith("moe") else self.number(column)
+        return given or self.known.get(column)
+
+    def needed(self, column: str, value: int | None) -> int:
+        if value is None:
+            raise UnpricedError(f"{column} is not given")
+        return value
+
+
+def _model(cells: _Cells, modern: bool) -> Transformer:
+    known, is_gated = cells.known, cells.is_gated
+    layers = cells.needed("layers", cells.shape("layers"))
+    hidden = cells.needed("hidden", cells.shape("hidden"))
+    seq_len = cells.needed("seq_len", cells.shape("seq_len"))
+    if layers > MAX_LAYERS or hidden > 1_000_000 or seq_len > 100_000_000:
+        raise UnpricedError(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
+    heads = cells.shape("heads") or max(1, hidden // 128)
+    in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
+    vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
+    experts = known.get("experts")
+    return Transformer(
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=cells.shape("kv_heads") or heads,
+        ffn=cells.shape("ffn") or (-(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden),
+        vocab=vocab or (32_000 if is_gated else 51_200),
+        seq_len=seq_len,
+        head_size=known.get("head_size") or 0,
+        gated=is_gated,
+        tied=not (is_gated or modern),
+        causal="bert" not in cells.family,
+        learned_positions=not (is_gated or cells.is_mpt),
+        rotary=is_gated,
+        experts=Experts(**experts) if experts else None,
+        q_rank=known.get("q_rank") or 0,
+        kv_rank=known.get("kv_rank") or 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    expert_tp: int
+    num_chunks: int
+    micro_batch: int
+    num_micro_batches: int
+
+    @classmethod
+    def of(cls, cells: _Cells, model: Transformer) -> _Sizes:
+        """Raises `UnpricedError` for sizes that are missing, or do not agree."""
+        gpus = cells.needed("gpus", cells.number("gpus"))
+        given_dp = cells.number("dp")
+        tp, pp = (cells.number(axis) or (1 if given_dp is not None else None) for axis in ("tp", "pp"))
+        tp, pp = cells.needed("tp", tp), cells.needed("pp", pp)
+        cp, ep, chunks = (cells.number(axis) or 1 for axis in ("cp", "ep", "vpp"))
+        if gpus > MAX_RANKS or pp * pp * chunks > MAX_OPS:
+            raise UnpricedError(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
+        if gpus % (tp * pp * cp):
+            raise UnpricedError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
+        dp = gpus // (tp * pp * cp)
+        if given_dp is not None and given_dp != dp:
+            raise UnpricedError(f"dp {given_dp} x tp {tp} x pp {pp} x cp {cp} is not {gpus} GPUs")
+        if model.num_heads % tp and tp % model.num_heads:
+            raise UnpricedError(f"tp {tp} does not divide {model.num_heads} heads")
+        if ep > 1 and model.experts is None:
+            raise UnpricedError(f"ep is {ep}, but nothing is known of the model's experts")
+        if (dp * tp) % ep:
+            raise UnpricedError(f"ep {ep} does not divide dp {dp} x tp {tp}")
+        micro = cells.needed("micro_batch", cells.number("micro_batch"))
+        batch = cells.number("global_batch_seqs") or cells.number("gbs_derived")
+        count, rest = divmod(cells.needed("global_batch_seqs", batch), dp * micro)
+        if rest or not count:
+            raise UnpricedError(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
+        if chunks > 1 and pp == 1:
+            chunks = 1
+        split = re.search(r"etp=(\d{1,3})", cells.about)
+        expert_tp = math.gcd(int(split[1]), tp) if split and int(split[1]) else 1
+        return cls(dp, tp, pp, cp, ep, expert_tp, chunks, micro, count)
+
+
+def _zero(cells: _Cells, software: Software, modern: bool) -> int:
+    given = cells.text("zero")
+    if "fsdp" in given:
+        return 3
+    if given.startswith("?"):
+        raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
+    named = re.findall("[0-3]", given) if given else re.findall(r"deepspeed zero (\d)", cells.about)
+    return next(map(int, named), 1 if modern else software.zero)
+
+
+def _recompute(given: str) -> Recompute:
+    if given in ("full", "none", ""):
+        return "full" if given == "full" else "none"
+    return "selective"
+
+
+def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Attention:
+    about = cells.about
+    if "kernel=torch" in about:
+        return "plain"
+    if "kernel=fused" in about:
+        return "fused"
+    if "flash" in about or ((cells.is_gated or cells.is_mpt or modern) and gpu != "v100-32"):
+        return "flash1" if software.flash1 or "flash_attentionv1" in about else "flash"
+    return "fused"
+
+
+def _has_sequence_parallel(about: str, modern: bool) -> bool:
+    if re.search("sequence_parallel=true|with sequence parallel|with sp", about):
+        return True
+    return modern and "no sp" not in about
+
+
+@lru_cache
+def _models() -> tuple[tuple[re.Pattern[str], dict[str, Any]], ...]:
+    return tuple((re.compile(one["match"]), one) for one in _listed("published_models.yaml", "models"))
+
+
+@lru_cache
+def software_table() -> tuple[Software, ...]:
+    """The frameworks that are known, the first that matches counts."""
+    return tuple(Software(**one) for one in _listed("published_software.yaml", "software"))
+
+
+def _listed(name: str, key: str) -> list[dict[str, Any]]:
+    text = (files("shardwise.fit") / name).read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = yaml.safe_load(text)[key]
+    return found
+
+
+def _known_model(name: str) -> dict[str, Any]:
+    return next((known for pattern, known in _models() if pattern.search(name)), {})
+
+
+# -- the file -----------------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The header of a CSV file, and its rows. Raises `ConfigError` where it is no such file."""
+    csv.field_size_limit(MAX_CELL)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            header = list(reader.fieldnames or ())
+            missing = [column for column in COLUMNS if column not in header]
+            if missing:
+                raise ConfigError(
+                    f"{path} has no column {', '.join(missing)} in its first line. The columns are those of "
+                    f"published runs: {', '.join(COLUMNS)}, ..."
+                )
+            rows = list(_checked(path, reader))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read as a CSV file: {error}") from None
+    return header, rows
+
+
+def _checked(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:
+    for row in reader:
+        if None in row:
+            raise ConfigError(f"Line {reader.line_num} of {path} has more cells than the first line has columns.")
+        yield {key: value or "" for key, value in row.items()}
+
+
+def write_predictions(source: Path, out: Path, *, predict: Callable[[Row], Prediction] = predict) -> tuple[int, int]:
+    """Write the rows of `source` with predictions to `out`. Returns how many rows there are, and how many have one."""
+    header, rows = read_rows(source)
+    predictions = [predict(row) for row in rows]
+    kept = [column for column in header if column not in PREDICTED]
+    try:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*kept, *PREDICTED], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**row, **one.cells} for row, one in zip(rows, predictions, strict=True))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from None
+    return len(rows), sum(one.step_seconds is not None for one in predictions)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardwise.fit.published", description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="a CSV file of published runs")
+    parser.add_argument("--out", type=Path, required=True, help="where to write them with predictions")
+    given = parser.parse_args(arguments)
+    try:
+        num_rows, num_predicted = write_predictions(given.rows, given.out)
+    except ShardwiseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{given.out}: {num_predicted} of {num_rows} rows have a step time.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""Published runs: rows read as jobs, predictions, and a command for files of rows."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.fit import clock
+from shardwise.fit.hardware import hardware
+from shardwise.fit.published import PREDICTED, UnpricedError, hardware_of, main, predict, read_run, software_table
+from shardwise.fit.transformer import Execution, Experts, Layers, Transformer
+from shardwise.fit.transformer_memory import peak_bytes
+from shardwise.fit.transformer_step import Job, rank_programs, stages_of, step_seconds, time_job
+from shardwise.fit.work import Work, Worked, flops_of, work_of_blocks
+from shardwise.program import Block
+
+GPT_175B = Transformer(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
+SMALL = Transformer(4, 256, 4, 4, 1024, 1024, 128)
+KORTHIKANTI = {  # arXiv:2205.05198, table 5: 18.13 s with full recomputation, 13.75 s with selective
+    "source": "Korthikanti 2022 Table 5",
+    "model": "gpt3-175B",
+    "layers": "96",
+    "hidden": "12288",
+    "heads": "96",
+    "seq_len": "2048",
+    "global_batch_seqs": "64",
+    "micro_batch": "1",
+    "gpu": "A100-80GB",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "dp": "1",
+    "tp": "8",
+    "pp": "8",
+    "vpp": "3",
+    "zero": "0",
+    "recompute": "full",
+    "precision": "fp16",
+}
+
+
+def row(**changed: str) -> dict[str, str]:
+    return {**KORTHIKANTI, **changed}
+
+
+def job(*, tp: int = 1, dp: int = 1, pp: int = 1, num_micro_batches: int = 1, zero: int = 0) -> Job:
+    return Job(SMALL, Execution(2, tp=tp), dp=dp, pp=pp, num_micro_batches=num_micro_batches, zero=zero)
+
+
+# -- shapes -------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_those_of_the_papers() -> None:
+    llama = Transformer(32, 4096, 32, 8, 14336, 128256, 8192, gated=True, tied=False, learned_positions=False)
+    experts = Experts(128, 8, 1536)
+    qwen = Transformer(94, 4096, 64, 4, 12288, 151936, 4096, 128, True, False, experts=experts, learned_positions=False)
+    assert GPT_175B.num_params == pytest.approx(174.6e9, rel=0.005)
+    assert llama.num_params == pytest.approx(8.03e9, rel=0.005)
+    assert qwen.num_params == pytest.approx(235.1e9, rel=0.005)
+
+
+def test_flops_are_those_of_narayanan() -> None:
+    """arXiv:2104.04473, equation 2, without recomputation, whose attention is not halved for the causal mask."""
+    model, how = GPT_175B, Execution(1, attention="plain", dropout=True)
+    layers = Layers(model, how)
+    layer, head = layers.layer(), layers.head()
+    found = model.num_layers * layer.flops + head.flops
+    h, s, size = model.hidden, model.seq_len, model.num_layers * model.hidden**2
+    rest = 1 + s / (6 * h) + model.vocab / (12 * model.num_layers * h)
+    assert found == pytest.approx(72 * s * size * rest, rel=1e-9)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallelism_splits_the_products(tp: int) -> None:
+    whole, part = (Layers(SMALL, Execution(2, tp=size)).layer() for size in (1, tp))
+    assert flops_of(part.forward) == pytest.approx(flops_of(whole.forward) / tp)
+    assert [one.kind for one in part.forward if one.communicates] == ["all_reduce"] * 2
+    split = Layers(SMALL, Execution(2, tp=tp, sequence_parallel=True)).layer()
+    assert [one.kind for one in split.forward if one.communicates] == ["all_gather", "reduce_scatter"] * 2
+
+
+def test_activations_are_those_of_korthikanti() -> None:
+    """arXiv:2205.05198, section 4: s b h (34 + 5 a s / h) without parallelism, 2 s b h if all is recomputed."""
+    how = Execution(1, attention="fused", dropout=True)
+    s, h, a = GPT_175B.seq_len, GPT_175B.hidden, GPT_175B.num_heads
+    whole = Layers(GPT_175B, how).all_saved_bytes()
+    assert whole == pytest.approx(s * h * (34 + 5 * a * s / h), rel=0.15)
+    full = Layers(GPT_175B, replace(how, recompute="full"))
+    assert full.saved_bytes() == 2 * s * h
+    selective = Layers(GPT_175B, replace(how, recompute="selective"))
+    assert selective.saved_bytes() == pytest.approx(34 * s * h, rel=0.15)
+
+
+def test_experts_compute_what_their_tokens_need() -> None:
+    model = replace(SMALL, experts=Experts(count=8, active=2, ffn=512), gated=True)
+    alone, spread = (Layers(model, Execution(2, ep=size)) for size in (1, 4))
+    assert spread.expert_params() * 4 == alone.expert_params()
+    same = [flops_of(layers.layer(with_experts=True).forward) for layers in (alone, spread)]
+    assert same[0] == pytest.approx(same[1])
+    exchanged = [one for one in spread.layer(with_experts=True).forward if one.kind == "all_to_all"]
+    assert [one.num_bytes for one in exchanged] == [2 * 128 * 2 * 256 * 2] * 2
+
+
+# -- steps --------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_do_not_divide_count_the_ends_as_layers() -> None:
+    model = replace(SMALL, num_layers=126)
+    stages = stages_of(Job(model, Execution(1), pp=16, num_chunks=8))
+    assert len(stages) == 128
+    assert (stages[0].num_layers, stages[0].has_embedding) == (0, True)
+    assert (stages[-1].num_layers, stages[-1].has_head) == (0, True)
+    assert sum(one.num_layers for one in stages) == 126
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_layout_has_a_time(zero: int, pp: int) -> None:
+    asked = job(tp=2, dp=2, pp=pp, num_micro_batches=4, zero=zero)
+    timeline = time_job(asked, hardware("a100-80"))
+    assert len(timeline.ranks) == pp
+    assert 0 < timeline.mfu < 1
+
+
+def test_long_schedules_are_timed_as_if_all_rounds_were() -> None:
+    machine = hardware("a100-80")
+    asked = job(pp=4, num_micro_batches=20)
+    assert step_seconds(asked, machine) == pytest.approx(time_job(asked, machine).step_seconds, rel=0.01)
+
+
+def test_more_micro_batches_take_longer_and_a_pipeline_has_a_bubble() -> None:
+    machine = hardware("a100-80")
+    seconds = [step_seconds(job(pp=2, num_micro_batches=count), machine) for count in (2, 4, 8)]
+    assert seconds == sorted(seconds)
+    assert seconds[1] / seconds[0] < 2 > seconds[2] / seconds[1]
+
+
+def test_memory_shrinks_with_each_stage_of_zero_and_with_recomputation() -> None:
+    peaks = [peak_bytes(job(dp=8, zero=stage)).total for stage in (0, 1, 2)]
+    assert peaks == sorted(peaks, reverse=True)
+    kept, again = (
+        peak_bytes(Job(GPT_175B, Execution(1, tp=8, recompute=recompute), pp=8)).activations
+        for recompute in ("none", "full")
+    )
+    assert again < kept / 5
+
+
+def test_programs_are_those_of_the_library() -> None:
+    (program,) = rank_programs(job(dp=2, zero=3))
+    verbs = [action.verb for block in program.step.micro_batch for action in block.actions]
+    assert verbs.count("gather") == 2 * (SMALL.num_layers + 2) - 1  # the head stays between forward and backward
+    assert verbs.count("reduce_scatter") == SMALL.num_layers + 2
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "measured"), [({}, 18.13), ({"recompute": "selective", "notes": "with sequence parallel"}, 13.75)]
+)
+def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measured: float) -> None:
+    assert predict(row(**changed)).step_seconds == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"gpu": ""}, "gpu is not given"),
+        ({"gpu": "TPU v3"}, "there is no profile of the device 'tpu v3'"),
+        ({"layers": "", "model": "GPT 91B"}, "layers is not given"),
+        ({"micro_batch": ""}, "micro_batch is not given"),
+        ({"global_batch_seqs": ""}, "global_batch_seqs is not given"),
+        ({"gpus": "48"}, "48 GPUs are no multiple of tp 8 x pp 8 x cp 1"),
+        ({"dp": "2"}, "dp 2 x tp 8 x pp 8 x cp 1 is not 64 GPUs"),
+        ({"pp": "64", "vpp": "5", "tp": "1"}, "pp 64 and vpp 5 are more than anything that is timed here"),
+        ({"notes": "mode=LoRA"}, "adapters (LoRA) are not priced"),
+        ({"ep": "4"}, "ep is 4, but nothing is known of the model's experts"),
+        ({"zero": "? (old branch)"}, "zero is '? (old branch)', which names no stage"),
+        ({"hidden": "1e400"}, "hidden is '1e400', which is not a whole number from 1 on"),
+        ({"hidden": "nan"}, "hidden is 'nan', which is not a whole number from 1 on"),
+        ({"seq_len": "-3"}, "seq_len is '-3', which is not a whole number from 1 on"),
+        ({"heads": "many"}, "heads is 'many', which is not a number"),
+        ({"pp": "64", "tp": "1"}, "global_batch_seqs 64"),
+    ],
+)
+def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reason: str) -> None:
+    prediction = predict(row(**changed))
+    if changed.get("pp") and "vpp" not in changed:  # 64 stages of 3 chunks do not fit into 96 layers
+        assert "192 stages need as many layers" in prediction.reason
+    else:
+        with pytest.raises(UnpricedError) as raised:
+            read_run(row(**changed))
+        assert reason in str(raised.value)
+        assert reason in prediction.reason
+    assert prediction.step_seconds is None
+    assert prediction.fits is None
+
+
+def test_names_stand_for_shapes_and_a_rows_own_figures_win() -> None:
+    named = read_run(row(layers="", hidden="", heads="", model="Llama 3.1 405B", vpp="", recompute=""))
+    assert (named.job.model.num_layers, named.job.model.num_kv_heads, named.job.model.vocab) == (126, 8, 128256)
+    assert named.no_memory
+    own = read_run(row(layers="4", model="Llama 3.1 405B", vpp="1", pp="4", dp="2", vocab="7"))
+    assert (own.job.model.num_layers, own.job.model.vocab) == (4, 7)
+
+
+def test_out_of_memory_is_said_with_its_amount() -> None:
+    prediction = predict(row(tp="1", pp="1", dp="64", vpp=""))
+    assert prediction.fits is False
+    assert "GiB" in prediction.reason
+    assert prediction.step_seconds is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "per_rank", "per_node"),
+    [
+        ("4x100Gb RoCE per node", 25e9, 50e9),
+        ("1x IB 100Gbps per node", 12.5e9, 12.5e9),
+        ("RoCE 1600Gbps/node", 25e9, 200e9),
+        ("NVLink + 400Gb/s RDMA per GPU", 50e9, 400e9),
+        ("NVLink", 25e9, 200e9),
+    ],
+)
+def test_words_for_links(words: str, per_rank: float, per_node: float) -> None:
+    run = read_run(row(interconnect=words))
+    network = hardware_of(run, hardware("a100-80")).network
+    assert (network.bytes_per_second, network.node_bytes_per_second) == (per_rank, per_node)
+
+
+def test_the_last_entry_of_software_is_for_all_others() -> None:
+    assert software_table()[-1].match == ""
+
+
+# -- the command --------------------------------------------------------------------------------------------
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_a_file_of_rows_gets_four_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "rows.csv", [row(), row(gpu="TPU v4"), row(predicted_fits="stale")][:2])
+    assert main([str(source), "--out", str(tmp_path / "out.csv")]) == 0
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert float(first["predicted_step_seconds"]) == pytest.approx(18.13, rel=0.15)
+    assert first["predicted_fits"] == "yes"
+    assert int(first["predicted_peak_bytes"]) > 2**30
+    assert [second[name] for name in PREDICTED[:3]] == ["", "", ""]
+    assert "tpu v4" in second["predicted_reason"]
+    assert {name: first[name] for name in KORTHIKANTI} == KORTHIKANTI
+    assert "1 of 2 rows" in capsys.readouterr().out
+    again = tmp_path / "again.csv"
+    assert main([str(tmp_path / "out.csv"), "--out", str(again)]) == 0  # its own output is read again
+    assert again.read_text() == (tmp_path / "out.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"", "has no column model"),
+        (b"a,b\n1,2\n", "has no column model, gpu"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"model,gpu,gpus,micro_batch,seq_len,tp,pp\nx,y,1,1,1,1,1,1,1\n", "more cells"),
+        (b'model,gpu,gpus,micro_batch,seq_len,tp,pp\n"x\n', "cannot be read"),
+        (b"model,gpu,gpus,micro_batch,seq_len,tp,pp\n" + b"x" * 2_000_000 + b"\n", "cannot be read"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "rows.csv"
+    if content is not None:
+        source.write_bytes(content)
+    assert main([str(source), "--out", str(tmp_path / "out.csv")]) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_hostile_cells_are_only_text(tmp_path: Path) -> None:
+    cells = ["=cmd|' /C calc'!A0", "\x00", "9" * 400, "${HOME}", "../../etc/passwd", "1e309", "inf", "0x10", "1_000"]
+    for column in ("layers", "hidden", "gpus", "pp", "vpp", "zero", "recompute", "interconnect", "gpu", "notes"):
+        for cell in cells:
+            prediction = predict(row(**{column: cell}))
+            assert prediction.reason or prediction.step_seconds
+
+
+def test_prices_are_not_those_of_objects_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that leaves gathers in flight is timed twice in a row. Prices are kept by identity, and in the second pass
+    were those of freed objects, unless something else kept these."""
+    model = Transformer(80, 8192, 64, 8, 28672, 128256, 8192, gated=True, tied=False)
+    how = Execution(1, tp=4, sequence_parallel=True)
+    asked = Job(model, how, dp=2, pp=8, num_chunks=5, num_micro_batches=8, zero=1, overlaps=True)
+    alone = time_job(asked, hardware("h100-sxm")).step_seconds
+    kept = []
+
+    def keeping(blocks: Sequence[Block], work: Work) -> list[Worked]:
+        kept.append(work_of_blocks(blocks, work))
+        return kept[-1]
+
+    monkeypatch.setattr(clock, "work_of_blocks", keeping)
+    assert alone == time_job(asked, hardware("h100-sxm")).step_seconds
