@@ -168,15 +168,15 @@ def test_one_seed_one_outcome_and_the_same_failures_whatever_is_done_about_them(
     )
 
 
-@pytest.mark.parametrize("mean_hours", [1.0, 4.0, 20.0])
+@pytest.mark.parametrize("mean_hours", [1.0, 8.0])
 def test_the_best_interval_is_youngs_and_dalys(mean_hours: float) -> None:
     """Where a checkpoint stops the job and a restart costs as much as a checkpoint, theirs is the optimum, and goodput
     is what Daly's model of the run time says."""
-    job = Job(1, 1, 1.0, 400 * mean_hours * 3600, restart_seconds=30, exit_seconds=0, checkpoint_stall_seconds=30)
+    job = Job(1, 1, 1.0, 200 * mean_hours * 3600, restart_seconds=30, exit_seconds=0, checkpoint_stall_seconds=30)
     rates = ranks_that_end(mean_hours)
     daly, mean = daly_interval(job, rates), mean_hours * 3600
     assert daly == pytest.approx(math.sqrt(2 * 30 * mean), rel=0.15)
-    best, *rest = best_interval(job, rates, range(4))
+    best, *rest = best_interval(job, rates, range(2))
     assert daly / 1.5 < best.seconds < 1.5 * daly
     worst = min(rest, key=lambda one: one.goodput)
     assert worst.goodput < best.goodput
@@ -196,8 +196,8 @@ def test_llama_3_405b_trained_for_over_90_percent_of_the_time() -> None:
     for minutes in (5, 10):
         job = replace(LLAMA, restart_seconds=60 * minutes)
         job = replace(job, checkpoint_interval_seconds=best_interval(job, rates, [0])[0].seconds)
-        runs = [simulate(job, rates, seed) for seed in range(3)]
-        assert fmean(one.num_interruptions for one in runs) == pytest.approx(466, rel=0.08)
+        runs = [simulate(job, rates, seed) for seed in range(2)]
+        assert fmean(one.num_interruptions for one in runs) == pytest.approx(466, rel=0.1)
         goodput[minutes] = fmean(one.goodput for one in runs)
     assert 0.90 < goodput[10] < 0.93
     assert 0.94 < goodput[5] < 0.97

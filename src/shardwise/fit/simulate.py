@@ -246,11 +246,10 @@ class _Steps:
     def seconds(self) -> float:
         return self.useful + self.fewer + self.slow
 
-    def plus(self, other: _Steps) -> _Steps:
-        return _Steps(self.useful + other.useful, self.fewer + other.fewer, self.slow + other.slow)
-
-    def minus(self, other: _Steps) -> _Steps:
-        return _Steps(self.useful - other.useful, self.fewer - other.fewer, self.slow - other.slow)
+    def add(self, other: _Steps) -> None:
+        self.useful += other.useful
+        self.fewer += other.fewer
+        self.slow += other.slow
 
 
 class _Phase(NamedTuple):
@@ -320,7 +319,8 @@ class _Run:
             act()
         self._advance(job.seconds)
         self.course.append((self.now, self.num_steps))
-        steps = self.closed.plus(self.open)
+        steps = self.closed
+        steps.add(self.open)
         self.losses["fewer ranks"] += steps.fewer
         self.losses["slow hosts"] += steps.slow
         return Outcome(
@@ -366,20 +366,21 @@ class _Run:
         share = self.share + (at - self.now) / self._pace
         whole = math.floor(share)
         if whole:
-            first, rest = self._timed(1 - self.share), self._timed(share - whole)
-            between = self._timed(whole - 1.0)
-            self.closed = self.closed.plus(self.open).plus(first).plus(between)
-            self.open = rest
+            self.closed.add(self.open)
+            self._count(self.closed, whole - self.share)
+            self.open = _Steps()
             self.num_steps += whole
-        else:
-            self.open = self.open.plus(self._timed(share - self.share))
+        self._count(self.open, share - (whole or self.share))
         self.share, self.now = share - whole, at
 
-    def _timed(self, num_steps: float) -> _Steps:
-        """So many steps at the present pace."""
-        useful = num_steps * self.job.step_seconds
-        full = useful * self.job.world_size / self.ranks
-        return _Steps(useful, full - useful, num_steps * self._pace - full)
+    def _count(self, steps: _Steps, num: float) -> None:
+        """Add so many steps at the present pace."""
+        useful = num * self.job.step_seconds
+        steps.useful += useful
+        if self.num_slow or self.ranks < self.job.world_size:
+            full = useful * self.job.world_size / self.ranks
+            steps.fewer += full - useful
+            steps.slow += num * self._pace - full
 
     def _step_end(self) -> float:
         """When the step under way ends, if nothing happens; infinity while ranks are waited for."""
@@ -395,13 +396,13 @@ class _Run:
             self._push(self._step_end(), act)
             return False
         if self.share > 0.5:
-            self.closed, self.num_steps = self.closed.plus(self.open), self.num_steps + 1
-            self.open, self.share = _Steps(), 0.0
+            self.closed.add(self.open)
+            self.open, self.share, self.num_steps = _Steps(), 0.0, self.num_steps + 1
         return True
 
     @property
     def _is_waiting(self) -> bool:
-        return any(phase.loss == "waiting for ranks" for phase in self.phases)
+        return bool(self.phases) and any(phase.loss == "waiting for ranks" for phase in self.phases)
 
     def _end_waiting(self) -> None:
         """There are enough ranks."""
@@ -418,7 +419,7 @@ class _Run:
         job = self.job
         self._stand(_Phase("checkpoints", job.checkpoint_stall_seconds))
         written = self.now + job.checkpoint_stall_seconds + job.checkpoint_write_seconds
-        saved = _Saved(self.num_steps, self.closed)
+        saved = _Saved(self.num_steps, replace(self.closed))
         self._push(written, partial(self._on_written, attempt, self.num_survived, saved))
         self._push(max(self.now + job.checkpoint_interval_seconds, written), partial(self._on_due, attempt))
 
@@ -473,7 +474,7 @@ class _Run:
         """The others repeat the step."""
         job = self.job
         self.num_survived += 1
-        self._lose(self.open, "void", cause.name)
+        self._lose(self.open.seconds, "void", cause.name)
         self.open, self.share = _Steps(), 0.0
         self.phases.clear()
         self.ranks -= lost
@@ -510,10 +511,10 @@ class _Run:
         """All ranks start again from the last whole checkpoint."""
         job = self.job
         self.num_restarts += 1
-        self._lose(self.open, "void" if job.recovery != "restart" else "repeated", cause.name)
-        self._lose(self.closed.minus(self.saved.steps), "repeated", cause.name)
+        again = self.closed.seconds - self.saved.steps.seconds + self.open.seconds
+        self._lose(again, "repeated", cause.name)
         self.open, self.share = _Steps(), 0.0
-        self.closed, self.num_steps = self.saved.steps, self.saved.num_steps
+        self.closed, self.num_steps = replace(self.saved.steps), self.saved.num_steps
         self.ranks = max(0, self.ranks - lost)
         self._begin(cause.name, _Phase("finding", job.found_after(cause.found_by), cause.name))
 
@@ -554,13 +555,13 @@ class _Run:
         if not self._is_step_end(partial(self._on_stop, cause)):
             return
         self.num_checkpoints += 1
-        self.saved = _Saved(self.num_steps, self.closed)
+        self.saved = _Saved(self.num_steps, replace(self.closed))
         saving = self.job.checkpoint_stall_seconds + self.job.checkpoint_write_seconds
         self._begin(cause.name, _Phase("planned stops", saving, cause.name), loss="planned stops")
 
-    def _lose(self, steps: _Steps, loss: Loss, cause: str) -> None:
-        self.losses[loss] += steps.seconds
-        self.by_cause[cause] += steps.seconds
+    def _lose(self, seconds: float, loss: Loss, cause: str) -> None:
+        self.losses[loss] += seconds
+        self.by_cause[cause] += seconds
 
     # slow hosts
 
